@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.units import describe_error
+from phalanx.core.units import describe_prediction_error
 
 MIB = 2**20
 PERIOD_S = 0.0005
@@ -159,8 +159,8 @@ def as_table_row(row: dict[str, Any]) -> str:
         for key in ("predicted", "shown", "seen", "in_all", "seen_in_all")
     ]
     errors = [
-        describe_error(row["shown"], row["seen"]),
-        describe_error(row["predicted"], row["shown"]),
+        describe_prediction_error(row["shown"], row["seen"]),
+        describe_prediction_error(row["predicted"], row["shown"]),
     ]
     return "| " + " | ".join([row["case"], *sizes[:3], *errors, *sizes[3:], row["moment"]]) + " |"
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.units import describe_error
+from phalanx.core.units import describe_prediction_error
 
 MIB = 2**20
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -125,7 +125,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             str(row["microbatches"]),
             *(f"{n:,.0f} MiB" for n in numbers),
         ]
-        yield "| " + " | ".join([*cells, describe_error(*peaks)]) + " |"
+        yield "| " + " | ".join([*cells, describe_prediction_error(*peaks)]) + " |"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from phalanx.cli._app import read_help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.json_schema import PACKAGE_OF_OPEN_KEY, SCHEMA_FILE_NAME, build_job_json_schema
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.schema import Job, Section
@@ -94,7 +94,7 @@ def reference() -> str:
     lines += ["## Verbs", ""]
     lines += table(
         ("verb", "what it does"),
-        [(f"`phalanx {v}`", read_help_line(v)) for v in list_kinds("phalanx.cli")],
+        [(f"`phalanx {v}`", read_help_line(v)) for v in list_modules_of_registry("phalanx.cli")],
     )
     lines += ["## Exit codes", ""]
     lines += table(
@@ -116,7 +116,10 @@ def reference() -> str:
     folders = {**PACKAGE_OF_OPEN_KEY, "resilience.inject": "phalanx.resilience.faults"}
     lines += table(
         ("key", "kinds"),
-        [(f"`{k}`", ", ".join(f"`{n}`" for n in list_kinds(p))) for k, p in folders.items()],
+        [
+            (f"`{k}`", ", ".join(f"`{n}`" for n in list_modules_of_registry(p)))
+            for k, p in folders.items()
+        ],
     )
     lines += [
         "## Phases",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.errors import UsageError, format_nearest_word_hint
 
 NUM_RANKS = 2
 HEAD_DIM = 64
@@ -107,7 +107,7 @@ def plan_rows(
             names = sorted(
                 {part for row in rows for part in (row.name, row.case.name, row.contender)}
             )
-            hint = did_you_mean(text, names) or f"for example {rows[0].name}"
+            hint = format_nearest_word_hint(text, names) or f"for example {rows[0].name}"
             raise UsageError(f"--only {text}: no row has that in its name", fix=hint)
     return [row for row in rows if not only or any(_keeps(text, row) for text in only)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.observe.bus import event_file_path
+from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Event, RanksStarted, StepFinished, parse_event_line
 from throughput.cases import BARE, CEILING, NO_SINKS, NUM_RANKS, PHALANX, WHOLE_LOGITS, Case
 
@@ -139,7 +139,7 @@ def _bare_times(out: Path, rank: int) -> RankTimes:
 
 def _events(out: Path, rank: int) -> Sequence[tuple[Event, float]]:
     try:
-        text = event_file_path(out / "run", rank, 0).read_text()
+        text = build_event_file_path(out / "run", rank, 0).read_text()
     except FileNotFoundError:
         return []
     envelopes = (parse_event_line(line) for line in text.splitlines())

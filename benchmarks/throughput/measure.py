@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from phalanx.core.launchers import LAUNCHER_VARIABLE_PREFIXES, TORCHRUN_VARIABLES
-from phalanx.core.process_memory import ProcessMemory
+from phalanx.core.process_memory import ProcessMemoryReader
 from throughput.cases import NUM_RANKS, Row
 from throughput.contenders import RankTimes, command_of, find_rank_pids, read_times
 
@@ -151,19 +151,23 @@ def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[
     """
     peaks: dict[int, int] = {}
     elsewhere: dict[int, int] = {}
-    memories: list[ProcessMemory] = []
+    memories: list[ProcessMemoryReader] = []
     next_s = began = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
         if now > began + ROW_TIMEOUT_S:
             raise RowError(f"not done after {ROW_TIMEOUT_S:g} s: {_last_words(out)}")
         if not memories:
-            memories = [ProcessMemory(pid) for pid in find_rank_pids(contender, process.pid, out)]
+            memories = [
+                ProcessMemoryReader(pid) for pid in find_rank_pids(contender, process.pid, out)
+            ]
         for rank, memory in enumerate(memories):
             if (
                 now >= next_s
             ):  # seldom: it takes a while, of which the rank's own page faults would wait
-                elsewhere[rank] = memory.shared_elsewhere_bytes() or elsewhere.get(rank, 0)
+                elsewhere[rank] = memory.measure_bytes_shared_with_others() or elsewhere.get(
+                    rank, 0
+                )
             if (found := memory.read()) is not None:
                 peaks[rank] = max(peaks.get(rank, 0), found.peak_bytes - elsewhere.get(rank, 0))
         if memories and now >= next_s:

@@ -99,9 +99,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     import importlib
 
-    from phalanx.core.uncaught import install_one_line_excepthook
+    from phalanx.core.uncaught import install_one_line_refusal_hook
 
-    install_one_line_excepthook()
+    install_one_line_refusal_hook()
     return getattr(importlib.import_module(_MODULE_OF_PUBLIC_NAME[name]), name)
 
 

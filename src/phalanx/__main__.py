@@ -10,11 +10,11 @@ def main() -> None:
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
     from phalanx.cli._app import run_command_line
-    from phalanx.core.output import open_closed_streams
-    from phalanx.core.terminal import filter_output
+    from phalanx.core.output import open_closed_standard_streams
+    from phalanx.core.terminal import filter_standard_streams
 
-    open_closed_streams()
-    filter_output()  # to the very end: what is printed while the interpreter leaves, too
+    open_closed_standard_streams()
+    filter_standard_streams()  # to the very end: what is printed while the interpreter leaves, too
     code = run_command_line(sys.argv[1:])
     if "torch" in sys.modules:  # a rank of another launcher; no other command imports torch
         from phalanx.launch.rank import exit_rank_without_teardown

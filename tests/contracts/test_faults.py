@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.load import load_job
 from phalanx.resilience.fault import FAULTS_PACKAGE, build_fault_listener, parse_fault
 
-NAMES = list_kinds(FAULTS_PACKAGE)
+NAMES = list_modules_of_registry(FAULTS_PACKAGE)
 
 
 class Struck(Exception):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.core.registry import list_kinds, resolve_kind
+from phalanx.core.registry import import_object_of_kind, list_modules_of_registry
 from phalanx.job.json_schema import build_job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import silence_torch_warnings
@@ -25,7 +25,7 @@ from phalanx.parallel.wire import Wire
 from phalanx.plan.workload import has_error_feedback
 from ranks import run_ranks
 
-KINDS = list_kinds(COMPRESSION_HOOKS_PACKAGE)
+KINDS = list_modules_of_registry(COMPRESSION_HOOKS_PACKAGE)
 SHAPES = {
     "bias": (1,),
     "vector": (300,),
@@ -50,7 +50,7 @@ class Bench:
             name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()
         }
         self.traffic = GradientTraffic()
-        hook = resolve_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS)
+        hook = import_object_of_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS)
         wire = Wire(dist.group.WORLD, self.traffic, PhaseTimer())  # type: ignore[arg-type]
         self.compression = GradientCompression(hook, self.parameters.items(), wire)
 
@@ -179,7 +179,7 @@ def test_the_folder_is_what_a_job_can_name() -> None:
 def test_the_plan_counts_the_bytes_of_what_it_keeps(kind: str) -> None:
     assert (
         has_error_feedback(kind)
-        == resolve_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS).keeps_error
+        == import_object_of_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS).keeps_error
     )
 
 

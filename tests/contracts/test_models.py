@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from models import SEQ_LEN, VOCAB
-from phalanx.core.registry import list_kinds, resolve_kind
+from phalanx.core.registry import import_object_of_kind, list_modules_of_registry
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
@@ -27,7 +27,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
-KINDS = list_kinds(MODELS_PACKAGE)
+KINDS = list_modules_of_registry(MODELS_PACKAGE)
 
 
 def job(kind: str) -> Job:
@@ -44,7 +44,7 @@ def on_meta(kind: str) -> tuple[nn.Module, DecoderShape]:
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
     _, shape = on_meta(kind)
-    batch: dict[str, torch.Tensor] = resolve_kind(kind, MODELS_PACKAGE, "example_batch")(
+    batch: dict[str, torch.Tensor] = import_object_of_kind(kind, MODELS_PACKAGE, "example_batch")(
         shape, 2, SEQ_LEN, seed=0
     )
     return batch

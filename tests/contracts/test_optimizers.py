@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints import restore_state, save_state
 from models import LAYOUTS, decoder, global_batches, plan, share
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
@@ -21,7 +21,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
-KINDS = list_kinds(OPTIMIZERS_PACKAGE)
+KINDS = list_modules_of_registry(OPTIMIZERS_PACKAGE)
 OBJECTIVE = causal_cross_entropy(16)
 BEFORE, AFTER = 2, 2
 Tensors = dict[str, torch.Tensor]

@@ -23,9 +23,9 @@ import pytest
 
 from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.registry import list_kinds, resolve_kind
+from phalanx.core.registry import import_object_of_kind, list_modules_of_registry
 from phalanx.job.schema import Job, Observe
-from phalanx.observe.bus import CLOSE_TIMEOUT_S, Bus, OpenSink, event_file_path
+from phalanx.observe.bus import CLOSE_TIMEOUT_S, Bus, OpenSink, build_event_file_path
 from phalanx.observe.events import (
     EVENT_CLASS_OF_KIND,
     Envelope,
@@ -38,12 +38,12 @@ from phalanx.observe.events import (
     StopRequested,
 )
 from phalanx.observe.sink_process import ProcessSink, SinkProcessError
-from phalanx.observe.sinks._metrics import MetricsOfEvents, metric_values_of_event
+from phalanx.observe.sinks._metrics import EventMetricsExtractor, extract_metric_values
 from phalanx.run.needs import list_sink_openers, require_packages
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
-SINKS = list_kinds(PACKAGE)
+SINKS = list_modules_of_registry(PACKAGE)
 PATIENCE_S = 60.0
 ORDINARY: dict[str, Any] = {
     "str": "text",
@@ -83,7 +83,7 @@ def files_below(directory: Path) -> set[Path]:
 def missing(kind: str) -> list[str]:
     return [
         name
-        for name in resolve_kind(kind, PACKAGE, "REQUIRES")
+        for name in import_object_of_kind(kind, PACKAGE, "REQUIRES")
         if importlib.util.find_spec(name) is None
     ]
 
@@ -116,7 +116,7 @@ def record(kind: str, run_dir: Path, attempt: int, found: list[Event]) -> list[d
     for event in found:
         bus.emit(event)
     bus.close(PATIENCE_S)
-    lines = event_file_path(run_dir, 0, attempt).read_text().splitlines()
+    lines = build_event_file_path(run_dir, 0, attempt).read_text().splitlines()
     return [body for body in map(json.loads, lines) if body["event"] == "sink_dropped"]
 
 
@@ -126,10 +126,10 @@ def test_the_folder_has_sinks() -> None:
 
 def test_says_what_it_needs_and_has_an_extra_of_its_name(kind: str) -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert resolve_kind(kind, PACKAGE, "REQUIRES")
+    assert import_object_of_kind(kind, PACKAGE, "REQUIRES")
     assert pyproject["project"]["optional-dependencies"][kind]
     for attribute in ("PRELOAD", "IS_APART", "open_sink"):
-        resolve_kind(kind, PACKAGE, attribute)
+        import_object_of_kind(kind, PACKAGE, attribute)
 
 
 def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
@@ -155,8 +155,8 @@ def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
 @pytest.mark.long
 def test_needs_no_torch(kind: str, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from phalanx.core.registry import resolve_kind;"
-        f"resolve_kind({kind!r}, {PACKAGE!r}, 'open_sink')(Path({str(tmp_path)!r})).close();"
+        "import sys; from pathlib import Path; from phalanx.core.registry import import_object_of_kind;"
+        f"import_object_of_kind({kind!r}, {PACKAGE!r}, 'open_sink')(Path({str(tmp_path)!r})).close();"
         "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -275,7 +275,7 @@ class Hidden:
 def test_without_its_package_a_job_is_refused_with_the_extra(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = resolve_kind(kind, PACKAGE, "REQUIRES")[0]
+    package = import_object_of_kind(kind, PACKAGE, "REQUIRES")[0]
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(EnvironmentProblem) as caught:
@@ -298,21 +298,21 @@ def test_without_its_package_a_job_is_refused_with_the_extra(
     ],
 )
 def test_how_a_run_ended_is_known_from_what_it_said(found: list[Event], status: str) -> None:
-    metrics = MetricsOfEvents()
+    metrics = EventMetricsExtractor()
     for event in found:
-        metrics.point_of_event(Envelope(event, 0, 0, 1.0))
+        metrics.extract_metric_point(Envelope(event, 0, 0, 1.0))
     assert metrics.final_status == status
 
 
 def told(
-    metrics: MetricsOfEvents, run_dir: Path, attempt: int, found: list[Event]
+    metrics: EventMetricsExtractor, run_dir: Path, attempt: int, found: list[Event]
 ) -> dict[int, dict[str, float]]:
     """The points of an attempt by step; its events are on record, as a rank's are."""
     bus = Bus(rank=0, attempt=attempt, run_dir=run_dir)
     for event in found:
         bus.emit(event)
     bus.close()
-    points = [metrics.point_of_event(Envelope(event, 0, attempt, 1.0)) for event in found]
+    points = [metrics.extract_metric_point(Envelope(event, 0, attempt, 1.0)) for event in found]
     return {point.step: point.values for point in points if point is not None}
 
 
@@ -324,16 +324,19 @@ def test_skipped_steps_are_counted_over_all_attempts_and_those_done_again_once(
     tmp_path: Path,
 ) -> None:
     assert told(
-        MetricsOfEvents(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]
+        EventMetricsExtractor(tmp_path),
+        tmp_path,
+        0,
+        [started(0), skipped(1), skipped(3), skipped(4)],
     ) == {
         1: {"train/skipped": 1},
         3: {"train/skipped": 2},
         4: {"train/skipped": 3},
     }
-    assert told(MetricsOfEvents(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {
+    assert told(EventMetricsExtractor(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {
         4: {"train/skipped": 2}
     }
-    assert told(MetricsOfEvents(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {
+    assert told(EventMetricsExtractor(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {
         5: {"train/skipped": 3}
     }
 
@@ -345,7 +348,7 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
         return EvalFinished(at, 2.0, 100, 1.0, losses)
 
     first = told(
-        MetricsOfEvents(tmp_path),
+        EventMetricsExtractor(tmp_path),
         tmp_path,
         0,
         [started(0), evaluation(1, {"a/b": 1.0, "a_b": 2.0, "a.b": 3.0})],
@@ -353,7 +356,7 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
     assert first["eval/loss/a_b"] == 1.0
     assert sorted(first.values()) == [1.0, 2.0, 2.0, 3.0]
     again = told(
-        MetricsOfEvents(tmp_path),
+        EventMetricsExtractor(tmp_path),
         tmp_path,
         1,
         [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})],
@@ -386,7 +389,7 @@ def test_the_page_about_sinks_names_them_all_and_shows_the_example() -> None:
     assert all(f"| `{kind}` |" in page for kind in SINKS)
     assert all(
         f"`{name}`" in page
-        for name in metric_values_of_event(step(1))
+        for name in extract_metric_values(step(1))
         if not name.startswith("time/forward")
     )
     assert (root / "examples" / "own_sink.py").read_text(encoding="utf-8") in page
@@ -412,7 +415,10 @@ def test_wandb_writes_offline_where_its_server_cannot_be_used(
     said = record("wandb", tmp_path, 0, [started(0), step(1)])
     assert said == []
     assert CURVES["wandb"](tmp_path)["train/loss"] == {1: 2.0}
-    assert "offline, since the server cannot be used" in event_file_path(tmp_path, 0, 0).read_text()
+    assert (
+        "offline, since the server cannot be used"
+        in build_event_file_path(tmp_path, 0, 0).read_text()
+    )
 
 
 # --- the bus --------------------------------------------------------------------------------------
@@ -468,7 +474,9 @@ def released() -> Iterator[threading.Event]:
 
 
 def in_file(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in event_file_path(run_dir, 0, 0).read_text().splitlines()]
+    return [
+        json.loads(line) for line in build_event_file_path(run_dir, 0, 0).read_text().splitlines()
+    ]
 
 
 def notes(found: list[dict[str, Any]]) -> list[str]:

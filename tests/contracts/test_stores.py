@@ -41,7 +41,7 @@ from phalanx.checkpoint.writing.write import RankSnapshot, WrittenCheckpoint, wr
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import PhaseTimer
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
@@ -82,7 +82,9 @@ def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Stor
 
 
 def test_every_store_is_covered() -> None:
-    assert set(KINDS.values()) == set(list_kinds("phalanx.checkpoint.stores")) - {"protocol"}
+    assert set(KINDS.values()) == set(list_modules_of_registry("phalanx.checkpoint.stores")) - {
+        "protocol"
+    }
 
 
 def tensors(seed: int = 0) -> Tensors:

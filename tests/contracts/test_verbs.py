@@ -17,9 +17,9 @@ import pytest
 from phalanx.cli import _app
 from phalanx.cli._app import join_first_paragraph
 from phalanx.cli._arguments import split_job_file_and_overrides
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 
-VERBS = list_kinds("phalanx.cli")
+VERBS = list_modules_of_registry("phalanx.cli")
 GROUPS = [
     verb for verb in VERBS if hasattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS")
 ]

@@ -14,7 +14,7 @@ from checkpoints import edit_manifest, newest, restore_state
 from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder, plan, share
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
@@ -37,7 +37,7 @@ from resuming import (
     write_corpus,
 )
 
-KINDS = list_kinds(COMPRESSION_HOOKS_PACKAGE)
+KINDS = list_modules_of_registry(COMPRESSION_HOOKS_PACKAGE)
 STEPS_TO_LEARN = 60
 NEAR = dict.fromkeys(("bf16", "fp16", "int8"), 0.02) | {"topk": 0.35, "powersgd": 0.35}
 """Nats above the loss without compression after 60 steps, of 3.8 at the start and 0.87 at the end.

@@ -11,7 +11,7 @@ import torch
 
 from commands import TINY, environment, run, write_text
 from phalanx.core.errors import EnvironmentProblem, LayoutError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.job.load import load_job
 from phalanx.mesh.determinism import (
     CUBLAS_VARIABLE,
@@ -150,7 +150,7 @@ def test_a_run_with_an_operation_that_has_none_is_refused_in_a_line(tmp_path: Pa
 
 
 def test_a_run_may_change_it(tmp_path: Path) -> None:
-    write_json_atomic(tmp_path / "job.json", load_job(None, ["cluster.device=cpu"]).to_json())
+    write_json_atomically(tmp_path / "job.json", load_job(None, ["cluster.device=cpu"]).to_json())
     resumed = load_resumed_job(str(tmp_path), ["train.deterministic=true"])
     assert not resumed.is_other_training
     assert resumed.summary_lines() == [

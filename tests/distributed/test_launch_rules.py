@@ -17,7 +17,7 @@ import pytest
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
-from phalanx.core.files import write_bytes_atomic
+from phalanx.core.files import write_bytes_atomically
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
@@ -177,7 +177,7 @@ class TestReports:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with pytest.raises(OSError, match="too large") as caught:
-                write_bytes_atomic(tmp_path / "file", bytes(2000))
+                write_bytes_atomically(tmp_path / "file", bytes(2000))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert build_error_report(caught.value).exit_code == 7

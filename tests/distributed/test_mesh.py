@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, RanksDifferError
-from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
+from phalanx.core.launchers import SUPERVISED_VARIABLE, find_loopback_interface_name
 from phalanx.launch.rank_env import RankEnv, build_rank_env_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
@@ -564,7 +564,7 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
     assert (
         find_interface_towards("127.0.0.1")
         == find_interface_towards("127.0.1.1")
-        == loopback_interface()
+        == find_loopback_interface_name()
     )
     assert find_interface_towards("no-such-host.invalid") is None
     environ = {"MASTER_ADDR": "127.0.0.1"}
@@ -572,7 +572,7 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
     assert environ == {"MASTER_ADDR": "127.0.0.1"}, "one machine needs nothing"
     environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     set_gloo_interface(environ)  # what a machine's own name often resolves to
-    assert environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert environ["GLOO_SOCKET_IFNAME"] == find_loopback_interface_name()
     environ = {"MASTER_ADDR": "127.0.1.1", "GLOO_SOCKET_IFNAME": "eth7"}
     set_gloo_interface(environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -607,7 +607,7 @@ def meet_by_alias(rank: int, port: int) -> str:
 
 
 def test_ranks_meet_at_an_address_that_is_not_the_first_of_its_interface() -> None:
-    assert run_ranks(2, meet_by_alias, free_port()) == [loopback_interface()] * 2
+    assert run_ranks(2, meet_by_alias, free_port()) == [find_loopback_interface_name()] * 2
 
 
 def groups_in_order(rank: int, world_size: int, layouts: list[Layout]) -> list[list[list[int]]]:

@@ -126,16 +126,16 @@ def test_one_of_the_ranks_speaks_whatever_the_clock_on_the_wall_does(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(uncaught.ERROR_FILE_VARIABLE, str(tmp_path / "attempt" / "0" / "error.json"))
     (tmp_path / "attempt").mkdir()
-    assert [uncaught._is_first_to_report("no") for _ in range(2)] == [True, False]
+    assert [uncaught._is_first_rank_to_report("no") for _ in range(2)] == [True, False]
     (marker,) = (tmp_path / "attempt").iterdir()
     os.utime(
         marker, (time.time() - 86_400,) * 2
     )  # the clock was set forward since: these are the same ranks
-    assert not uncaught._is_first_to_report("no")
+    assert not uncaught._is_first_rank_to_report("no")
     clock, said_s = marker.read_text().split()
-    marker.write_text(f"{clock} {float(said_s) - 2 * uncaught.STALE_ERROR_FILE_S}")
+    marker.write_text(f"{clock} {float(said_s) - 2 * uncaught.STALE_REPORT_MARKER_S}")
     os.utime(marker, (time.time() + 86_400,) * 2)  # and backward: those were ranks before these
-    assert [uncaught._is_first_to_report("no") for _ in range(2)] == [True, False]
+    assert [uncaught._is_first_rank_to_report("no") for _ in range(2)] == [True, False]
     marker.write_text(f"another-boot {said_s}")
-    assert uncaught._is_first_to_report("no")
+    assert uncaught._is_first_rank_to_report("no")
     assert list((tmp_path / "attempt").iterdir()) == [marker]

@@ -23,7 +23,7 @@ from checkpoints import (
     save_state,
 )
 from models import shape
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import CheckpointError
 from phalanx.data.ledger import check_sample_records
 from phalanx.job.schema import Job, Optim
@@ -226,7 +226,7 @@ def pattern(shard: LogicalShard) -> torch.Tensor:
     place in the whole."""
     local = torch.zeros_like(shard.tensor)
     for box in shard.boxes:
-        values = torch.full(box.size, stable_hash64(shard.name) % 7, dtype=torch.int64)
+        values = torch.full(box.size, hash_to_stable_64_bits(shard.name) % 7, dtype=torch.int64)
         for dim, (first, length) in enumerate(zip(box.global_offset, box.size, strict=True)):
             along = torch.arange(first, first + length) * (31 * dim + 1)
             values += along.view(-1, *(1,) * (len(box.size) - dim - 1))

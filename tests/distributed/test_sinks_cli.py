@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, environment, events, loss_curve, run, write_text
-from phalanx.core.registry import list_kinds, resolve_kind
+from phalanx.core.registry import import_object_of_kind, list_modules_of_registry
 from phalanx.observe.events import RankFailed, RestartScheduled, SinkDropped
 from sink_readers import CURVES, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
 INSTALLED = [
     kind
-    for kind in list_kinds(PACKAGE)
-    if all(map(importlib.util.find_spec, resolve_kind(kind, PACKAGE, "REQUIRES")))
+    for kind in list_modules_of_registry(PACKAGE)
+    if all(map(importlib.util.find_spec, import_object_of_kind(kind, PACKAGE, "REQUIRES")))
 ]
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": None}
 SECRETS = {

@@ -20,7 +20,7 @@ import pytest
 
 from commands import COLD, TINY, Done, environment, events, run, start, watching, write_text
 from phalanx.core.black_box import BlackBox
-from phalanx.core.files import suggest_fix_for_os_error
+from phalanx.core.files import suggest_fix_for_path_error
 from phalanx.core.logs import RedactedStream
 from phalanx.core.secrets import Redactor
 from phalanx.observe.bus import Bus
@@ -98,7 +98,7 @@ def test_a_log_and_a_black_box_on_a_full_disk_stop_nothing(tmp_path: Path) -> No
 
 def test_what_to_do_about_each_refusal(tmp_path: Path) -> None:
     def fix(code: int, path: Path = tmp_path) -> str:
-        return suggest_fix_for_os_error(OSError(code, os.strerror(code)), path) or ""
+        return suggest_fix_for_path_error(OSError(code, os.strerror(code)), path) or ""
 
     assert (fix(errno.ENOSPC), fix(errno.EDQUOT)) == ("free space there",) * 2
     assert "ulimit -f" in fix(errno.EFBIG)

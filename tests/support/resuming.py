@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from checkpoints import Tensors, newest, restore_state
 from commands import write_text
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
@@ -223,7 +223,7 @@ def train(
                 "test", plan.job_digest, mesh.world_size, state.step, job.train.steps, "cpu", layout
             )
         )
-        write_json_atomic(run_dir / "job.json", job.to_json())
+        write_json_atomically(run_dir / "job.json", job.to_json())
     try:
         trainer.run()
     finally:

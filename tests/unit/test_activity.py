@@ -66,7 +66,7 @@ def test_a_log_gets_a_line_after_ten_seconds_and_twice_as_long_each_time() -> No
     said = {}
     for second in range(100):
         clock.now = float(second)
-        if (line := activity.line_if_due()) is not None:
+        if (line := activity.build_log_line_if_due()) is not None:
             said[second] = line
     assert list(said) == [10, 20, 40, 80]
     assert said[20] == "starting the ranks (20.0 s so far)"
@@ -75,9 +75,12 @@ def test_a_log_gets_a_line_after_ten_seconds_and_twice_as_long_each_time() -> No
     activity.take_event(
         WorkProgressed(50, "evaluate", 30, 64), 0
     )  # the same evaluation: its clock goes on
-    assert activity.line_if_due() is None
+    assert activity.build_log_line_if_due() is None
     clock.now += 1
-    assert activity.line_if_due() == "evaluating at step 50: 30 of 64 batches (10.0 s so far)"
+    assert (
+        activity.build_log_line_if_due()
+        == "evaluating at step 50: 30 of 64 batches (10.0 s so far)"
+    )
 
 
 def test_a_terminal_shows_it_before_the_first_step_and_leaves_nothing(

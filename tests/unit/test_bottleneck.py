@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe.events import EvalFinished, Event, StepFinished, seal_event
+from phalanx.observe.events import EvalFinished, Event, StepFinished, wrap_event_in_envelope
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.describe import describe_bottleneck, list_verdict_lines
 from phalanx.report.bottleneck.of_run import judge_run
@@ -64,9 +64,11 @@ def write_run(
                 sent_bytes=1000,
                 cpu_s=own_s * cpu_share,
             )
-            lines[rank].append(seal_event(event, rank=rank, attempt=0, seq=step).to_line())
+            lines[rank].append(
+                wrap_event_in_envelope(event, rank=rank, attempt=0, seq=step).to_line()
+            )
     for number, event in enumerate(more):
-        sealed = seal_event(event, rank=0, attempt=0, seq=num_steps + number + 1)
+        sealed = wrap_event_in_envelope(event, rank=0, attempt=0, seq=num_steps + number + 1)
         lines[0].append(sealed.to_line())
     for rank, of_rank in lines.items():
         path = run_dir / "events" / f"rank-{rank:04}-attempt-00.jsonl"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli._app import run_command_line
-from phalanx.observe.events import StepFinished, seal_event
+from phalanx.observe.events import StepFinished, wrap_event_in_envelope
 from phalanx.report.compare import compare_runs, list_comparison_lines
 from phalanx.report.reduce import collect_run_facts
 
@@ -24,7 +24,7 @@ def write_run(run_dir: Path, backward_s: float, *, job: dict[str, object] | None
         event = StepFinished(
             step, 2.0, 100, 100 * step, 1e-3, 1.0, step_s, 100 / step_s, seconds, 0.0, 1
         )
-        lines.append(seal_event(event, rank=0, attempt=0, seq=step).to_line())
+        lines.append(wrap_event_in_envelope(event, rank=0, attempt=0, seq=step).to_line())
     (run_dir / "events" / "rank-0000-attempt-00.jsonl").write_text("\n".join(lines) + "\n")
     (run_dir / "job.json").write_text(json.dumps(job or {}))
     return run_dir

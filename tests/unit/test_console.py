@@ -14,12 +14,12 @@ import pytest
 
 from hostile import EVIL, moves_a_cursor
 from phalanx.core.printable import printable
-from phalanx.core.terminal import SafeStream
+from phalanx.core.terminal import FilteredTextStream
 from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENT_CLASS_OF_KIND, Envelope, Event, StepFinished
-from phalanx.observe.units import find_units_of_job
+from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.observe.words import describe_event
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -65,7 +65,7 @@ def test_a_bar_behind_the_filter_of_standard_output_moves_and_what_it_tells_does
     """What every verb does: standard output is filtered before a console is opened on it."""
     monkeypatch.setenv("A_TOKEN", "s3cr3t-s3cr3t")
     stream = io.StringIO()
-    filtered = cast(TextIO, SafeStream(stream))
+    filtered = cast(TextIO, FilteredTextStream(stream))
     console = open_console(filtered, total_steps=10, log_every=1, is_terminal=True)
     console.say(f"a rank says {EVIL} and s3cr3t-s3cr3t")
     console.write(step(3))
@@ -201,7 +201,7 @@ def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
         stream,
         total_steps=100,
         log_every=1,
-        units=find_units_of_job({"model": {"objective": "own:loss"}}),
+        units=choose_metric_units_of_job({"model": {"objective": "own:loss"}}),
     )
     for number in (1, 2, 3):
         console.write(step(number))
@@ -230,7 +230,7 @@ def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
     ],
 )
 def test_units(job: dict[str, object], is_text: bool) -> None:
-    assert (find_units_of_job(job).loss == "nats/token") == is_text
+    assert (choose_metric_units_of_job(job).loss == "nats/token") == is_text
 
 
 @pytest.mark.parametrize(

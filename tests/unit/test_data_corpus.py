@@ -730,7 +730,7 @@ def test_a_failure_leaves_nothing(
     def fail(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(phalanx.data.prepare, "write_json_atomic", fail)
+    monkeypatch.setattr(phalanx.data.prepare, "write_json_atomically", fail)
     with pytest.raises(ResourceError, match="no space left while writing what the data is"):
         prepare(library, out_dir)
     assert not out_dir.exists()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.data.ledger import check_sample_records
 from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     data = Data(source=str(tmp_path / "texts"), seq_len=8, held_out_fraction=0.1)
     prepare_corpus(data, run / "data", vocab_size=None)
-    write_json_atomic(
+    write_json_atomically(
         run / "job.json",
         Job(run=Run(seed=SEED), data=data, observe=Observe(samples=True)).to_json(),
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.core.batch import IGNORE_INDEX
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.data.corpus import Corpus
 from phalanx.data.loader import (
     Batch,
@@ -343,7 +343,7 @@ def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(
     starts = open_training_samples(mixed, SEQ_LEN, seed=3).take(np.arange(640))["inputs"][:, 0]
     assert (starts < 1_000).sum() == 480
     for number, mine in enumerate((starts[starts < 1_000], starts[starts >= 1_000] - 1_000)):
-        order = SampleOrder(900, SEQ_LEN, stable_hash64("source", 3, number))
+        order = SampleOrder(900, SEQ_LEN, hash_to_stable_64_bits("source", 3, number))
         assert len(mine) > order.samples_per_epoch
         assert sorted(mine) == sorted(order.sample_starts(np.arange(len(mine))))
 

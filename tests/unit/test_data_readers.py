@@ -18,7 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError, EnvironmentProblem
 from phalanx.data.build import build_dataset
 from phalanx.data.dataset import Dataset
@@ -121,7 +121,7 @@ def test_every_row_is_a_document(tmp_path: Path, name: str, shard_bytes: int) ->
         rows = [number for number, row in enumerate(ROWS) if row is not None]
         if not name.endswith(".parquet"):
             rows = [(number // 2 << 32) + number % 2 for number in rows]  # in batches of two
-        assert keys == [stable_hash64("held_out", name, row) for row in rows]
+        assert keys == [hash_to_stable_64_bits("held_out", name, row) for row in rows]
 
 
 def test_who_a_row_is_does_not_depend_on_shards(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_several_inputs_are_taken_in_turn(tmp_path: Path) -> None:
     assert (
         alone.shards[0].keys[0]
         == dataset.shards[0].keys[0]
-        == stable_hash64("held_out", "same.txt")
+        == hash_to_stable_64_bits("held_out", "same.txt")
     )
 
 

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.digest import canonical_json, digest, find_differing_keys, stable_hash64
+from phalanx.core.digest import (
+    digest,
+    encode_canonical_json,
+    find_differing_dotted_keys,
+    hash_to_stable_64_bits,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -26,19 +31,19 @@ def test_order_of_keys_does_not_count_and_order_of_lists_does() -> None:
 
 def test_golden_values() -> None:
     """Pinned: run.seed, job digests in checkpoints and cached shapes rely on them."""
-    assert canonical_json({"b": "é", "a": [1, None]}) == '{"a":[1,null],"b":"\\u00e9"}'
+    assert encode_canonical_json({"b": "é", "a": [1, None]}) == '{"a":[1,null],"b":"\\u00e9"}'
     assert digest({"a": 1}) == "015abd7f5cc57a2d"
-    assert stable_hash64("init", 0, "embed.weight") == 9420098701992878862
+    assert hash_to_stable_64_bits("init", 0, "embed.weight") == 9420098701992878862
 
 
 def test_hashes_are_equal_in_another_process_and_parts_do_not_run_together() -> None:
-    code = "from phalanx.core.digest import *; print(stable_hash64('a', 1), digest({'x': 'y'}))"
+    code = "from phalanx.core.digest import *; print(hash_to_stable_64_bits('a', 1), digest({'x': 'y'}))"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert found == [str(stable_hash64("a", 1)), digest({"x": "y"})]
-    assert stable_hash64("ab", "c") != stable_hash64("a", "bc")
-    assert 0 <= stable_hash64("a") < 2**64
+    assert found == [str(hash_to_stable_64_bits("a", 1)), digest({"x": "y"})]
+    assert hash_to_stable_64_bits("ab", "c") != hash_to_stable_64_bits("a", "bc")
+    assert 0 <= hash_to_stable_64_bits("a") < 2**64
 
 
 def test_not_a_number_is_refused() -> None:
@@ -48,15 +53,15 @@ def test_not_a_number_is_refused() -> None:
 
 @given(json_values, json_values)
 def test_values_differ_somewhere_exactly_if_their_digests_do(a: object, b: object) -> None:
-    assert bool(find_differing_keys(a, b)) == (digest(a) != digest(b))
-    assert find_differing_keys(a, a) == []
+    assert bool(find_differing_dotted_keys(a, b)) == (digest(a) != digest(b))
+    assert find_differing_dotted_keys(a, a) == []
 
 
 def test_paths_of_differences() -> None:
     a = {"train": {"steps": 1, "seed": 2}, "x": [1], "only": 1}
     b = {"train": {"steps": 3, "seed": 2}, "x": [2]}
-    assert find_differing_keys(a, b) == ["only", "train.steps", "x"]
-    assert find_differing_keys(1, 2) == ["."]
-    assert find_differing_keys({"a": 1}, {"a": True}) == [
+    assert find_differing_dotted_keys(a, b) == ["only", "train.steps", "x"]
+    assert find_differing_dotted_keys(1, 2) == ["."]
+    assert find_differing_dotted_keys({"a": 1}, {"a": True}) == [
         "a"
     ]  # equal in Python, and not the same fact

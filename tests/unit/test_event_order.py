@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.clocks import identify_monotonic_clock
+from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe import events
-from phalanx.observe.bus import Bus, event_file_path
-from phalanx.observe.events import Envelope, Event, SteadyClock, StepFinished
+from phalanx.observe.bus import Bus, build_event_file_path
+from phalanx.observe.events import Envelope, Event, MonotonicClockReading, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import EventTail
 from phalanx.report.reduce import collect_run_facts
@@ -51,7 +51,7 @@ class Clocked:
             + (self._stepped_s if self._num_told >= self._stepped_at else 0.0)
         )
         seq, steady_s = (-1, math.nan) if self._is_old else (self._num_told, now_s)
-        path = event_file_path(self.dir, rank, attempt)
+        path = build_event_file_path(self.dir, rank, attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(Envelope(event, rank, attempt, wall_s, seq, steady_s).to_line() + "\n")
@@ -131,7 +131,7 @@ def test_a_line_without_a_sound_clock_is_no_event(tmp_path: Path) -> None:
     wrong = [("seq", value) for value in ("3", -7, 10**30)]
     wrong += [("monotonic_s", value) for value in (None, "now", 10**400, math.inf)]
     for number, (key, value) in enumerate(wrong):
-        path = event_file_path(tmp_path / str(number), 0, 0)
+        path = build_event_file_path(tmp_path / str(number), 0, 0)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(line | {key: value}) + "\n")
         tail = EventTail(tmp_path / str(number))
@@ -156,9 +156,9 @@ class TwoHours:
         at_rank = max(rank, 0)
         began_s, seq = self._uptimes_s[at_rank], self._num_told.get(rank, 0)
         self._num_told[rank] = seq + 1
-        clock = SteadyClock(self._names.get(at_rank, ""), began_s) if seq == 0 else None
+        clock = MonotonicClockReading(self._names.get(at_rank, ""), began_s) if seq == 0 else None
         sealed = Envelope(event, rank, 0, 1_700_000_000.0 + after_s, seq, began_s + after_s, clock)
-        path = event_file_path(self.dir, rank, 0)
+        path = build_event_file_path(self.dir, rank, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(sealed.to_line() + "\n")
@@ -244,13 +244,13 @@ def test_a_resume_after_the_machine_was_started_anew(tmp_path: Path) -> None:
             (-1, events.RanksStarted([1], 0.1)),
             (0, events.Note(f"rank {attempt}")),
         ):
-            clock = SteadyClock(name, began_s)
+            clock = MonotonicClockReading(name, began_s)
             line = Envelope(event, rank, attempt, 1.0, 0, began_s, clock).to_line() + "\n"
             line += (
                 Envelope(events.Note(f"end {rank}"), rank, attempt, 1.0, 1, began_s + 9).to_line()
                 + "\n"
             )
-            path = event_file_path(tmp_path, rank, attempt)
+            path = build_event_file_path(tmp_path, rank, attempt)
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(line)
@@ -273,9 +273,9 @@ def test_only_the_first_event_of_a_process_names_its_clock(tmp_path: Path) -> No
     for number in range(3):
         bus.emit(events.Note(f"n{number}"))
     bus.close()
-    lines = event_file_path(tmp_path, 3, 0).read_text().splitlines()
+    lines = build_event_file_path(tmp_path, 3, 0).read_text().splitlines()
     assert [json.loads(line).get("clock") for line in lines] == [
-        identify_monotonic_clock() or None,
+        build_monotonic_clock_id() or None,
         None,
         None,
     ]
@@ -286,10 +286,10 @@ def test_the_clock_of_this_machine_has_one_name() -> None:
         [
             sys.executable,
             "-c",
-            "from phalanx.core.clocks import identify_monotonic_clock; print(identify_monotonic_clock())",
+            "from phalanx.core.clocks import build_monotonic_clock_id; print(build_monotonic_clock_id())",
         ],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert others.stdout.strip() == identify_monotonic_clock()
+    assert others.stdout.strip() == build_monotonic_clock_id()

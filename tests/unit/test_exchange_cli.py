@@ -32,7 +32,7 @@ from phalanx.checkpoint.manifest import (
     read_manifest,
 )
 from phalanx.cli._app import run_command_line
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.shapes.decoder import DecoderShape
@@ -462,7 +462,8 @@ def test_the_payload_is_one(tmp_path: Path) -> None:
 
 def test_every_verb_is_asked() -> None:
     modules = {
-        verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in list_kinds("phalanx.cli")
+        verb: importlib.import_module(f"phalanx.cli.{verb}")
+        for verb in list_modules_of_registry("phalanx.cli")
     }
     groups = {verb: getattr(module, "COMMANDS", None) for verb, module in modules.items()}
     assert set(VERBS) == {

@@ -12,8 +12,8 @@ import pytest
 from test_report import EVIL, Page, Run, page_of, step
 
 from phalanx.observe.console import open_console
-from phalanx.observe.events import ExpertsLoaded, seal_event
-from phalanx.observe.tail import read_event
+from phalanx.observe.events import ExpertsLoaded, wrap_event_in_envelope
+from phalanx.observe.tail import parse_valid_event_line
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.sections.experts import LOAD_LEVELS, choose_heat_level
 from phalanx.report.summary import build_run_json
@@ -121,18 +121,22 @@ def test_numbers_that_nobody_can_count_break_nothing(tmp_path: Path) -> None:
 
 
 def test_events_with_other_types_are_not_read() -> None:
-    line = json.loads(seal_event(loaded(1, {"a": [1]}), rank=0, attempt=0).to_line())
-    assert read_event(json.dumps(line).encode()) is not None
-    assert read_event(json.dumps(line | {"tokens_by_expert": {"a": "1"}}).encode()) is None
+    line = json.loads(wrap_event_in_envelope(loaded(1, {"a": [1]}), rank=0, attempt=0).to_line())
+    assert parse_valid_event_line(json.dumps(line).encode()) is not None
+    assert (
+        parse_valid_event_line(json.dumps(line | {"tokens_by_expert": {"a": "1"}}).encode()) is None
+    )
 
 
 def test_the_console_has_a_word_for_it() -> None:
     stream = io.StringIO()
     console = open_console(stream, total_steps=10, log_every=1, is_terminal=False)
-    console.write(seal_event(step(1), rank=0, attempt=0))
-    console.write(seal_event(loaded(2, {"blocks.1.moe": EVEN}), rank=0, attempt=0))
-    console.write(seal_event(loaded(2, {"blocks.2.moe": SKEWED}, dropped=8), rank=2, attempt=0))
-    console.write(seal_event(step(2), rank=0, attempt=0))
+    console.write(wrap_event_in_envelope(step(1), rank=0, attempt=0))
+    console.write(wrap_event_in_envelope(loaded(2, {"blocks.1.moe": EVEN}), rank=0, attempt=0))
+    console.write(
+        wrap_event_in_envelope(loaded(2, {"blocks.2.moe": SKEWED}, dropped=8), rank=2, attempt=0)
+    )
+    console.write(wrap_event_in_envelope(step(2), rank=0, attempt=0))
     first, second = stream.getvalue().splitlines()
     assert "experts" not in first
     assert "  experts 3.00x dropped 25.0%" in second

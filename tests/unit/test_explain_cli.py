@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli import _app
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.job.findings import list_keys_by_section
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_explained_from_its_own_job(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job().model_copy(update={"eval": Job().eval.model_copy(update={"tokens": 100})})
-    write_json_atomic(folder / "job.json", job.to_json())
+    write_json_atomically(folder / "job.json", job.to_json())
     found = ask(capsys, "train", "--resume", str(folder), "--explain", "train.steps=700")
     assert (found["eval.tokens"]["value"], found["eval.tokens"]["origin"]) == (100, "run")
     assert found["eval.tokens"]["where"].endswith("job.json")

@@ -18,21 +18,21 @@ import torch
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import (
     PERMANENT_WRITE_ERRNOS,
-    build_resource_error,
-    find_disk_problem,
-    open_run_directory,
+    build_path_resource_error,
+    convert_disk_error,
+    create_writable_run_directory,
     read_json,
     require_file_name,
-    write_bytes_atomic,
-    write_json_atomic,
+    write_bytes_atomically,
+    write_json_atomically,
 )
-from phalanx.core.library_errors import find_os_error
+from phalanx.core.library_errors import find_os_error_behind
 
 
 def test_json_comes_back_and_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for value in ({"a": 1}, {"é": [1.5, None]}):
-        write_json_atomic(path, value)
+        write_json_atomically(path, value)
         assert read_json(path) == value
     assert os.listdir(tmp_path) == ["a.json"]
 
@@ -50,9 +50,9 @@ def small_files() -> Iterator[None]:
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    write_bytes_atomic(path, b"old")
+    write_bytes_atomically(path, b"old")
     with small_files(), pytest.raises(OSError):
-        write_bytes_atomic(path, b"new" * 1000)
+        write_bytes_atomically(path, b"new" * 1000)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 
@@ -78,7 +78,7 @@ def test_names_that_are(name: str) -> None:
     ],
 )
 def test_errors_of_the_system_say_what_and_where(number: int, words: str) -> None:
-    error = build_resource_error(OSError(number, "x"), "saving", "/runs/a")
+    error = build_path_resource_error(OSError(number, "x"), "saving", "/runs/a")
     assert error.exit_code == ExitCode.RESOURCES
     assert words in str(error)
     assert "/runs/a" in str(error)
@@ -128,7 +128,7 @@ def test_what_a_disk_said_to_a_library_is_heard(
     assert not (
         isinstance(caught.value, OSError) and caught.value.errno
     )  # that would need no words
-    found = find_os_error(caught.value, PERMANENT_WRITE_ERRNOS)
+    found = find_os_error_behind(caught.value, PERMANENT_WRITE_ERRNOS)
     assert isinstance(found, OSError), repr(caught.value)
     assert found.errno == WRITERS[write]
 
@@ -146,7 +146,7 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
 
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
         _save_tensors(tmp_path / "initial", {"x": torch.zeros(1000)})
-    problem = find_disk_problem(
+    problem = convert_disk_error(
         caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4"
     )
     assert isinstance(problem, ResourceError)
@@ -154,7 +154,7 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
     assert "(File too large); raise the limit" in str(problem)
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
         write_safetensors(tmp_path / "theirs")  # no frame of ours is on the way
-    assert find_disk_problem(caught.value, "training") is None
+    assert convert_disk_error(caught.value, "training") is None
 
 
 @pytest.mark.parametrize(
@@ -168,46 +168,46 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
     ],
 )
 def test_words_that_are_no_refusal_of_a_disk(error: Exception) -> None:
-    assert find_os_error(error, PERMANENT_WRITE_ERRNOS) is None
+    assert find_os_error_behind(error, PERMANENT_WRITE_ERRNOS) is None
 
 
 def test_a_folder_for_a_while_is_mended_by_TMPDIR() -> None:
-    full = build_resource_error(
+    full = build_path_resource_error(
         OSError(errno.ENOSPC, "full"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/rows.jsonl"
     )
     assert full.fix == "free space there, or choose another TMPDIR"
-    unwritable = build_resource_error(
+    unwritable = build_path_resource_error(
         OSError(errno.EROFS, "ro"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/logs"
     )
     assert unwritable.fix == "make it writable, or choose another TMPDIR"
 
 
 def test_a_run_directory_is_made_with_its_parents_and_left_empty(tmp_path: Path) -> None:
-    path = open_run_directory(tmp_path / "a" / "b")
+    path = create_writable_run_directory(tmp_path / "a" / "b")
     assert path.is_dir()
     assert os.listdir(path) == []
 
 
 def test_a_run_directory_needs_its_room(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="free"):
-        open_run_directory(tmp_path / "a", needed_bytes=2**60)
+        create_writable_run_directory(tmp_path / "a", needed_bytes=2**60)
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(ResourceError, match=r"opening the run directory"):
-        open_run_directory(tmp_path / "a" / "b")
+        create_writable_run_directory(tmp_path / "a" / "b")
 
 
 def test_a_disk_that_is_full_is_refused_and_nothing_left(tmp_path: Path) -> None:
     with small_files(), pytest.raises(ResourceError):
-        open_run_directory(tmp_path / "a")
+        create_writable_run_directory(tmp_path / "a")
     assert os.listdir(tmp_path / "a") == []
 
 
 def test_files_are_readable_by_others(tmp_path: Path) -> None:
     """As umask says, not as a temporary file's 0600."""
-    write_bytes_atomic(tmp_path / "a", b"x")
+    write_bytes_atomically(tmp_path / "a", b"x")
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.errors import ExitCode, JobError, Problem
+from phalanx.core.errors import ExitCode, JobError, JobProblem
 from phalanx.job.findings import list_keys_by_section
 from phalanx.job.load import find_key_origins, load_job, load_job_json
 from phalanx.job.model import build_model_shape
@@ -447,7 +447,7 @@ def test_a_key_that_is_not_text_is_refused(job_file):
 # Whatever comes
 
 
-def outcome(path: str | None, overrides: list[str]) -> tuple[Job | None, list[Problem]]:
+def outcome(path: str | None, overrides: list[str]) -> tuple[Job | None, list[JobProblem]]:
     """The job or its problems; any other exception passes through and fails the test."""
     try:
         return load_job(path, overrides), []

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from phalanx.cli import _app
 from phalanx.core.errors import JobError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.job.findings import list_keys_by_section
 from phalanx.job.json_schema import SCHEMA_FILE_NAME, build_job_json_schema
 from phalanx.job.load import load_job, load_job_json
@@ -104,7 +104,9 @@ KEYS = {
 
 def test_the_job_of_a_run_comes_back(tmp_path: Path) -> None:
     """All but its directory, which is taken."""
-    write_json_atomic(tmp_path / "job.json", Job.model_validate_json(json.dumps(KEYS)).to_json())
+    write_json_atomically(
+        tmp_path / "job.json", Job.model_validate_json(json.dumps(KEYS)).to_json()
+    )
     job = load_job_json(tmp_path / "job.json")
     for minimal in (True, False):
         text = format_job_template(job, minimal=minimal)

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.launch_variables import LaunchedRank
-from phalanx.core.launchers import adopt_launched_rank, find_launched_rank
-from phalanx.core.nodelists import parse_nodelist, parse_tasks_per_node
+from phalanx.core.launch_variables import LauncherRank
+from phalanx.core.launchers import find_rank_of_other_launcher, write_torch_variables_of_launcher
+from phalanx.core.nodelists import parse_slurm_node_list, parse_slurm_tasks_per_node
 from phalanx.launch.external import read_external_launch
 
 SLURM = {
@@ -45,8 +45,8 @@ TORCH = {
 }
 
 
-def found(environ: dict[str, str]) -> LaunchedRank:
-    rank = find_launched_rank(environ)
+def found(environ: dict[str, str]) -> LauncherRank:
+    rank = find_rank_of_other_launcher(environ)
     assert rank is not None
     return rank
 
@@ -65,13 +65,13 @@ def found(environ: dict[str, str]) -> LaunchedRank:
     ],
 )
 def test_a_list_of_nodes(text: str, hosts: list[str]) -> None:
-    nodes = parse_nodelist(text)
+    nodes = parse_slurm_node_list(text)
     assert list(nodes) == hosts
     assert len(nodes) == len(hosts)
 
 
 def test_a_list_of_a_million_nodes_is_not_expanded() -> None:
-    nodes = parse_nodelist("n[0000001-1000000][1-1000]")
+    nodes = parse_slurm_node_list("n[0000001-1000000][1-1000]")
     assert len(nodes) == 10**9
     assert next(iter(nodes)) == "n00000011"
 
@@ -81,14 +81,14 @@ def test_a_list_of_a_million_nodes_is_not_expanded() -> None:
 )
 def test_what_is_no_list_of_nodes(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_nodelist(text)
+        parse_slurm_node_list(text)
 
 
 def test_tasks_of_each_node() -> None:
-    assert parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert parse_tasks_per_node("4") == [4]
+    assert parse_slurm_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert parse_slurm_tasks_per_node("4") == [4]
     with pytest.raises(ValueError, match=r"'2\(x\)' is not a number of tasks"):
-        parse_tasks_per_node("2(x)")
+        parse_slurm_tasks_per_node("2(x)")
 
 
 def test_a_task_of_slurm_on_two_nodes() -> None:
@@ -155,7 +155,7 @@ def test_no_variable_of_steps_is_needed() -> None:
     ],
 )
 def test_what_is_no_task_of_srun_starts_its_own_ranks(changes: dict[str, str]) -> None:
-    assert find_launched_rank(SLURM | changes) is None
+    assert find_rank_of_other_launcher(SLURM | changes) is None
     assert read_external_launch(SLURM | changes) is None
 
 
@@ -229,7 +229,7 @@ def test_the_order_of_launchers() -> None:
         if origin == "Open MPI":
             together |= {"MASTER_ADDR": "host"}
         assert found(together).origin == origin
-        assert find_launched_rank(together | TORCH) is None
+        assert find_rank_of_other_launcher(together | TORCH) is None
         ranks = read_external_launch(together | TORCH)
         assert ranks is not None
         assert (ranks.rank_env.world_size, ranks.words) == (
@@ -253,7 +253,7 @@ def test_ranks_of_mpirun_in_a_slurm_job_are_those_of_mpirun() -> None:
 
 
 def test_one_node_of_torchruns_arguments_starts_its_own_ranks() -> None:
-    assert find_launched_rank({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}) is None
+    assert find_rank_of_other_launcher({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}) is None
     assert found(PET | {"PET_MASTER_PORT": "23456"}).master_port == 23456
     endpoint = {name: value for name, value in PET.items() if name != "PET_MASTER_ADDR"}
     assert found(endpoint | {"PET_RDZV_ENDPOINT": "host:29400"}).words.endswith(
@@ -263,7 +263,7 @@ def test_one_node_of_torchruns_arguments_starts_its_own_ranks() -> None:
 
 def test_what_is_found_is_said_in_torchs_words() -> None:
     environ = dict(OPEN_MPI)
-    rank = adopt_launched_rank(environ)
+    rank = write_torch_variables_of_launcher(environ)
     assert rank is not None
     assert {name: environ[name] for name in TORCH} == {
         "RANK": "1",
@@ -273,7 +273,7 @@ def test_what_is_found_is_said_in_torchs_words() -> None:
         "MASTER_PORT": "29500",
     }
     assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
-    assert adopt_launched_rank(environ) is None  # it is torch's by now
+    assert write_torch_variables_of_launcher(environ) is None  # it is torch's by now
     two_jobs = {
         found(OPEN_MPI | {"PMIX_NAMESPACE": f"prterun-host-{job}@1"}).master_port for job in (1, 2)
     }

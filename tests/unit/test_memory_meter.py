@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.core.process_memory import ProcessMemory
+from phalanx.core.process_memory import ProcessMemoryReader
 from phalanx.core.units import MIB
 from phalanx.observe.events import MemoryMeasured
 from phalanx.train.memory import MemoryMeter
@@ -65,7 +65,7 @@ def test_what_is_gone_when_the_next_phase_begins_was_measured_with_its_moment() 
 
 def sampled(rank: int) -> MemoryMeasured:
     meter = MemoryMeter()
-    meter._process.reset_peak = lambda: False  # type: ignore[method-assign]  # as in a container that forbids it
+    meter._process.reset_peak_resident_bytes = lambda: False  # type: ignore[method-assign]  # as in a container that forbids it
     meter.start(CPU)
     meter.begin_phase(4, "backward")
     memory = mmap.mmap(-1, 96 * MIB)
@@ -131,13 +131,17 @@ def test_shared_pages_count_by_their_share() -> None:
 
 
 def test_a_process_that_is_gone_has_no_memory() -> None:
-    gone = ProcessMemory(2**22 + 1)
-    assert (gone.read(), gone.reset_peak(), gone.shared_elsewhere_bytes()) == (None, False, None)
+    gone = ProcessMemoryReader(2**22 + 1)
+    assert (
+        gone.read(),
+        gone.reset_peak_resident_bytes(),
+        gone.measure_bytes_shared_with_others(),
+    ) == (None, False, None)
     gone.close()
 
 
 def test_another_process_is_read_as_itself_is() -> None:
-    mine, same = ProcessMemory().read(), ProcessMemory(os.getpid()).read()
+    mine, same = ProcessMemoryReader().read(), ProcessMemoryReader(os.getpid()).read()
     assert mine is not None
     assert same is not None
     assert abs(mine.own_bytes - same.own_bytes) < 4 * MIB

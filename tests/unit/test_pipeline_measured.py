@@ -14,8 +14,8 @@ import pytest
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.observe.events import PipelineMeasured, seal_event
-from phalanx.observe.tail import read_event
+from phalanx.observe.events import PipelineMeasured, wrap_event_in_envelope
+from phalanx.observe.tail import parse_valid_event_line
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.pipeline.cut import StageCut
@@ -189,7 +189,9 @@ def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
 
 def test_the_event_survives_its_file() -> None:
     event = measured(pipeline("zb-v", 2, 4, costs=()), [EVEN] * 4)
-    back = read_event(seal_event(event, rank=0, attempt=0).to_line().encode())
+    back = parse_valid_event_line(
+        wrap_event_in_envelope(event, rank=0, attempt=0).to_line().encode()
+    )
     assert back is not None
     assert isinstance(back.event, PipelineMeasured)
     assert math.isnan(back.event.bubble_planned), "a plan without costs said nothing"

@@ -14,7 +14,7 @@ from test_pipeline_measured import EVEN, measured, pipeline
 from test_report import EVIL, Page, Run, page_of, step
 
 from phalanx.observe import events
-from phalanx.observe.events import seal_event
+from phalanx.observe.events import wrap_event_in_envelope
 from phalanx.observe.words import describe_event
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -170,7 +170,9 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
         == "        16 microbatches instead of 8 (train.micro_batch_size=1) would bring the wait to"
         " about 15.8 %."
     )
-    said = describe_event(seal_event(collect_run_facts(tmp_path).pipelines[-1], rank=0, attempt=0))
+    said = describe_event(
+        wrap_event_in_envelope(collect_run_facts(tmp_path).pipelines[-1], rank=0, attempt=0)
+    )
     assert (
         said
         == "1f1b: ranks wait 27.3 % of step 50 for other stages (predicted 27.3 %, planned 27.3 %)"

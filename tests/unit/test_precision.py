@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from models import CPU
-from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
@@ -162,8 +162,8 @@ class Machine:
 
     def _keep(self, prepared: PreparedRun) -> None:
         """What does not train is as if it had never been; here it is as if it had."""
-        write_json_atomic(self.run / "job.json", prepared.job.to_json())
-        write_json_atomic(self.run / "plan.json", prepared.plan.to_json())
+        write_json_atomically(self.run / "job.json", prepared.job.to_json())
+        write_json_atomically(self.run / "plan.json", prepared.plan.to_json())
 
     def resume(self, *overrides: str) -> PreparedRun:
         return self.prepare(load_resumed_job(str(self.run), list(overrides)).job, resume=True)
@@ -235,10 +235,10 @@ def test_a_run_that_named_its_numbers_has_nothing_to_say(machine: Machine) -> No
 def test_a_run_of_a_version_without_auto_goes_on_in_fp32(tmp_path: Path) -> None:
     body = Job().to_json()
     del body["precision"]["compute"]
-    write_json_atomic(tmp_path / "job.json", body)
+    write_json_atomically(tmp_path / "job.json", body)
     assert load_job_json(tmp_path / "job.json").precision.compute == "fp32"
     del body["precision"]
-    write_json_atomic(tmp_path / "job.json", body)
+    write_json_atomically(tmp_path / "job.json", body)
     assert load_job_json(tmp_path / "job.json").precision.compute == "fp32"
     assert (
         load_job_json(tmp_path / "job.json", ["precision.compute=bf16"]).precision.compute == "bf16"

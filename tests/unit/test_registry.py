@@ -11,12 +11,12 @@ import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError, UsageError
 from phalanx.core.registry import (
-    import_optional,
+    import_object_of_kind,
+    import_optional_dependency,
     is_foreign,
-    list_kinds,
-    read_literal,
-    refuse_while_importing,
-    resolve_kind,
+    list_modules_of_registry,
+    read_module_constant,
+    refuse_during_user_import,
 )
 
 PACKAGE = "some_plugins"
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_the_folders_modules_found_without_importing_them(folder: Path) -> None:
-    assert list_kinds(PACKAGE) == ["alpha", "beta"]
+    assert list_modules_of_registry(PACKAGE) == ["alpha", "beta"]
     assert f"{PACKAGE}.beta" not in sys.modules
 
 
@@ -47,21 +47,21 @@ def test_what_a_file_says_of_itself_is_read_without_importing_it(folder: Path) -
     (folder / "beta.py").write_text(
         "import absent_dependency\nKEEPS = True\ndef build():\n    OTHER = 1\n"
     )
-    assert read_literal("beta", PACKAGE, "KEEPS", False) is True
-    assert read_literal("beta", PACKAGE, "OTHER", 0) == 0
-    assert read_literal("alpha", PACKAGE, "KEEPS", False) is False
-    assert read_literal("nothing", PACKAGE, "KEEPS", False) is False
+    assert read_module_constant("beta", PACKAGE, "KEEPS", False) is True
+    assert read_module_constant("beta", PACKAGE, "OTHER", 0) == 0
+    assert read_module_constant("alpha", PACKAGE, "KEEPS", False) is False
+    assert read_module_constant("nothing", PACKAGE, "KEEPS", False) is False
 
 
 def test_a_new_file_is_a_new_kind(folder: Path) -> None:
     (folder / "gamma.py").write_text("build = 3\n")
-    assert resolve_kind("gamma", PACKAGE, "build") == 3
+    assert import_object_of_kind("gamma", PACKAGE, "build") == 3
 
 
 def test_our_own_and_the_users(folder: Path) -> None:
-    assert resolve_kind("alpha", PACKAGE, "build")() == "alpha"
-    assert resolve_kind("json:dumps", PACKAGE, "build") is json.dumps
-    assert resolve_kind("os:path.join", PACKAGE, "build") is os.path.join
+    assert import_object_of_kind("alpha", PACKAGE, "build")() == "alpha"
+    assert import_object_of_kind("json:dumps", PACKAGE, "build") is json.dumps
+    assert import_object_of_kind("os:path.join", PACKAGE, "build") is os.path.join
     assert (is_foreign("a:b"), is_foreign("a")) == (True, False)
 
 
@@ -82,7 +82,7 @@ def test_our_own_and_the_users(folder: Path) -> None:
 )
 def test_a_kind_that_does_not_exist_is_refused(folder: Path, kind: str, words: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        resolve_kind(kind, PACKAGE, "build")
+        import_object_of_kind(kind, PACKAGE, "build")
     assert words in str(caught.value)
     assert caught.value.exit_code == ExitCode.JOB
 
@@ -90,14 +90,14 @@ def test_a_kind_that_does_not_exist_is_refused(folder: Path, kind: str, words: s
 def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
     """It is theirs: its traceback must reach them, not a guess that the module cannot be found."""
     with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
-        resolve_kind(f"{PACKAGE}.beta:x", PACKAGE, "build")
+        import_object_of_kind(f"{PACKAGE}.beta:x", PACKAGE, "build")
 
 
 def test_an_absent_extra_is_named() -> None:
     with pytest.raises(EnvironmentProblem) as caught:
-        import_optional("absent_dependency", extra="hf", needed_for="import")
+        import_optional_dependency("absent_dependency", extra="hf", needed_for="import")
     assert "pip install 'phalanx[hf]'" in str(caught.value)
-    assert import_optional("json", extra="hf", needed_for="import") is json
+    assert import_optional_dependency("json", extra="hf", needed_for="import") is json
 
 
 def test_a_module_that_trains_as_it_is_imported_is_refused(
@@ -113,6 +113,6 @@ def test_a_module_that_trains_as_it_is_imported_is_refused(
     for verb, call in calls.items():
         (tmp_path / f"calls_{verb}.py").write_text(f"import phalanx\n{call}\n")
         with pytest.raises(UsageError, match=rf"{verb} is called while phalanx imports") as refused:
-            resolve_kind(f"calls_{verb}:build", "phalanx.nn.models", "build")
+            import_object_of_kind(f"calls_{verb}:build", "phalanx.nn.models", "build")
         assert "__main__" in (refused.value.fix or "")
-    refuse_while_importing("train_job")
+    refuse_during_user_import("train_job")

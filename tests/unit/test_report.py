@@ -21,7 +21,7 @@ from phalanx.checkpoint.best import record_best_step
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
-from phalanx.observe.bus import event_file_path
+from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report import write_report
 from phalanx.report.page import CONTENT_SECURITY_POLICY
@@ -89,7 +89,7 @@ class Run:
         )
 
     def raw(self, text: str, *, rank: int = 0, attempt: int = 0) -> None:
-        path = event_file_path(self.directory, rank, attempt)
+        path = build_event_file_path(self.directory, rank, attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)

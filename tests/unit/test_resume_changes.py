@@ -12,7 +12,7 @@ import pytest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
@@ -32,8 +32,8 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
     """The directory of a run as far as resuming reads it: its job, its plan and the manifest of
     a checkpoint."""
     job = load_job(None, [*SMALL, "train.steps=120", *overrides])
-    write_json_atomic(folder / "job.json", job.to_json())
-    write_json_atomic(folder / "plan.json", make_plan(job).to_json())
+    write_json_atomically(folder / "job.json", job.to_json())
+    write_json_atomically(folder / "plan.json", make_plan(job).to_json())
     if step:
         store = open_store_of_run(folder, None)
         store.commit(

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 import pytest
 
-from phalanx.core.logs import RedactedStream, overwrite_secrets
+from phalanx.core.logs import RedactedStream, overwrite_secrets_in_file
 from phalanx.core.secrets import (
     Redactor,
-    describe_secret_problem,
-    find_secret_values,
+    explain_secret_in_job,
+    find_secret_values_by_variable,
     is_secret_name,
 )
 
@@ -94,7 +94,7 @@ def test_short_values_are_words_and_not_secrets(tmp_path: Path) -> None:
         "D_PASSWORD": "",
         "E_CREDENTIALS": str(tmp_path),
     }
-    assert find_secret_values(environ) == {}
+    assert find_secret_values_by_variable(environ) == {}
     assert Redactor(environ).redact_text("1 true seven77") == "1 true seven77"
 
 
@@ -142,7 +142,7 @@ def test_a_secret_is_known_by_its_place_whatever_its_length(
     """In what Python prints, and in a log that something else wrote; twice changes nothing."""
     assert Redactor({}).redact_text(text) == Redactor({}).redact_text(hidden) == hidden
     (tmp_path / "log").write_text(f"one\n{text}\nend")
-    overwrite_secrets(tmp_path / "log", [])
+    overwrite_secrets_in_file(tmp_path / "log", [])
     log = (tmp_path / "log").read_text()
     assert re.sub(r"\*+", "***", log) == f"one\n{hidden}\nend"
     assert len(log) == len(text) + len("one\n\nend")
@@ -239,7 +239,7 @@ CARRIED: list[tuple[str, Any, bool]] = [
     ("name", "value", "is_secret"), CARRIED, ids=[f"{n}={v}" for n, v, _ in CARRIED]
 )
 def test_what_a_job_may_not_carry(name: str, value: str, is_secret: bool) -> None:
-    why = describe_secret_problem(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
+    why = explain_secret_in_job(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
     assert (why is not None) is is_secret
     assert "ENVIRONS-OWN" not in (why or "")
 
@@ -260,17 +260,17 @@ def test_a_stream_hides_what_is_printed_in_parts_and_by_several_threads(tmp_path
 def test_a_log_is_blanked_out_in_place(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\xffabcdefgh abcdefghabcdefg \n")
-    assert overwrite_secrets(log, ["abcdefgh", "nowhere!"]) == 2
+    assert overwrite_secrets_in_file(log, ["abcdefgh", "nowhere!"]) == 2
     assert log.read_bytes() == b"\xff******** ********abcdefg \n"
     log.write_bytes(b"")
-    assert overwrite_secrets(log, ["abcdefgh"]) == 0
+    assert overwrite_secrets_in_file(log, ["abcdefgh"]) == 0
 
 
 def test_redirected_output_of_a_process_keeps_odd_letters_and_no_secrets(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from phalanx.core.logs import redirect_output;"
+        "import os, sys; from pathlib import Path; from phalanx.core.logs import redirect_output_to_log;"
         "from phalanx.core.secrets import Redactor;"
-        "redirect_output(Path('logs/x.log'), Redactor(os.environ));"
+        "redirect_output_to_log(Path('logs/x.log'), Redactor(os.environ));"
         "print('é \\udcff', os.environ['A_TOKEN']); print('end', end=''); print(1 / 0)"
     )
     environ = {"A_TOKEN": "abcdefgh", "LC_ALL": "C"}

@@ -23,13 +23,13 @@ from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import (
-    append_regular,
-    open_regular,
-    open_run_directory,
+    create_writable_run_directory,
+    open_regular_file,
+    open_regular_file_for_append,
     read_json,
-    read_regular,
-    regular_path,
-    write_bytes_atomic,
+    read_whole_regular_file,
+    resolve_regular_file_path,
+    write_bytes_atomically,
 )
 from phalanx.data.shard_writer import ShardWriter
 from phalanx.launch.paths import (
@@ -37,7 +37,7 @@ from phalanx.launch.paths import (
     redact_secrets_in_logs,
     refuse_symlinked_run_folders,
 )
-from phalanx.observe.sinks._metrics import keep_run_id
+from phalanx.observe.sinks._metrics import read_or_store_run_id
 
 SOURCE = Path(phalanx.__file__).parent
 DEADLINE_S = 60  # a hang is for ever; this is for slow machines
@@ -97,12 +97,12 @@ def put(kind: str, path: Path) -> Path:
 def test_none_is_opened(tmp_path: Path, kind: str) -> None:
     path = put(kind, tmp_path / "file")
     if kind != "endless":
-        for opener in (open_regular, append_regular):
+        for opener in (open_regular_file, open_regular_file_for_append):
             with pytest.raises(OSError):
                 opener(path)
-        with pytest.raises(OSError), regular_path(path):
+        with pytest.raises(OSError), resolve_regular_file_path(path):
             pass
-    for reader in (read_regular, read_json):
+    for reader in (read_whole_regular_file, read_json):
         with pytest.raises(OSError):
             reader(path)
 
@@ -114,7 +114,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     for name in ("lock", "log"):
         (tmp_path / "run" / name).symlink_to(tmp_path / "ours")
     with pytest.raises(OSError, match="it is a link"):
-        append_regular(tmp_path / "run" / "log")
+        open_regular_file_for_append(tmp_path / "run" / "log")
     with pytest.raises(ResourceError, match="locking"), holding_run_lock(tmp_path / "run"):
         pass
     assert (tmp_path / "ours").read_text() == "precious"
@@ -124,10 +124,10 @@ def test_a_file_that_is_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"[1]")
     (tmp_path / "link").symlink_to("file")
     assert read_json(tmp_path / "link") == [1]
-    assert read_regular(tmp_path / "file", 3) == b"[1]"
+    assert read_whole_regular_file(tmp_path / "file", 3) == b"[1]"
     with pytest.raises(OSError, match="at most 2 bytes"):
-        read_regular(tmp_path / "file", 2)
-    with regular_path(tmp_path / "link") as opened:
+        read_whole_regular_file(tmp_path / "file", 2)
+    with resolve_regular_file_path(tmp_path / "link") as opened:
         assert Path(opened).read_bytes() == b"[1]"
     (tmp_path / "deep").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -340,9 +340,9 @@ OURS = {
     "mesh/cpu_kind.py": "reads /proc",
     "core/process_memory.py": "reads /proc",
     "launch/absence.py": "reads /proc",
-    "checkpoint/exchange/unpickle.py": "hands torch the file that open_regular opened",
-    "data/token_sources.py": "maps the file that regular_path checked",
-    "data/rows_arrow.py": "maps the file that regular_path checked",
+    "checkpoint/exchange/unpickle.py": "hands torch the file that open_regular_file opened",
+    "data/token_sources.py": "maps the file that resolve_regular_file_path checked",
+    "data/rows_arrow.py": "maps the file that resolve_regular_file_path checked",
 }
 READERS = {
     "read_text",
@@ -399,9 +399,9 @@ def write_shard(path: Path) -> None:
 # The name under which a new file is written first, and who writes it.
 NEW_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "durably": (".epoch.partial", lambda path: write_bytes_durably(Disk(), path, b"7")),
-    "atomic": (f".epoch.{os.getpid()}.partial", lambda path: write_bytes_atomic(path, b"7")),
+    "atomic": (f".epoch.{os.getpid()}.partial", lambda path: write_bytes_atomically(path, b"7")),
     "shard": (f".epoch.{os.getpid()}.partial", write_shard),
-    "probe": (f".writable.{os.getpid()}", lambda path: open_run_directory(path.parent)),
+    "probe": (f".writable.{os.getpid()}", lambda path: create_writable_run_directory(path.parent)),
 }
 
 
@@ -425,8 +425,8 @@ def test_what_lies_where_a_file_is_made_is_removed(writer: str, left: str, tmp_p
 
 def test_an_id_of_curves_is_not_written_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "run-id").symlink_to(tmp_path / "other")
-    assert keep_run_id(tmp_path / "run-id", "7") == ("7", True)
-    assert keep_run_id(tmp_path / "run-id", "8") == ("7", False)
+    assert read_or_store_run_id(tmp_path / "run-id", "7") == ("7", True)
+    assert read_or_store_run_id(tmp_path / "run-id", "8") == ("7", False)
     assert os.listdir(tmp_path) == ["run-id"]
 
 

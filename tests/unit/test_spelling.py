@@ -12,7 +12,7 @@ import pytest
 from phalanx.cli import _app
 from phalanx.cli._spelling import VERB_ALIASES
 from phalanx.cli._spelling import list_sections_by_key as sections_of_the_file
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.findings import list_keys_by_section, list_sections_of_keys
 from phalanx.job.key_aliases import _ALIASES_OF_KEY, KEYS_OF_ALIAS, OPTIONS_OF_ALIAS
 from phalanx.job.key_suggestions import find_similar_keys
@@ -163,8 +163,10 @@ def test_values_that_are_kept_are_values_of_the_key() -> None:
 
 
 def test_other_verbs_lead_to_verbs() -> None:
-    assert {meant.split()[0] for meant in VERB_ALIASES.values()} <= set(list_kinds("phalanx.cli"))
-    assert not set(VERB_ALIASES) & set(list_kinds("phalanx.cli"))
+    assert {meant.split()[0] for meant in VERB_ALIASES.values()} <= set(
+        list_modules_of_registry("phalanx.cli")
+    )
+    assert not set(VERB_ALIASES) & set(list_modules_of_registry("phalanx.cli"))
 
 
 def test_the_schemas_file_knows_the_same_keys() -> None:

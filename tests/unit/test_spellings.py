@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
-from phalanx.core.logs import overwrite_secrets
-from phalanx.core.secrets import Redactor, describe_secret_problem
+from phalanx.core.logs import overwrite_secrets_in_file
+from phalanx.core.secrets import Redactor, explain_secret_in_job
 from phalanx.core.spellings import build_secret_spellings
 from phalanx.launch.paths import redact_secrets_in_logs
 
@@ -62,7 +62,7 @@ def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secre
             assert secret.encode().hex()[2 * begin : 2 * begin + 16] not in decoded.lower()
     log = tmp_path / "log"
     log.write_text(f"it failed with {written}!\nnext\n")
-    assert overwrite_secrets(log, [secret]) >= 1
+    assert overwrite_secrets_in_file(log, [secret]) >= 1
     assert log.read_text().count("\n") == f"{written}\nnext\n".count("\n")
     if secret.isascii():
         for begin in range(len(secret) - 6):
@@ -102,8 +102,8 @@ def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
 
 
 def test_a_job_that_carries_an_encoded_secret_is_refused() -> None:
-    assert "AN_API_KEY" in str(describe_secret_problem("note", b64(RANDOM), ENVIRON))
-    assert describe_secret_problem("note", "correct horse", ENVIRON) is None
+    assert "AN_API_KEY" in str(explain_secret_in_job("note", b64(RANDOM), ENVIRON))
+    assert explain_secret_in_job("note", "correct horse", ENVIRON) is None
 
 
 def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(
@@ -147,12 +147,13 @@ def test_the_quick_look_passes_over_nothing_that_the_slow_one_finds(how: str) ->
         text = (
             f"{'.' * (500 + shift)}\nfound {WRITTEN[how](secret)} and {RANDOM[3:17]}\n{'.' * 500}"
         )
-        found = spellings.spans(text)
-        places = spellings.suspicious_stretches(text.encode())
+        found = spellings.find_secret_spans(text)
+        places = spellings.find_stretches_to_search(text.encode())
         assert places[0][0] > 0
         assert all(
             any(begin <= start and end <= last for begin, last in places) for start, end in found
         )
     assert (
-        spellings.suspicious_stretches(b"step 12 of 100: an ordinary line of a log\n" * 1000) == []
+        spellings.find_stretches_to_search(b"step 12 of 100: an ordinary line of a log\n" * 1000)
+        == []
     )

@@ -19,7 +19,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepFinished,
     StepSkipped,
-    seal_event,
+    wrap_event_in_envelope,
 )
 from phalanx.observe.words import describe_event
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
@@ -81,7 +81,7 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     bus.emit(last)
     bus.close()
     record_best_step(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
-    line = describe_event(seal_event(last, rank=0, attempt=0)) or ""
+    line = describe_event(wrap_event_in_envelope(last, rank=0, attempt=0)) or ""
     assert line.startswith(
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
         " step 1"

@@ -13,9 +13,9 @@ from typing import BinaryIO
 import pytest
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
-from phalanx.core.files import MAX_LINE_BYTES, open_regular
+from phalanx.core.files import MAX_LINE_BYTES, open_regular_file
 from phalanx.observe import tail as reading
-from phalanx.observe.bus import Bus, event_file_path
+from phalanx.observe.bus import Bus, build_event_file_path
 from phalanx.observe.console import PlainConsole, QuietStream, RunProgress
 from phalanx.observe.events import (
     EVENT_CLASS_OF_KIND,
@@ -28,7 +28,7 @@ from phalanx.observe.events import (
     RunFinished,
     StepSkipped,
 )
-from phalanx.observe.tail import EventTail, read_event, read_recorded_events
+from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
 from phalanx.report.reduce import collect_run_facts
 from phalanx.run.supervised import build_refused_event_printer, open_supervisor_event_bus
 
@@ -52,7 +52,7 @@ def test_nothing_before_the_directory_exists(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
-    path, whole = event_file_path(tmp_path, 0, 0), line(Note("second"))
+    path, whole = build_event_file_path(tmp_path, 0, 0), line(Note("second"))
     append(path, line(Note("first")) + whole[:20])
     tail = EventTail(tmp_path)
     assert codes(tail.read_new_events()) == ["first"]
@@ -64,16 +64,16 @@ def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
 
 def test_new_files_appear_and_lines_come_in_order_of_time(tmp_path: Path) -> None:
     tail = EventTail(tmp_path)
-    append(event_file_path(tmp_path, 0, 0), line(Note("b"), at=2.0))
-    append(event_file_path(tmp_path, -1, 0), line(Note("a"), rank=-1, at=1.0))
+    append(build_event_file_path(tmp_path, 0, 0), line(Note("b"), at=2.0))
+    append(build_event_file_path(tmp_path, -1, 0), line(Note("a"), rank=-1, at=1.0))
     assert codes(tail.read_new_events()) == ["a", "b"]
-    append(event_file_path(tmp_path, 0, 1), line(Note("c"), attempt=1, at=3.0))
+    append(build_event_file_path(tmp_path, 0, 1), line(Note("c"), attempt=1, at=3.0))
     assert codes(tail.read_new_events()) == ["c"]
 
 
 def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
     for rank in (-1, 0, 1):
-        append(event_file_path(tmp_path, rank, 0), line(Note(f"rank {rank}"), rank=rank))
+        append(build_event_file_path(tmp_path, rank, 0), line(Note(f"rank {rank}"), rank=rank))
     assert codes(EventTail(tmp_path).read_new_events()) == ["rank 0", "rank -1"]
     assert set(codes(EventTail(tmp_path, all_ranks=True).read_new_events())) == {
         "rank -1",
@@ -85,10 +85,11 @@ def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
 def test_earlier_attempts_are_left_out(tmp_path: Path) -> None:
     for attempt in (0, 1):
         append(
-            event_file_path(tmp_path, 0, attempt), line(Note(f"rank {attempt}"), attempt=attempt)
+            build_event_file_path(tmp_path, 0, attempt),
+            line(Note(f"rank {attempt}"), attempt=attempt),
         )
         append(
-            event_file_path(tmp_path, -1, 0),
+            build_event_file_path(tmp_path, -1, 0),
             line(Note(f"supervisor {attempt}"), rank=-1, attempt=attempt),
         )
     assert set(codes(EventTail(tmp_path, attempt_from=1).read_new_events())) == {
@@ -108,7 +109,7 @@ def test_follows_what_a_bus_writes(tmp_path: Path) -> None:
 
 def test_unreadable_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     append(
-        event_file_path(tmp_path, 0, 0),
+        build_event_file_path(tmp_path, 0, 0),
         b'{"event":"from_the_future"}\n\xff\xfe\n\n' + line(Note("good")) + b"[1]\n",
     )
     tail = EventTail(tmp_path)
@@ -131,7 +132,7 @@ def overlong() -> bytes:
 
 def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
     """From none of the three readers, and it is counted."""
-    path = event_file_path(tmp_path, 0, 0)
+    path = build_event_file_path(tmp_path, 0, 0)
     before, after = EvalFinished(1, 1.5, 9, 0.1), EvalFinished(2, 1.5, 9, 0.1)
     append(path, line(before) + overlong() + line(after) + line(RunFinished("finished", 0, 2, 1.0)))
     tail = EventTail(tmp_path)
@@ -149,16 +150,16 @@ def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
 def test_an_overlong_line_that_grows_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole = event_file_path(tmp_path, 0, 0), overlong()
+    path, whole = build_event_file_path(tmp_path, 0, 0), overlong()
     append(path, whole[: MAX_LINE_BYTES + 10])
     tail = EventTail(tmp_path)
     opened: list[Path] = []
 
     def open_counted(path: Path) -> BinaryIO:
         opened.append(path)
-        return open_regular(path)
+        return open_regular_file(path)
 
-    monkeypatch.setattr(reading, "open_regular", open_counted)
+    monkeypatch.setattr(reading, "open_regular_file", open_counted)
     assert tail.read_new_events() == []
     for _ in range(3):
         assert tail.read_new_events() == []
@@ -203,31 +204,31 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
 )
 def test_values_of_the_wrong_type_are_no_event(key: str, value: object) -> None:
     good = json.loads(line(CheckpointFailed(1, "p", "full")))
-    assert read_event(json.dumps(good).encode()) is not None
-    assert read_event(json.dumps(good | {key: value}).encode()) is None
+    assert parse_valid_event_line(json.dumps(good).encode()) is not None
+    assert parse_valid_event_line(json.dumps(good | {key: value}).encode()) is None
 
 
 def test_deeply_nested_json_is_no_event() -> None:
-    assert read_event(b'{"event":"note","facts":' + b"[" * 100_000) is None
+    assert parse_valid_event_line(b'{"event":"note","facts":' + b"[" * 100_000) is None
 
 
 def test_an_event_survives_the_trip() -> None:
     sent = Envelope(RestartScheduled(1, 3, 400), -1, 1, 12.5)
-    assert read_event(sent.to_line().encode()) == sent
+    assert parse_valid_event_line(sent.to_line().encode()) == sent
 
 
 def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
     """Those of rank 0, in the order of the attempts, whatever else lies there."""
     for attempt, step in ((0, 1), (1, 2), (10, 3)):
         append(
-            event_file_path(tmp_path, 0, attempt),
+            build_event_file_path(tmp_path, 0, attempt),
             line(Note("eval_finished")) + line(EvalFinished(step, 1.5, 9, 0.1)),
         )
     append(
-        event_file_path(tmp_path, 0, 0),
+        build_event_file_path(tmp_path, 0, 0),
         b'{"event":"eval_finished","step":"x"}\n' + line(EvalFinished(9, 1.5, 9, 0.1))[:30],
     )
-    append(event_file_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
+    append(build_event_file_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
     append(tmp_path / "events" / "notes.txt", line(EvalFinished(8, 1.5, 9, 0.1)))
     found = list(read_recorded_events(tmp_path, EvalFinished))
     assert [
@@ -239,6 +240,6 @@ def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
 def test_every_type_of_field_can_be_read() -> None:
     """A field of a type that reading does not know would end whoever reads the file."""
     unknown = {item.type for kind in EVENT_CLASS_OF_KIND.values() for item in fields(kind)} - set(
-        reading._VALUE_CHECK_OF_ANNOTATION
+        reading._VALIDATOR_OF_ANNOTATION
     )
     assert not unknown

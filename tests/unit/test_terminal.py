@@ -16,25 +16,25 @@ import pytest
 import phalanx
 from hostile import EVIL, EVIL_NAME, moves_a_cursor
 from phalanx.cli import _app
-from phalanx.core.printable import MAX_LINE_CHARS
-from phalanx.core.registry import list_kinds
+from phalanx.core.printable import MAX_PRINTABLE_LINE_CHARS
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.core.terminal import (
-    SafeStream,
-    filter_output,
-    filtering_output,
+    FilteredTextStream,
+    filter_standard_streams,
+    filtering_standard_streams,
     print_coloured,
     print_document,
     unwrap_stream,
 )
 from phalanx.job.toml import format_toml_value
-from phalanx.observe.screen import open_screen
+from phalanx.observe.screen import open_safe_console
 
 SOURCE = Path(phalanx.__file__).parent
 
 
 def filtered(text: str) -> str:
     stream = io.StringIO()
-    SafeStream(stream).write(text)
+    FilteredTextStream(stream).write(text)
     return stream.getvalue()
 
 
@@ -67,7 +67,7 @@ def test_letters_of_any_script_pass_as_they_are() -> None:
 def test_the_middle_of_a_long_line_goes_and_its_end_stays() -> None:
     shown = filtered("begin " + "x" * 300_000 + "; do this\nnext")
     first, second = shown.split("\n")
-    assert len(first) < MAX_LINE_CHARS + 100
+    assert len(first) < MAX_PRINTABLE_LINE_CHARS + 100
     assert first.startswith("begin xxx")
     assert first.endswith("xxx; do this")
     assert "characters" in first
@@ -77,13 +77,13 @@ def test_the_middle_of_a_long_line_goes_and_its_end_stays() -> None:
 def test_secrets_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setenv("A_TOKEN", "s3cr3t-s3cr3t")  # also one that user code sets after the start
-    SafeStream(stream).write("it is s3cr3t-s3cr3t, at http://me:pw@host/x")
+    FilteredTextStream(stream).write("it is s3cr3t-s3cr3t, at http://me:pw@host/x")
     assert stream.getvalue() == "it is ***, at http://me:***@host/x"
 
 
 def test_letters_that_the_stream_lacks_are_question_marks() -> None:
     raw = io.BytesIO()
-    stream = SafeStream(io.TextIOWrapper(raw, encoding="ascii"))
+    stream = FilteredTextStream(io.TextIOWrapper(raw, encoding="ascii"))
     stream.write("é…\n")
     stream.flush()
     assert raw.getvalue() == b"??\n"
@@ -91,14 +91,14 @@ def test_letters_that_the_stream_lacks_are_question_marks() -> None:
 
 def test_bytes_are_filtered_too() -> None:
     stream = io.StringIO()
-    SafeStream(stream).buffer.write(b"\x1b[2Jx\xff")
+    FilteredTextStream(stream).buffer.write(b"\x1b[2Jx\xff")
     assert stream.getvalue() == " [2Jx\\xff"
 
 
 def test_streams_are_filtered_once_and_given_back(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
-    with filtering_output(), filtering_output():
-        filter_output()
+    with filtering_standard_streams(), filtering_standard_streams():
+        filter_standard_streams()
         assert unwrap_stream(sys.stdout) is before
         print(EVIL)
         print(EVIL, file=sys.stderr)
@@ -109,7 +109,7 @@ def test_streams_are_filtered_once_and_given_back(capsys: pytest.CaptureFixture[
 
 def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
     value = {EVIL: [EVIL, "é\x7f\u2028", "x" * 50_000], "lone": "\ud800"}
-    with filtering_output():
+    with filtering_standard_streams():
         print_document(json.dumps(value, ensure_ascii=False))
     shown = capsys.readouterr().out
     assert moves_a_cursor(shown) == []
@@ -118,7 +118,7 @@ def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_only_our_own_colours_are_painted(capsys: pytest.CaptureFixture[str]) -> None:
-    with filtering_output():
+    with filtering_standard_streams():
         print_coloured("\033[32mgreen\033[0m \x1b[2J\x1b]0;t\x07")
     assert capsys.readouterr().out == "\033[32mgreen\033[0m  [2J ]0;t \n"
 
@@ -128,7 +128,7 @@ def test_what_rich_draws_obeys_no_markup_and_holds_no_controls() -> None:
     from rich.text import Text
 
     stream = io.StringIO()
-    screen = open_screen(stream)
+    screen = open_safe_console(stream)
     table = Table.grid()
     table.add_row(f"[red]{EVIL}[/red]")
     for drawn in (f"[red]{EVIL}[/red] [link=http://a]b[/link] :smile:", Text(EVIL), table):
@@ -238,7 +238,7 @@ def test_a_way_past_is_found(line: str) -> None:
 
 VERBS = [
     [verb, *([sub] if sub else [])]
-    for verb in list_kinds("phalanx.cli")
+    for verb in list_modules_of_registry("phalanx.cli")
     for sub in getattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS", None) or [""]
 ]
 
@@ -320,7 +320,7 @@ def test_a_worker_of_a_build_filters_what_it_says() -> None:
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
-    assert ast.unparse(main.body[0]) == "filter_output()"
+    assert ast.unparse(main.body[0]) == "filter_standard_streams()"
 
 
 def test_the_traceback_of_a_bug_is_filtered(

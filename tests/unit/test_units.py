@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.core.units import (
     MIB,
-    describe_bytes_error,
-    describe_error,
+    describe_predicted_bytes_error,
+    describe_prediction_error,
     format_bytes,
     format_count,
     format_seconds,
@@ -90,7 +90,7 @@ def test_seconds(value: float, text: str) -> None:
 def test_the_error_of_a_prediction_says_which_way(
     predicted: float, measured: float, text: str
 ) -> None:
-    assert describe_error(predicted, measured) == text
+    assert describe_prediction_error(predicted, measured) == text
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_the_error_of_a_prediction_says_which_way(
 def test_an_error_of_little_memory_is_told_in_bytes(
     predicted: float, measured: float, text: str
 ) -> None:
-    assert describe_bytes_error(predicted, measured) == text
+    assert describe_predicted_bytes_error(predicted, measured) == text

@@ -64,7 +64,7 @@ def test_another_shape_of_the_distribution_is_a_fault(monkeypatch: pytest.Monkey
 def test_weights_that_do_not_depend_on_their_name_are_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nn_init, "stable_hash64", lambda *parts: 7)
+    monkeypatch.setattr(nn_init, "hash_to_stable_64_bits", lambda *parts: 7)
     faults = _find("gpt2")
     assert faults
     assert any("do not depend on the name" in fault.words for fault in faults)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import SCRATCH_PREFIX, build_resource_error
+from phalanx.core.files import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.core.units import format_bytes
 from phalanx.plan.profiles import TimedOperation
 
@@ -44,7 +44,7 @@ def measure_storage(
         try:
             return _measure_files_in(folder, large_bytes, num_small, limit_s, on_progress)
         except OSError as error:
-            raise build_resource_error(error, "measuring storage", folder) from None
+            raise build_path_resource_error(error, "measuring storage", folder) from None
 
 
 @contextlib.contextmanager
@@ -61,9 +61,9 @@ def _open_scratch_folder(directory: Path, needed_bytes: int) -> Iterator[Path]:
                 why=f"{format_bytes(free_bytes)} are free",
                 fix="choose another --directory",
             )
-        folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}bench-", dir=directory))
+        folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_DIRECTORY_PREFIX}bench-", dir=directory))
     except OSError as error:
-        raise build_resource_error(error, "making a directory", directory) from None
+        raise build_path_resource_error(error, "making a directory", directory) from None
     try:
         yield folder
     finally:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from phalanx.checkpoint.os_errors import choose_checkpoint_error_class
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
-from phalanx.core.files import suggest_fix_for_os_error
+from phalanx.core.files import suggest_fix_for_path_error
 from phalanx.plan.layout import Layout
 
 EARLIER_CHECKPOINTS_REMAIN_HINT = "the checkpoints before this one stand"
@@ -68,7 +68,7 @@ def run_on_all_ranks_or_raise(
         if error.filename:
             message = f"{error.strerror}: {error.filename}"
         class_name = choose_checkpoint_error_class(error).__name__
-        fix = suggest_fix_for_os_error(error, error.filename or where)
+        fix = suggest_fix_for_path_error(error, error.filename or where)
         if fix and error.errno in _WRITE_ONLY_ERRNOS:
             fix = f"{fix}; {EARLIER_CHECKPOINTS_REMAIN_HINT}"
     gathered = group.gather_json([message, fix, class_name, results.local])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 
 # Checksums are per chunk, not per tensor or file: a rank that needs a slice reads and verifies only
 # the chunks it lies in, and a flipped bit is named by tensor all the same, by the file's header.
@@ -37,7 +37,7 @@ class FileSizeAndChecksums:
     def compute_from_file(cls, path: Path) -> FileSizeAndChecksums:
         """The size and checksums of an existing file as it is now. Raises OSError."""
         digests = ChunkChecksumStream()
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             while data := file.read(CHUNK_BYTES):
                 digests.add_bytes(data)
         return digests.finish()

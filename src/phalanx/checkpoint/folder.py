@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.core.files import MAX_MANIFEST_BYTES, open_descriptor, read_regular
+from phalanx.core.files import (
+    MAX_MANIFEST_FILE_BYTES,
+    open_regular_file_descriptor,
+    read_whole_regular_file,
+)
 
 # As a save writes it: "step-06" is a copy by hand.
 STEP_FOLDER_PATTERN = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -96,7 +100,7 @@ class LocalCheckpointFolder:
         return str(self.path / name)
 
     def read(self, name: str) -> bytes:
-        return read_regular(self.path / name, MAX_MANIFEST_BYTES)
+        return read_whole_regular_file(self.path / name, MAX_MANIFEST_FILE_BYTES)
 
     def open(self, name: str) -> FileRangeReader:
         return _LocalRangeReader(self.path / name)
@@ -107,7 +111,7 @@ class LocalCheckpointFolder:
 
 class _LocalRangeReader:
     def __init__(self, path: Path) -> None:
-        self._fd = open_descriptor(path, os.O_RDONLY)
+        self._fd = open_regular_file_descriptor(path, os.O_RDONLY)
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,7 @@ from phalanx.checkpoint.folder import (
     convert_path_to_folder,
 )
 from phalanx.checkpoint.os_errors import convert_os_error
-from phalanx.core.digest import canonical_json
+from phalanx.core.digest import encode_canonical_json
 from phalanx.core.errors import CheckpointError
 
 MANIFEST_FORMAT_VERSION = 2
@@ -219,7 +219,7 @@ def _require_step_of_folder_name(folder: CheckpointFolder, manifest: Manifest) -
 def compute_manifest_checksum(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
     return xxhash.xxh3_64_hexdigest(
-        canonical_json({key: body[key] for key in body if key != "xxh3"}).encode()
+        encode_canonical_json({key: body[key] for key in body if key != "xxh3"}).encode()
     )
 
 

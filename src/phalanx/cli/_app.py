@@ -15,11 +15,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
-from phalanx.core.files import find_disk_problem
-from phalanx.core.output import discard_output, open_closed_streams
-from phalanx.core.registry import list_kinds
-from phalanx.core.terminal import filtering_output
+from phalanx.core.errors import ExitCode, JobError, PhalanxError, format_nearest_word_hint
+from phalanx.core.files import convert_disk_error
+from phalanx.core.output import open_closed_standard_streams, redirect_stream_to_devnull
+from phalanx.core.registry import list_modules_of_registry
+from phalanx.core.terminal import filtering_standard_streams
 
 VERBS_PACKAGE = "phalanx.cli"
 TRY_IT_EPILOG = (
@@ -39,10 +39,10 @@ class VerbGroup(TyperGroup):
     """One file of this folder per verb. A verb's help line is read from its file, not imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list_kinds(VERBS_PACKAGE)
+        return list_modules_of_registry(VERBS_PACKAGE)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        if name not in list_kinds(VERBS_PACKAGE):
+        if name not in list_modules_of_registry(VERBS_PACKAGE):
             return None
         module = importlib.import_module(f"{VERBS_PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
@@ -66,16 +66,20 @@ class VerbGroup(TyperGroup):
             raise OutputClosedError from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in list_kinds(VERBS_PACKAGE):
+        if args and args[0] not in list_modules_of_registry(VERBS_PACKAGE):
             from phalanx.cli._spelling import suggest_verb
 
-            suggestion = did_you_mean(args[0], list_kinds(VERBS_PACKAGE)) or suggest_verb(args[0])
+            suggestion = format_nearest_word_hint(
+                args[0], list_modules_of_registry(VERBS_PACKAGE)
+            ) or suggest_verb(args[0])
             raise UsageMistake("; ".join(filter(None, [f"no verb {args[0]!r}", suggestion])))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, read_help_line(name)) for name in list_kinds(VERBS_PACKAGE)])
+            formatter.write_dl(
+                [(name, read_help_line(name)) for name in list_modules_of_registry(VERBS_PACKAGE)]
+            )
 
 
 class SubVerbGroup(TyperGroup):
@@ -83,7 +87,7 @@ class SubVerbGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            suggestion = did_you_mean(args[0], list(self.commands))
+            suggestion = format_nearest_word_hint(args[0], list(self.commands))
             problem = f"no verb {args[0]!r} of {ctx.info_name}"
             raise UsageMistake("; ".join(filter(None, [problem, suggestion])))
         return super().resolve_command(ctx, args)
@@ -166,8 +170,8 @@ def build_app() -> Any:
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     # First, so that no other file gets the number of a closed stream.
-    open_closed_streams()
-    with filtering_output():
+    open_closed_standard_streams()
+    with filtering_standard_streams():
         return _invoke_app(arguments)
 
 
@@ -191,7 +195,7 @@ def _invoke_app(arguments: Sequence[str]) -> int:
         return stop.exit_code
     except (BrokenPipeError, OutputClosedError):
         # Whoever read has enough: no failure. Python flushes at exit, which would be refused again.
-        discard_output(sys.stdout)
+        redirect_stream_to_devnull(sys.stdout)
         return ExitCode.OK
     except AnyMistake as mistake:
         # By its name: typer does not export the class.
@@ -202,7 +206,7 @@ def _invoke_app(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     except Exception as error:
         # A full disk is nobody's bug.
-        problem = find_disk_problem(error, "writing or reading files")
+        problem = convert_disk_error(error, "writing or reading files")
         if problem is not None:
             print_error(problem)
             return problem.exit_code

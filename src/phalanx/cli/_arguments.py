@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.errors import UsageError, format_nearest_word_hint
 from phalanx.core.registry import is_foreign
 
 # "job.toml" is no key, but a file that is not there.
@@ -51,7 +51,9 @@ def _refuse_misspelt_file_or_key(word: str) -> None:
         return
     ending = Path(word).suffix
     if ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7):
-        suggestion = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
+        suggestion = format_nearest_word_hint(
+            word, sorted(path.name for path in Path().glob("*.toml"))
+        )
         raise UsageError(f"{word!r}: no such job file", fix=suggestion or "phalanx init writes one")
     if _JOB_KEY_PATTERN.fullmatch(word):
         raise UsageError(

@@ -61,7 +61,7 @@ def _save_beside_other_sections(
 ) -> tuple[MachineProfile, Path]:
     """Write the profile: sections that were not measured now stay as an earlier bench of the same
     machine left them."""
-    from phalanx.core.files import build_resource_error
+    from phalanx.core.files import build_path_resource_error
     from phalanx.plan.profiles import get_profile_path, load_profile, save_profile
 
     path = out or get_profile_path(measured)
@@ -76,5 +76,5 @@ def _save_beside_other_sections(
     try:
         save_profile(profile, path)
     except OSError as error:
-        raise build_resource_error(error, "writing the profile", path) from None
+        raise build_path_resource_error(error, "writing the profile", path) from None
     return profile, path

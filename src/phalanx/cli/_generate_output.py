@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.core.output import discard_output
+from phalanx.core.output import redirect_stream_to_devnull
 from phalanx.core.printable import printable
 from phalanx.core.units import format_seconds, plural
 from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGenerator
@@ -63,7 +63,7 @@ def _write_text(text: str) -> None:
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     except BrokenPipeError:
-        discard_output(sys.stdout)
+        redirect_stream_to_devnull(sys.stdout)
 
 
 def _remove_control_characters(text: str) -> str:

@@ -11,7 +11,7 @@ from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_json
 from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
-from phalanx.core.units import describe_error, format_seconds, plural
+from phalanx.core.units import describe_prediction_error, format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.run.autotune import AutotuneResult, TunedLayout
@@ -65,7 +65,7 @@ def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
         run = layout.measured
         error = ""
         if layout.predicted_s is not None:
-            error = f" ({describe_error(layout.predicted_s, run.step_s)})"
+            error = f" ({describe_prediction_error(layout.predicted_s, run.step_s)})"
         yield (
             f"  {format_seconds(run.step_s):>8}/step ({format_seconds(run.low_s)} to"
             f" {format_seconds(run.high_s)}), predicted {predicted}{error}  {layout.name}  {keys}"

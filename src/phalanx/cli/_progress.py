@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 from phalanx.core.units import format_seconds
 from phalanx.observe.console import QuietStream
-from phalanx.observe.screen import open_screen
+from phalanx.observe.screen import open_safe_console
 
 REDRAW_INTERVAL_S = 0.1
 # Short work says nothing before its summary.
@@ -127,7 +127,7 @@ def _open_rich_bar(stream: TextIO, verb: str) -> Any:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %", markup=False),
         TextColumn("{task.fields[words]}", markup=False),
-        console=open_screen(stream),
+        console=open_safe_console(stream),
         # No thread of rich's redraws: `update` does.
         auto_refresh=False,
         transient=True,

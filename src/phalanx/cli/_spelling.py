@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.cli._complete import list_job_keys
-from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.errors import UsageError, format_nearest_word_hint
 from phalanx.job.key_aliases import KEYS_OF_ALIAS, OPTIONS_OF_ALIAS
 from phalanx.job.key_suggestions import suggest_key
 
@@ -52,7 +52,9 @@ def suggest_option(
     name = option.lstrip("-").replace("-", "_").lower()
     if instead := OPTIONS_OF_ALIAS.get(name):
         return f"did you mean {instead}?"
-    suggestion = did_you_mean(option, [text for text in options if text.startswith("--")])
+    suggestion = format_nearest_word_hint(
+        option, [text for text in options if text.startswith("--")]
+    )
     if not takes_keys:
         return suggestion
     is_exact = name.rpartition(".")[2] in {*list_sections_by_key(), *KEYS_OF_ALIAS}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box_format import encode_tail, encode_text
 from phalanx.core.call_site import CallSite, CallSiteFinder
-from phalanx.core.files import append_regular
+from phalanx.core.files import open_regular_file_for_append
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class BlackBox:
     def __init__(self, path: Path, identity: RankIdentity | None = None) -> None:
         self.on_progress: Callable[[], None] | None = None
         self.sites = CallSiteFinder()
-        self._map = _map_file(path, layout.TOTAL_BYTES)
+        self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = 0
         # `next` of a counter is one step for all threads.
         self._collective_numbers = itertools.count(1)
@@ -245,7 +245,7 @@ def read_boot_id() -> str:
         return ""
 
 
-def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
+def _map_new_file(path: Path, num_bytes: int) -> mmap.mmap:
     """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses
     them.
 
@@ -256,7 +256,7 @@ def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A new file: to shorten one that another process still has mapped would kill that one.
         path.unlink(missing_ok=True)
-        with append_regular(path) as file:
+        with open_regular_file_for_append(path) as file:
             file.write(bytes(num_bytes))
             file.flush()
             return mmap.mmap(file.fileno(), num_bytes)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box_format import decode_text
-from phalanx.core.files import read_regular
+from phalanx.core.files import read_whole_regular_file
 
 _MAX_FILE_BYTES = 1 << 20
 
@@ -119,13 +119,13 @@ class BlackBoxVersionError(ValueError):
     """A black box of a newer phalanx than this one."""
 
 
-def read_black_box(path: Path) -> LastPosition | None:
+def read_last_recorded_place(path: Path) -> LastPosition | None:
     """The last position a rank wrote; None if it never wrote one, or the file is no black box.
 
     Raises BlackBoxVersionError for a box of a newer version.
     """
     try:
-        raw = read_regular(path, _MAX_FILE_BYTES)
+        raw = read_whole_regular_file(path, _MAX_FILE_BYTES)
     except OSError:
         return None
     if len(raw) == layout.FIRST_LAYOUT.size:

@@ -46,7 +46,7 @@ class CallSiteFinder:
         `phalanx.nn` counts as a model, and so as the former. `depth`: frames to skip.
         """
         frame: FrameType | None = sys._getframe(depth)
-        ours: FrameType | None = None
+        innermost_phalanx_frame: FrameType | None = None
         kinds = self._kinds
         for _ in range(_MAX_FRAMES):
             if frame is None:
@@ -57,14 +57,16 @@ class CallSiteFinder:
                 kind = kinds[file] = _classify_file(file)
             if kind == _THEIRS:
                 return CallSite(file, frame.f_lineno)
-            if kind != _SKIP and ours is None:
-                ours = frame
+            if kind != _SKIP and innermost_phalanx_frame is None:
+                innermost_phalanx_frame = frame
             if kind == _STOP:
                 break
             frame = frame.f_back
-        if ours is None:
+        if innermost_phalanx_frame is None:
             return UNKNOWN_CALL_SITE
-        return CallSite(ours.f_code.co_filename, ours.f_lineno)
+        return CallSite(
+            innermost_phalanx_frame.f_code.co_filename, innermost_phalanx_frame.f_lineno
+        )
 
 
 def _classify_file(file: str) -> int:

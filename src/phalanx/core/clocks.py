@@ -11,7 +11,7 @@ from phalanx.core.digest import digest
 
 
 @functools.cache
-def identify_monotonic_clock() -> str:
+def build_monotonic_clock_id() -> str:
     """Equal for processes whose monotonic clock is the same one: of one boot, and of one time
     namespace.
 
@@ -31,7 +31,7 @@ def identify_monotonic_clock() -> str:
     return ""
 
 
-def process_began_s() -> float:
+def read_process_start_s() -> float:
     """The monotonic clock when this process was started, before its interpreter imported anything.
 
     Now, where the system does not say.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def count_cores() -> int:
+def count_allowed_cores() -> int:
     """Cores that this process may run on, which a scheduler may have limited."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 
-def canonical_json(value: Any) -> str:
+def encode_canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal text on every rank."""
     # NaN is no JSON, and equal to nothing.
     return json.dumps(
@@ -17,17 +17,17 @@ def canonical_json(value: Any) -> str:
 
 def digest(value: Any) -> str:
     """Sixteen hex digits of SHA-256 over the canonical JSON of `value`."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(encode_canonical_json(value).encode()).hexdigest()[:16]
 
 
-def stable_hash64(*parts: object) -> int:
+def hash_to_stable_64_bits(*parts: object) -> int:
     """A 64-bit number from `parts`, equal in every process and release (unlike `hash`)."""
     # With a separator that no part has by accident: ("ab", "c") is not ("a", "bc").
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def find_differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
+def find_differing_dotted_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
     """Dotted paths at which two JSON values differ, in sorted order."""
     if isinstance(a, dict) and isinstance(b, dict):
         paths: list[str] = []
@@ -36,8 +36,8 @@ def find_differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
             if key not in a or key not in b:
                 paths.append(path)
             else:
-                paths += find_differing_keys(a[key], b[key], path)
+                paths += find_differing_dotted_keys(a[key], b[key], path)
         return paths
-    if canonical_json(a) == canonical_json(b):
+    if encode_canonical_json(a) == encode_canonical_json(b):
         return []
     return [prefix or "."]

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.files import CREATE_FLAGS, fsync_directory, open_descriptor
+from phalanx.core.files import CREATE_FLAGS, fsync_directory, open_regular_file_descriptor
 
 _COPY_BUFFER_BYTES = 1 << 20
 
@@ -34,7 +34,7 @@ class Disk:
 
     def create(self, path: Path) -> DiskFile:
         """A new file, or an old one emptied: never a pipe, and never what a link leads to."""
-        return _RealFile(path)
+        return _DurableFile(path)
 
     def rename(self, old: Path, new: Path) -> None:
         """Atomic; a file at `new` is replaced."""
@@ -55,9 +55,9 @@ class Disk:
         fsync_directory(path)
 
 
-class _RealFile:
+class _DurableFile:
     def __init__(self, path: Path) -> None:
-        fd = open_descriptor(path, CREATE_FLAGS)
+        fd = open_regular_file_descriptor(path, CREATE_FLAGS)
         self._file = io.BufferedWriter(io.FileIO(fd, "w"), _COPY_BUFFER_BYTES)
 
     def write(self, data: bytes | memoryview) -> None:

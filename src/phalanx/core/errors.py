@@ -162,7 +162,7 @@ class RestartBudgetError(PhalanxError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class JobProblem:
     """One thing wrong with a job: the key, what was wrong, and where it stands."""
 
     key: str
@@ -184,7 +184,7 @@ class JobError(PhalanxError):
 
     exit_code = ExitCode.JOB
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[JobProblem]) -> None:
         self.problems = list(problems)
         count = len(self.problems)
         super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job")
@@ -196,7 +196,7 @@ class JobError(PhalanxError):
         return super().to_json() | {"problems": [vars(problem) for problem in self.problems]}
 
 
-def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
+def format_nearest_word_hint(word: str, known: list[str] | tuple[str, ...]) -> str:
     """' (did you mean "x"?)' for the nearest known word, or an empty string."""
     import difflib
 

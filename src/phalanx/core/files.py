@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
-from phalanx.core.library_errors import LIBRARIES, find_os_error
+from phalanx.core.library_errors import LIBRARY_MODULE_NAMES, find_os_error_behind
 
 # How large a file of each kind may be before it is read into memory: ten times what anybody has
 # seen, and no more.
 # What a run keeps of itself: job.json, plan.json, config.json and the like.
-MAX_JSON_BYTES = 64 * 2**20
+MAX_JSON_FILE_BYTES = 64 * 2**20
 # Manifests of checkpoints and datasets: some 2 million pieces or shards.
-MAX_MANIFEST_BYTES = 512 * 2**20
-MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_MANIFEST_FILE_BYTES = 512 * 2**20
+MAX_TOKENIZER_FILE_BYTES = 256 * 2**20
 # One event.
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -50,7 +50,7 @@ def fsync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write `data` beside `path`, then rename: a reader sees the old file or the new one, never a
     part.
 
@@ -59,7 +59,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
     # In the same directory: a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with create_regular(partial) as file:
+        with create_regular_file(partial) as file:
             file.write(data)
             file.flush()
             if durable:
@@ -73,12 +73,12 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
         fsync_directory(path.parent)
 
 
-def write_json_atomic(path: Path, value: Any, *, durable: bool = True) -> None:
+def write_json_atomically(path: Path, value: Any, *, durable: bool = True) -> None:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    write_bytes_atomic(path, text.encode(), durable=durable)
+    write_bytes_atomically(path, text.encode(), durable=durable)
 
 
-def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
+def open_regular_file(path: Path | str, *, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises OSError for anything else under its name, without waiting for it.
@@ -86,20 +86,20 @@ def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
     A pipe nobody writes to would be waited for without end, a device may have no end. What is
     looked at is the open file: what the name leads to may be another file a moment later.
     """
-    return open(open_descriptor(path, os.O_RDONLY), "rb", buffering=buffering)
+    return open(open_regular_file_descriptor(path, os.O_RDONLY), "rb", buffering=buffering)
 
 
-def append_regular(path: Path | str) -> BinaryIO:
+def open_regular_file_for_append(path: Path | str) -> BinaryIO:
     """Open a regular file to write at its end; it is made where there is none.
 
-    Raises OSError as `open_regular` does, so that a pipe under the name of a log does not stop
+    Raises OSError as `open_regular_file` does, so that a pipe under the name of a log does not stop
     whoever continues a run; nor is a link followed: what it leads to is no log of ours.
     """
     # O_APPEND: several processes may write to one log, and none over another's lines.
-    return open(open_descriptor(path, APPEND_FLAGS), "a+b")
+    return open(open_regular_file_descriptor(path, APPEND_FLAGS), "a+b")
 
 
-def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+def create_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a new file to write.
 
     What has its name is removed: a pipe would be waited for, and a link followed.
@@ -109,13 +109,13 @@ def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     with suppress(FileNotFoundError):
         # The open below makes a new file then: other names of the old one keep its content.
         os.unlink(path)
-    return open(open_descriptor(path, CREATE_FLAGS), "wb", buffering=buffering)
+    return open(open_regular_file_descriptor(path, CREATE_FLAGS), "wb", buffering=buffering)
 
 
-def open_descriptor(path: Path | str, flags: int) -> int:
+def open_regular_file_descriptor(path: Path | str, flags: int) -> int:
     """The descriptor of a regular file, which whoever asks closes.
 
-    Raises OSError as `open_regular` does.
+    Raises OSError as `open_regular_file` does.
     """
     try:
         # O_NONBLOCK: to open a pipe would wait for its other end.
@@ -128,16 +128,16 @@ def open_descriptor(path: Path | str, flags: int) -> int:
             raise OSError(errno.EINVAL, "it is a link, not a regular file", str(path)) from None
         raise
     try:
-        require_regular(os.fstat(fd).st_mode, path)
+        require_regular_file_mode(os.fstat(fd).st_mode, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def read_regular(path: Path | str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+def read_whole_regular_file(path: Path | str, most_bytes: int = MAX_JSON_FILE_BYTES) -> bytes:
     """All of a regular file. Raises OSError for anything else, and for more than `most_bytes`."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes <= most_bytes:
             # One buffer of the file's size, not of `most_bytes`; a byte more shows that it grew.
@@ -151,27 +151,26 @@ def read_regular(path: Path | str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 # What stands for a line that is longer than an event can be. No JSON begins with it.
-OVERLONG_LINE = b"\0"
+OVERLONG_LINE_MARKER = b"\0"
 
 
 def read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines from where `file` stands.
 
-    In place of one that is longer than an event can be comes `OVERLONG_LINE`, with its newline if
-    it has
-    one: whoever reads counts it as what no event is, and goes on behind it. A line without an end
-    (a file may be any size) is given up: nothing more is read.
+    In place of one that is longer than an event can be comes `OVERLONG_LINE_MARKER`, with its
+    newline if it has one: whoever reads counts it as what no event is, and goes on behind it. A
+    line without an end (a file may be any size) is given up: nothing more is read.
     """
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            if not skip_line(file):
-                yield OVERLONG_LINE
+            if not skip_to_next_line(file):
+                yield OVERLONG_LINE_MARKER
                 return
-            line = OVERLONG_LINE + b"\n"
+            line = OVERLONG_LINE_MARKER + b"\n"
         yield line
 
 
-def skip_line(file: BinaryIO) -> bool:
+def skip_to_next_line(file: BinaryIO) -> bool:
     """Go behind the next newline, a bounded piece at a time.
 
     Returns False where there is none in the next 256 MiB.
@@ -187,12 +186,12 @@ def skip_line(file: BinaryIO) -> bool:
 
 
 @contextmanager
-def regular_path(path: Path | str) -> Iterator[str]:
+def resolve_regular_file_path(path: Path | str) -> Iterator[str]:
     """A name under which a library opens exactly the regular file that was looked at.
 
     Raises OSError.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"
         # Where there is no /proc, the name itself: another file may have it by now.
         if not os.path.exists(opened):
@@ -200,7 +199,7 @@ def regular_path(path: Path | str) -> Iterator[str]:
         yield opened
 
 
-def require_regular(mode: int, path: Path | str) -> None:
+def require_regular_file_mode(mode: int, path: Path | str) -> None:
     """Raise OSError that says what `mode` of an open file is, if that is not a regular file."""
     if stat.S_ISREG(mode):
         return
@@ -216,12 +215,12 @@ def require_regular(mode: int, path: Path | str) -> None:
     raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
-def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = MAX_JSON_FILE_BYTES) -> Any:
     """The value in a regular file of JSON.
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
     """
-    return parse_json(read_regular(path, most_bytes))
+    return parse_json(read_whole_regular_file(path, most_bytes))
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -241,14 +240,14 @@ PERMANENT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, er
 WRITE_FAILURE_ERRNOS = (*PERMANENT_WRITE_ERRNOS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
 
-def _select_existing_errnos(*names: str) -> tuple[int, ...]:
+def _list_errnos_of_this_platform(*names: str) -> tuple[int, ...]:
     # Some are Linux's alone.
     return tuple(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_FAILURE_ERRNOS = _select_existing_errnos(
+READ_FAILURE_ERRNOS = _list_errnos_of_this_platform(
     *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
     *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )
@@ -257,19 +256,19 @@ _PACKAGE_NAME = __name__.partition(".")[0]
 _FEW_INODES, _ROOM_BYTES = 16, 64 * 2**20
 
 # Folders in which verbs keep what they need for a while: only TMPDIR says where they are.
-SCRATCH_PREFIX = "phalanx-scratch-"
-_SCRATCH_NAME_PATTERN = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
+SCRATCH_DIRECTORY_PREFIX = "phalanx-scratch-"
+_SCRATCH_NAME_PATTERN = re.compile(rf"{SCRATCH_DIRECTORY_PREFIX}\w+-\w{{8}}")
 
 
-def suggest_fix_for_os_error(
+def suggest_fix_for_path_error(
     error: OSError, path: Path | str, *, place: str = "run.dir"
 ) -> str | None:
     """The fix for an OSError at `path`, which the user chose by the setting `place`; None if none
     is known."""
-    is_scratch = _is_in_scratch_directory(Path(path))
+    is_scratch = _is_path_in_scratch_directory(Path(path))
     setting = "TMPDIR" if is_scratch else place
     # The kernel has one code for both: no space left, and no inode.
-    if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
+    if error.errno == errno.ENOSPC and _has_no_free_inodes(Path(path)):
         return "remove files there: the file system has no inodes left"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if is_scratch:
@@ -284,7 +283,7 @@ def suggest_fix_for_os_error(
     return None
 
 
-def build_resource_error(
+def build_path_resource_error(
     error: OSError, doing: str, path: Path | str, *, place: str = "run.dir"
 ) -> PhalanxError:
     """The PhalanxError for an OSError met while `doing` something with `path`, which the user
@@ -298,11 +297,14 @@ def build_resource_error(
     elif error.errno in _NOT_WRITABLE_ERRNOS:
         summary = f"not writable while {doing}"
     return ResourceError(
-        summary, where=str(path), why=reason, fix=suggest_fix_for_os_error(error, path, place=place)
+        summary,
+        where=str(path),
+        why=reason,
+        fix=suggest_fix_for_path_error(error, path, place=place),
     )
 
 
-def find_disk_problem(
+def convert_disk_error(
     error: BaseException,
     doing: str,
     *,
@@ -317,31 +319,31 @@ def find_disk_problem(
     is its own error, whose traceback tells where. `where`: the folder that was written to, for
     errors that name no file.
     """
-    if not _is_raised_by_us(error) and not _is_about_file_inside(run_dir, error):
+    if not _is_raised_by_phalanx_code(error) and not _is_about_file_inside(run_dir, error):
         return None
     if isinstance(error, OSError) and error.errno is not None:
         refusal: OSError | None = error
     else:
-        refusal = find_os_error(error, refusals)
+        refusal = find_os_error_behind(error, refusals)
     if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
         return None
     path = str(refusal.filename or where or "a file")
     if refusal.errno is not None:
-        return build_resource_error(refusal, doing, path)
+        return build_path_resource_error(refusal, doing, path)
     summary = f"the disk did not take all of a file while {doing}"
     return ResourceError(
         summary, where=path, why=str(refusal), fix="free space there, or look at the disk (dmesg)"
     )
 
 
-def _is_raised_by_us(error: BaseException) -> bool:
+def _is_raised_by_phalanx_code(error: BaseException) -> bool:
     """True if the innermost frame is ours, those of the libraries not counted that do our work
     as well as a user's."""
     innermost, trace = "", error.__traceback__
     while trace is not None:
         home = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
         # Of the frames from the outermost to the innermost: the last one that counts stays.
-        if home not in sys.stdlib_module_names and home not in LIBRARIES:
+        if home not in sys.stdlib_module_names and home not in LIBRARY_MODULE_NAMES:
             innermost = home
         trace = trace.tb_next
     return innermost == _PACKAGE_NAME
@@ -355,12 +357,12 @@ def _is_about_file_inside(directory: Path | None, error: BaseException) -> bool:
     return path.startswith(os.path.join(os.path.realpath(directory), ""))
 
 
-def _is_in_scratch_directory(path: Path) -> bool:
+def _is_path_in_scratch_directory(path: Path) -> bool:
     """True for a path inside a folder that a verb made where temporary files go."""
     return any(map(_SCRATCH_NAME_PATTERN.fullmatch, path.parts))
 
 
-def _has_no_inodes(path: Path) -> bool:
+def _has_no_free_inodes(path: Path) -> bool:
     """True where the file system of `path`, or of the nearest folder above it that is there, has no
     inode left.
 
@@ -380,7 +382,7 @@ def _has_no_inodes(path: Path) -> bool:
     return False
 
 
-def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
+def create_writable_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
     """Create `directory` and prove that it can be written and has room; raise ResourceError
     otherwise."""
     import shutil
@@ -388,7 +390,7 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
     probe = directory / f".writable.{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with create_regular(probe) as file:
+        with create_regular_file(probe) as file:
             # A whole page: an empty file is made even on a disk without room for data.
             file.write(b"x" * 4096)
         probe.unlink()
@@ -398,7 +400,7 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
             probe.unlink(missing_ok=True)
         except OSError:
             pass
-        raise build_resource_error(error, "opening the run directory", directory) from None
+        raise build_path_resource_error(error, "opening the run directory", directory) from None
     if free_bytes < needed_bytes:
         from phalanx.core.units import format_bytes
 

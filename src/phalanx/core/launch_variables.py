@@ -13,7 +13,7 @@ FIRST_PORT, NUM_PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True)
-class LaunchedRank:
+class LauncherRank:
     """One rank of a launcher's.
 
     `origin` is its name, `words` what a person is told of all its ranks.
@@ -29,7 +29,7 @@ class LaunchedRank:
     words: str
     attempt: int = 0
 
-    def torch_variables(self) -> dict[str, str]:
+    def build_torch_variables(self) -> dict[str, str]:
         """The same rank in the variables that torch reads."""
         variables = {
             "RANK": str(self.rank),
@@ -44,7 +44,7 @@ class LaunchedRank:
         return variables
 
 
-def read_integer(environ: Mapping[str, str], name: str) -> int | None:
+def read_integer_variable(environ: Mapping[str, str], name: str) -> int | None:
     """The integer in variable `name`, None where it is unset or empty.
 
     Raises EnvironmentProblem for another text.
@@ -58,7 +58,7 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
         raise EnvironmentProblem(f"{name} is {text[:80]!r}, which is not an integer") from None
 
 
-def require_in_range(name: str, value: int, size_name: str, size: int) -> None:
+def require_rank_within_size(name: str, value: int, size_name: str, size: int) -> None:
     """Raise EnvironmentProblem unless `value` is one of the `size` numbers from 0."""
     if not 0 <= value < size:
         raise EnvironmentProblem(
@@ -66,9 +66,9 @@ def require_in_range(name: str, value: int, size_name: str, size: int) -> None:
         )
 
 
-def read_port(environ: Mapping[str, str], name: str) -> int | None:
+def read_port_variable(environ: Mapping[str, str], name: str) -> int | None:
     """The port in variable `name`. Raises EnvironmentProblem for a number that is none."""
-    port = read_integer(environ, name)
+    port = read_integer_variable(environ, name)
     if port is not None and not 0 < port < 65_536:
         raise EnvironmentProblem(
             f"{name} is {port}, which is not a port", fix="ports are 1 to 65535"
@@ -76,14 +76,14 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
     return port
 
 
-def read_integer_pair(
+def read_integer_variable_pair(
     environ: Mapping[str, str], first: str, second: str
 ) -> tuple[int, int] | None:
     """The integers of two variables, None if neither is set.
 
     Raises EnvironmentProblem where one of them is missing.
     """
-    values = read_integer(environ, first), read_integer(environ, second)
+    values = read_integer_variable(environ, first), read_integer_variable(environ, second)
     present, absent = first, second
     if values[0] is None:
         present, absent = second, first
@@ -96,8 +96,8 @@ def read_integer_pair(
     )
 
 
-def require_integer(environ: Mapping[str, str], name: str, why: str) -> int:
-    value = read_integer(environ, name)
+def require_integer_variable(environ: Mapping[str, str], name: str, why: str) -> int:
+    value = read_integer_variable(environ, name)
     if value is None:
         raise EnvironmentProblem(
             f"{why} and {name} is not set",
@@ -109,7 +109,7 @@ def require_integer(environ: Mapping[str, str], name: str, why: str) -> int:
     return value
 
 
-def find_first_set(environ: Mapping[str, str], names: Iterable[str]) -> str:
+def find_first_set_variable(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """The first of the variables `names` that is set to a text, or "" if none is."""
     for name in names:
         if get_stripped_variable(environ, name):

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection
 
-LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
+LIBRARY_MODULE_NAMES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
 
 # "No space left on device (os error 28)" of Rust, "... Detail: [errno 28] ..." of Arrow
 _ERRNO_PATTERN = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)
@@ -24,14 +24,14 @@ _TRUNCATED_WRITE_PATTERN = re.compile(
 )
 
 
-def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | None:
+def find_os_error_behind(error: BaseException, codes: Collection[int]) -> OSError | None:
     """The OSError with one of `codes` that a library met when it raised `error`; None where it met
     none.
 
     Its errno is None where the library tells only that a write was cut short. Errors of Python's
     own kinds, ValueError say, are never looked at: any text may stand in them.
     """
-    if not _may_hold_os_error(error):
+    if not _may_be_library_disk_error(error):
         return None
     lines = [line.strip() for line in _error_text(error).splitlines()]
     for line in lines:
@@ -39,7 +39,9 @@ def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | Non
             not isinstance(error, RuntimeError) or _FILE_ERROR_PATTERN.search(line) is not None
         )
         for code in codes:
-            if (is_of_disk or code in _DISK_ONLY_ERRNOS) and _error_codes_in_text(line, code):
+            if (is_of_disk or code in _DISK_ONLY_ERRNOS) and _find_os_error_codes_in_text(
+                line, code
+            ):
                 path = _PATH_PATTERN.search(line)
                 return OSError(code, os.strerror(code), path and path[1])
     for line in lines:
@@ -48,7 +50,7 @@ def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | Non
     return None
 
 
-def _may_hold_os_error(error: BaseException) -> bool:
+def _may_be_library_disk_error(error: BaseException) -> bool:
     """True for errors of the libraries, and of the kinds that they raise where they have none of
     their own."""
     kind = type(error)
@@ -57,11 +59,11 @@ def _may_hold_os_error(error: BaseException) -> bool:
     return (
         isinstance(error, RuntimeError)
         or kind is Exception
-        or kind.__module__.partition(".")[0] in LIBRARIES
+        or kind.__module__.partition(".")[0] in LIBRARY_MODULE_NAMES
     )
 
 
-def _error_codes_in_text(line: str, code: int) -> bool:
+def _find_os_error_codes_in_text(line: str, code: int) -> bool:
     return os.strerror(code) in line or any(
         int(number) == code for number in _ERRNO_PATTERN.findall(line)
     )

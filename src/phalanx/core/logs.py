@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.core.files import append_regular
+from phalanx.core.files import open_regular_file_for_append
 from phalanx.core.secrets import Redactor, find_url_secret_spans
 from phalanx.core.spellings import SecretSpellings, build_secret_spellings
 
@@ -22,21 +22,21 @@ _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
 _NOT_NEWLINE_PATTERN = re.compile(r"[^\n]")
 
 
-def redirect_output(path: Path, redactor: Redactor) -> None:
+def redirect_output_to_log(path: Path, redactor: Redactor) -> None:
     """Point standard output and error at the end of `path`, standard input stays.
 
     What Python prints passes `redactor`. What C code and child processes print does not: see
-    `overwrite_secrets`.
+    `overwrite_secrets_in_file`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with append_regular(path) as log:
+    with open_regular_file_for_append(path) as log:
         for target in (1, 2):
             # At the descriptors, so that C code and child processes write there, too.
             os.dup2(log.fileno(), target)
-    redact_streams(redactor)
+    redact_standard_streams(redactor)
 
 
-def redact_streams(redactor: Redactor) -> None:
+def redact_standard_streams(redactor: Redactor) -> None:
     """Have `sys.stdout` and `sys.stderr` write whole lines to descriptors 1 and 2, each through
     `redactor`."""
     sys.stdout, sys.stderr = RedactedStream(1, redactor), RedactedStream(2, redactor)
@@ -64,17 +64,17 @@ class RedactedStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
         if lines:
-            self._write_through(self._redactor.redact_text("\n".join(lines)) + "\n")
+            self._write_redacted_line(self._redactor.redact_text("\n".join(lines)) + "\n")
         return len(text)
 
     def flush(self) -> None:
         if line := getattr(self._begun, "line", ""):
             self._begun.line = ""
-            self._write_through(self._redactor.redact_text(line))
+            self._write_redacted_line(self._redactor.redact_text(line))
         with contextlib.suppress(OSError):  # what somebody wrote into our buffer
             super().flush()
 
-    def _write_through(self, text: str) -> None:
+    def _write_redacted_line(self, text: str) -> None:
         """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it
         again and again."""
         data = text.encode("utf-8", "backslashreplace")
@@ -86,7 +86,7 @@ class RedactedStream(io.TextIOWrapper):
             self._num_lost += 1
 
 
-def overwrite_secrets(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:
+def overwrite_secrets_in_file(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:
     """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the
     number of places.
 
@@ -96,23 +96,27 @@ def overwrite_secrets(path: Path, secrets: Iterable[str], *, done_bytes: int = 0
     # mmap refuses an empty file.
     if size == 0 or size == done_bytes:
         return 0
-    with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
+    with open_regular_file_for_append(path) as file, mmap.mmap(file.fileno(), 0) as content:
         known = tuple(secrets)
         # A shorter file is a new one. Otherwise a secret may lie half in what was done before.
         start = 0
         if done_bytes <= len(content):
             start = max(done_bytes - _OVERLAP_BYTES, 0)
-        num_places = sum(_blank_out_all(content, secret.encode(), start) for secret in known)
+        num_places = sum(
+            _overwrite_occurrences(content, secret.encode(), start) for secret in known
+        )
         # Windows are read as latin-1, a letter for each byte: secrets must be spelled so, too.
         in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)
         return (
             num_places
-            + _blank_out_spellings(content, build_secret_spellings((known, in_letters)), start)
-            + _blank_out_url_secrets(content, content.rfind(b"\n", 0, start) + 1)
+            + _overwrite_spellings_of_secrets(
+                content, build_secret_spellings((known, in_letters)), start
+            )
+            + _overwrite_url_secrets(content, content.rfind(b"\n", 0, start) + 1)
         )
 
 
-def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
+def _overwrite_occurrences(content: mmap.mmap, secret: bytes, start: int) -> int:
     num_places, at = 0, content.find(secret, start)
     while at >= 0:
         # As many bytes as before: the file is changed in place, under whoever reads or appends.
@@ -122,16 +126,16 @@ def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
     return num_places
 
 
-def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int) -> int:
+def _overwrite_spellings_of_secrets(content: mmap.mmap, known: SecretSpellings, first: int) -> int:
     """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more
     than a secret has."""
     num_places = 0
     for window_start in range(first, len(content), _WINDOW_BYTES):
         window = content[window_start : window_start + _WINDOW_BYTES + _OVERLAP_BYTES]
-        for span_start, span_end in known.suspicious_stretches(window):
+        for span_start, span_end in known.find_stretches_to_search(window):
             # In latin-1 a byte is a letter: places in the text are places in the file.
             text = window[span_start:span_end].decode("latin-1")
-            for start, end in known.spans(text):
+            for start, end in known.find_secret_spans(text):
                 # Lines stay lines.
                 stars = _NOT_NEWLINE_PATTERN.sub("*", text[start:end])
                 content[window_start + span_start + start : window_start + span_start + end] = (
@@ -141,7 +145,7 @@ def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int)
     return num_places
 
 
-def _blank_out_url_secrets(content: mmap.mmap, offset: int) -> int:
+def _overwrite_url_secrets(content: mmap.mmap, offset: int) -> int:
     num_places = 0
     content.seek(offset)
     for line in iter(content.readline, b""):

@@ -41,21 +41,23 @@ class NodeList:
     def __len__(self) -> int:
         num_hosts = 0
         for pattern in self.patterns:
-            num_hosts += math.prod(sum(map(_count_hosts, part)) for part in pattern)
+            num_hosts += math.prod(sum(map(_count_numbers_in_ranges, part)) for part in pattern)
         return num_hosts
 
     def __iter__(self) -> Iterator[str]:
         for pattern in self.patterns:
-            yield from _expand_hosts(pattern)
+            yield from _expand_host_pattern(pattern)
 
 
-def parse_nodelist(text: str) -> NodeList:
+def parse_slurm_node_list(text: str) -> NodeList:
     """The hosts of a Slurm node list. Raises ValueError with the reason for a text that is none."""
-    patterns = tuple(_parse_pattern(pattern) for pattern in _split_outside_brackets(text.strip()))
+    patterns = tuple(
+        _parse_host_pattern(pattern) for pattern in _split_outside_brackets(text.strip())
+    )
     return NodeList(patterns)
 
 
-def parse_tasks_per_node(text: str) -> list[int]:
+def parse_slurm_tasks_per_node(text: str) -> list[int]:
     """Tasks of each node of Slurm's `2(x3),1`: [2, 2, 2, 1].
 
     Raises ValueError for a text that is none.
@@ -84,11 +86,11 @@ def _split_outside_brackets(text: str) -> list[str]:
     return [*patterns, text[start:]]
 
 
-def _parse_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
+def _parse_host_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
     parts: list[tuple[str | _NumberRange, ...]] = []
     for index, part in enumerate(re.split(r"[\[\]]", pattern.strip())):
         if index % 2:
-            parts.append(tuple(_parse_range(word) for word in part.split(",")))
+            parts.append(tuple(_parse_number_range(word) for word in part.split(",")))
         elif _HOST_NAME_PATTERN.fullmatch(part):
             parts.append((part,))
         else:
@@ -98,7 +100,7 @@ def _parse_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
     return tuple(parts)
 
 
-def _parse_range(word: str) -> _NumberRange:
+def _parse_number_range(word: str) -> _NumberRange:
     match = _NUMBER_RANGE_PATTERN.fullmatch(word.strip())
     if match is None or len(word) > 40:
         raise ValueError(f"{word!r} is not a range of numbers")
@@ -108,13 +110,13 @@ def _parse_range(word: str) -> _NumberRange:
     return _NumberRange(low, high, len(match[1]))
 
 
-def _count_hosts(choice: str | _NumberRange) -> int:
+def _count_numbers_in_ranges(choice: str | _NumberRange) -> int:
     if isinstance(choice, str):
         return 1
     return len(choice)
 
 
-def _expand_hosts(pattern: tuple[tuple[str | _NumberRange, ...], ...]) -> Iterator[str]:
+def _expand_host_pattern(pattern: tuple[tuple[str | _NumberRange, ...], ...]) -> Iterator[str]:
     """Hosts of one pattern, the last bracket counting fastest."""
     if not pattern:
         yield ""
@@ -123,5 +125,5 @@ def _expand_hosts(pattern: tuple[tuple[str | _NumberRange, ...], ...]) -> Iterat
         # A string's own iterator would give its letters.
         texts = (choice,) if isinstance(choice, str) else choice
         for text in texts:
-            for rest in _expand_hosts(pattern[1:]):
+            for rest in _expand_host_pattern(pattern[1:]):
                 yield text + rest

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TextIO
 
-from phalanx.core.terminal import filter_stream
+from phalanx.core.terminal import wrap_stream_in_filter
 
 
-def open_closed_streams() -> None:
+def open_closed_standard_streams() -> None:
     """Open /dev/null for standard streams that were closed at the start (`>&-`): no other file may
     take their numbers, and Python writes to them."""
     for fd in (0, 1, 2):
@@ -25,7 +25,7 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
 
 
-def discard_output(stream: TextIO) -> None:
+def redirect_stream_to_devnull(stream: TextIO) -> None:
     """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
     # A stream without a descriptor, as a notebook has.
     with contextlib.suppress(OSError, ValueError):
@@ -52,7 +52,7 @@ def silence() -> Iterator[None]:
 def print_waiting_notice(line: str) -> None:
     """Print on standard error what is waited for, unless it is silent."""
     if not _is_silent.get():
-        print(line, file=filter_stream(sys.stderr))
+        print(line, file=wrap_stream_in_filter(sys.stderr))
 
 
 def say(*lines: str) -> None:
@@ -60,10 +60,10 @@ def say(*lines: str) -> None:
 
     They are filtered: see `core.terminal`.
     """
-    stream = filter_stream(sys.stdout)
+    stream = wrap_stream_in_filter(sys.stdout)
     try:
         for line in lines:
             print(line, file=stream)
         stream.flush()
     except OSError:
-        discard_output(stream)
+        redirect_stream_to_devnull(stream)

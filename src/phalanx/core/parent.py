@@ -10,7 +10,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
+def kill_this_process_with_parent() -> None:
     """Be killed as soon as the thread that started this process is gone, also while stopped or
     inside C code; on Linux alone."""
     parent = os.getppid()

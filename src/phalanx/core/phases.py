@@ -40,7 +40,7 @@ PHASES = (
 PhaseListener = Callable[[int, str], None]
 
 # In a loop that is not the trainer's nobody takes the seconds of marks: they must not pile up.
-_MAX_QUEUED_MARKS = 4096
+_MAX_UNRESOLVED_MARKS = 4096
 
 
 class PhaseClock(Protocol):
@@ -124,12 +124,12 @@ class PhaseTimer:
         phases.step = step
         return phases
 
-    def use_clock(self, clock: PhaseClock) -> None:
+    def replace_clock(self, clock: PhaseClock) -> None:
         """Use another clock from now on; open phases go on."""
         if self._stack:
-            self._charge(self.clock.mark())
+            self._charge_to_innermost_phase(self.clock.mark())
         # Marks of the old clock mean nothing to the new one: they become seconds first.
-        self._convert_marks_to_seconds(wait=True)
+        self._add_seconds_between_marks(wait=True)
         self.clock = clock
         self._since = clock.mark()
 
@@ -181,7 +181,7 @@ class PhaseTimer:
         assert name in PHASES, name
         now = self.clock.mark()
         if self._stack:
-            self._charge(now)
+            self._charge_to_innermost_phase(now)
         self._stack.append((name, collective))
         self._since = now
         self._write_position(name, collective)
@@ -204,7 +204,7 @@ class PhaseTimer:
     def _end_phase(self, name: str) -> None:
         now = self.clock.mark()
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
-        self._charge(now)
+        self._charge_to_innermost_phase(now)
         # Phases inside that an exception left open end with it.
         while self._stack.pop()[0] != name:
             pass
@@ -214,13 +214,13 @@ class PhaseTimer:
             for listener in self._of_training:
                 listener(self.step, self._stack[-1][0])
 
-    def _charge(self, now: Any) -> None:
+    def _charge_to_innermost_phase(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""
         self._queued.append((self._stack[-1][0], self._since, now))
-        if not self.clock.is_late or len(self._queued) >= _MAX_QUEUED_MARKS:
-            self._convert_marks_to_seconds()
+        if not self.clock.is_late or len(self._queued) >= _MAX_UNRESOLVED_MARKS:
+            self._add_seconds_between_marks()
 
-    def _convert_marks_to_seconds(self, *, wait: bool = False) -> None:
+    def _add_seconds_between_marks(self, *, wait: bool = False) -> None:
         """Turn marks into seconds, as far as their moments have come; `wait`: all of them."""
         if wait and self._queued:
             self.clock.wait(self._queued[-1][2])
@@ -244,12 +244,12 @@ class PhaseTimer:
         """Time the body apart from the step, as an evaluation between two steps: its seconds go to
         the dict that is yielded, when it ends, and what was charged before stays as it was."""
         # Waited for: seconds of the step that lie in the device's queue are not the body's.
-        before = self._take_seconds(wait=True)
+        before = self._take_seconds_per_phase(wait=True)
         inside: dict[str, float] = {}
         try:
             yield inside
         finally:
-            inside.update(self._take_seconds(wait=True))
+            inside.update(self._take_seconds_per_phase(wait=True))
             for name, seconds in before.items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -260,13 +260,13 @@ class PhaseTimer:
         `take`. So nothing is waited for, and over steps that each wait for their device once, each
         has the seconds from wait to wait.
         """
-        return self._take_seconds(wait=False)
+        return self._take_seconds_per_phase(wait=False)
 
-    def _take_seconds(self, *, wait: bool) -> dict[str, float]:
+    def _take_seconds_per_phase(self, *, wait: bool) -> dict[str, float]:
         if self._stack:
             now = self.clock.mark()
-            self._charge(now)
+            self._charge_to_innermost_phase(now)
             self._since = now
-        self._convert_marks_to_seconds(wait=wait)
+        self._add_seconds_between_marks(wait=wait)
         seconds, self._seconds = self._seconds, {}
         return seconds

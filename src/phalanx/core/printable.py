@@ -6,12 +6,14 @@ import re
 import unicodedata
 
 # Marks of direction, embedded and isolated: what follows one could be shown in another order.
-BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+BIDIRECTIONAL_CONTROL_CHARACTERS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # More of one line tells nobody anything, and scrolls away what does.
-MAX_LINE_CHARS = 8192
+MAX_PRINTABLE_LINE_CHARS = 8192
 # At the end our own lines say what to do.
-_KEPT_TAIL_CHARS = MAX_LINE_CHARS // 4
-_CONTROL_CHARACTERS_PATTERN = re.compile(f"[\x7f-\x9f\u2028\u2029{BIDI_CONTROLS}\ud800-\udfff]")
+_KEPT_TAIL_CHARS = MAX_PRINTABLE_LINE_CHARS // 4
+_CONTROL_CHARACTERS_PATTERN = re.compile(
+    f"[\x7f-\x9f\u2028\u2029{BIDIRECTIONAL_CONTROL_CHARACTERS}\ud800-\udfff]"
+)
 
 
 def printable(text: str, limit: int = 2000) -> str:
@@ -21,7 +23,7 @@ def printable(text: str, limit: int = 2000) -> str:
     Spaces and joiners of any script stay.
     """
     text = text.rstrip()
-    line = _replace_controls(text[:limit])
+    line = _escape_control_characters(text[:limit])
     if len(text) <= limit:
         return line
     return line[:-1] + "…"
@@ -30,11 +32,11 @@ def printable(text: str, limit: int = 2000) -> str:
 def printable_text(text: str) -> str:
     """Lines of text, each as `printable` makes it.
 
-    Indents, tabs and blanks stay; of a line of more than MAX_LINE_CHARS the middle goes.
+    Indents, tabs and blanks stay; of a line of more than MAX_PRINTABLE_LINE_CHARS the middle goes.
     """
-    if text.isprintable() and len(text) <= MAX_LINE_CHARS:
+    if text.isprintable() and len(text) <= MAX_PRINTABLE_LINE_CHARS:
         return text
-    return "\n".join(_printable_line(line) for line in text.split("\n"))
+    return "\n".join(_escape_and_shorten_line(line) for line in text.split("\n"))
 
 
 def escape_controls(text: str) -> str:
@@ -43,26 +45,29 @@ def escape_controls(text: str) -> str:
     return _CONTROL_CHARACTERS_PATTERN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _printable_line(line: str) -> str:
-    num_more = len(line) - MAX_LINE_CHARS
+def _escape_and_shorten_line(line: str) -> str:
+    num_more = len(line) - MAX_PRINTABLE_LINE_CHARS
     if num_more > 0:
-        head, tail = line[: MAX_LINE_CHARS - _KEPT_TAIL_CHARS], line[-_KEPT_TAIL_CHARS:]
+        head, tail = line[: MAX_PRINTABLE_LINE_CHARS - _KEPT_TAIL_CHARS], line[-_KEPT_TAIL_CHARS:]
         line = f"{head} … {num_more:,} characters … {tail}"
-    return "\t".join(_replace_controls(part) for part in line.split("\t"))
+    return "\t".join(_escape_control_characters(part) for part in line.split("\t"))
 
 
-def _replace_controls(line: str) -> str:
+def _escape_control_characters(line: str) -> str:
     if line.isprintable():
         return line
     letters = list(line)
     for position, letter in enumerate(letters):
-        if not _is_harmless(letter):
+        if not _is_harmless_character(letter):
             letters[position] = " "
     return "".join(letters)
 
 
-def _is_harmless(letter: str) -> bool:
+def _is_harmless_character(letter: str) -> bool:
     if letter.isprintable():
         return True
     # Blanks, joiners and icons of private fonts are not "printable" to Python.
-    return unicodedata.category(letter) in ("Zs", "Cf", "Co") and letter not in BIDI_CONTROLS
+    return (
+        unicodedata.category(letter) in ("Zs", "Cf", "Co")
+        and letter not in BIDIRECTIONAL_CONTROL_CHARACTERS
+    )

@@ -42,7 +42,7 @@ class ResidentMemory:
         """Pages that no file backs, now."""
         return self.anonymous_bytes + self.shared_bytes
 
-    def own_peak_bytes(self, file_bytes_before: int) -> int:
+    def compute_anonymous_peak_bytes(self, file_bytes_before: int) -> int:
         """Pages that no file backs, at the worst moment since a reading that found
         `file_bytes_before` of files.
 
@@ -56,7 +56,7 @@ class ResidentMemory:
         return self.own_bytes + self.file_bytes
 
 
-class ProcessMemory:
+class ProcessMemoryReader:
     """Reads the memory of a process (None: this one), which costs some ten microseconds a time."""
 
     def __init__(self, pid: int | None = None) -> None:
@@ -85,7 +85,7 @@ class ProcessMemory:
         except (OSError, ValueError):
             return None
 
-    def reset_peak(self) -> bool:
+    def reset_peak_resident_bytes(self) -> bool:
         """Set the kernel's mark back to what is resident now. False where that is not allowed."""
         try:
             file = os.open(f"{self._directory}/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
@@ -98,7 +98,7 @@ class ProcessMemory:
             return False
         return True
 
-    def shared_elsewhere_bytes(self) -> int | None:
+    def measure_bytes_shared_with_others(self) -> int | None:
         """Resident bytes that other processes' shares account for: Rss less Pss.
 
         None where the kernel does not say.
@@ -128,12 +128,14 @@ class PeriodicSampler:
         self._look, self._period_s = look, period_s
         self._ended = threading.Event()
         # A daemon: a rank that ends by an error does not wait for it.
-        self._thread = threading.Thread(target=self._run, name="memory sampler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._sample_until_stopped, name="memory sampler", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
 
-    def _run(self) -> None:
+    def _sample_until_stopped(self) -> None:
         while not self._ended.wait(self._period_s):
             self._look()
 

@@ -12,12 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
+from phalanx.core.errors import (
+    EnvironmentProblem,
+    LayoutError,
+    UsageError,
+    format_nearest_word_hint,
+)
 
 _thread_local = threading.local()
 
 
-def list_kinds(package: str) -> list[str]:
+def list_modules_of_registry(package: str) -> list[str]:
     """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing
     any."""
     spec = importlib.util.find_spec(package)
@@ -26,7 +31,7 @@ def list_kinds(package: str) -> list[str]:
     return sorted(module.name for module in modules if not module.name.startswith("_"))
 
 
-def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
+def read_module_constant(kind: str, package: str, name: str, default: Any) -> Any:
     """The literal that the module `kind` of `package` gives `name` at its top level, read without
     importing it.
 
@@ -39,13 +44,13 @@ def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
         if not path.is_file():
             continue
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(statement, ast.Assign) and _assigns_name(statement, name):
+            if isinstance(statement, ast.Assign) and _is_assignment_to_name(statement, name):
                 # Literals alone: nothing of the file runs.
                 return ast.literal_eval(statement.value)
     return default
 
 
-def _assigns_name(statement: ast.Assign, name: str) -> bool:
+def _is_assignment_to_name(statement: ast.Assign, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in statement.targets)
 
 
@@ -55,7 +60,7 @@ def is_foreign(kind: str | None) -> bool:
 
 
 def import_user_module(name: str) -> ModuleType:
-    """Import a module of the user's, in which nothing may call `refuse_while_importing`."""
+    """Import a module of the user's, in which nothing may call `refuse_during_user_import`."""
     before = getattr(_thread_local, "importing", "")
     _thread_local.importing = name
     try:
@@ -64,7 +69,7 @@ def import_user_module(name: str) -> ModuleType:
         _thread_local.importing = before
 
 
-def refuse_while_importing(verb: str) -> None:
+def refuse_during_user_import(verb: str) -> None:
     """Raise UsageError if this thread is importing a module of the user's.
 
     Each process that needs the module imports it: a script that trains as it is imported would
@@ -78,19 +83,19 @@ def refuse_while_importing(verb: str) -> None:
         )
 
 
-def resolve_kind(kind: str, package: str, attribute: str) -> Any:
+def import_object_of_kind(kind: str, package: str, attribute: str) -> Any:
     """The object named by `kind`: `attribute` of our own module, or the user's own object.
 
     Raises LayoutError (exit 3) for a kind that does not exist; an exception inside the user's
     module passes through.
     """
     if not is_foreign(kind):
-        if kind not in list_kinds(package):
-            known = list_kinds(package)
+        if kind not in list_modules_of_registry(package):
+            known = list_modules_of_registry(package)
             raise LayoutError(
                 f"unknown kind {kind!r}",
                 why=f"known: {', '.join(known)}",
-                fix=did_you_mean(kind, known) or None,
+                fix=format_nearest_word_hint(kind, known) or None,
             )
         return getattr(importlib.import_module(f"{package}.{kind}"), attribute)
     module_name, _, path = kind.partition(":")
@@ -109,13 +114,13 @@ def resolve_kind(kind: str, package: str, attribute: str) -> Any:
     for part in path.split("."):
         if not hasattr(target, part):
             known = [name for name in dir(target) if not name.startswith("_")]
-            fix = did_you_mean(part, known) or None
+            fix = format_nearest_word_hint(part, known) or None
             raise LayoutError(f"{module_name!r} has no {path!r}", fix=fix)
         target = getattr(target, part)
     return target
 
 
-def import_optional(module: str, *, extra: str, needed_for: str) -> Any:
+def import_optional_dependency(module: str, *, extra: str, needed_for: str) -> Any:
     """Import an optional dependency, or raise one line that names the extra to install."""
     try:
         return importlib.import_module(module)

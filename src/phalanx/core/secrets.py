@@ -22,8 +22,8 @@ from phalanx.core.spellings import (
 )
 from phalanx.core.url_secrets import (
     Span,
-    find_parameter_spans,
-    find_user_spans,
+    find_secret_parameter_spans,
+    find_url_credential_spans,
     looks_like_random_text,
 )
 
@@ -59,14 +59,14 @@ class Redactor:
         self._environ = environ
 
     def redact_text(self, text: str) -> str:
-        return _hide_secrets(text, self._now())
+        return _hide_secrets(text, self._get_current_spellings())
 
     def redact_value(self, value: Any) -> Any:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
-        return _hide_secrets_in_value(value, self._now())
+        return _hide_secrets_in_value(value, self._get_current_spellings())
 
-    def _now(self) -> SecretSpellings:
-        return build_secret_spellings(tuple(find_secret_values(self._environ).values()))
+    def _get_current_spellings(self) -> SecretSpellings:
+        return build_secret_spellings(tuple(find_secret_values_by_variable(self._environ).values()))
 
 
 def _hide_secrets_in_value(value: Any, known: SecretSpellings) -> Any:
@@ -98,22 +98,27 @@ def find_url_secret_spans(text: str) -> list[Span]:
     """
     spans: list[Span] = []
     # Sorted by where they begin: one that begins inside of another is a part of it.
-    for span in sorted({*find_user_spans(text), *find_parameter_spans(text, _is_secret_in_query)}):
+    for span in sorted(
+        {
+            *find_url_credential_spans(text),
+            *find_secret_parameter_spans(text, _is_secret_query_parameter),
+        }
+    ):
         if not spans or span[0] >= spans[-1][1]:
             spans.append(span)
     return spans
 
 
-def _is_secret_in_query(name: str, value: str) -> bool:
+def _is_secret_query_parameter(name: str, value: str) -> bool:
     words = _split_name_into_words(name)
     if words and (words[-1] in _SECRET_QUERY_PARAMETERS or words[-1].endswith("SIGNATURE")):
         return True
-    return _is_certainly_secret_name(name) or (
+    return _is_unambiguous_secret_name(name) or (
         is_secret_name(name) and looks_like_random_text(value)
     )
 
 
-def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def find_secret_values_by_variable(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """The secrets of `environ` by variable: values of variables that are named like one, and what
     URLs in any carry.
 
@@ -129,7 +134,7 @@ def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]
             parts += [part.strip() for part in (value, *value.splitlines())]
         spans = find_url_secret_spans(value)
         if _is_connection_string_name(name):
-            spans += find_parameter_spans(value, _is_secret_in_query, anywhere=True)
+            spans += find_secret_parameter_spans(value, _is_secret_query_parameter, anywhere=True)
         parts += [value[start:end] for start, end in spans]
         # Without repetitions: a value of one line is a line of it, too.
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_CHARS)):
@@ -163,35 +168,37 @@ def _is_connection_string_name(name: str) -> bool:
     return "".join(_split_name_into_words(name)).endswith(tuple(_CONNECTION_STRING_NAMES))
 
 
-def describe_secret_problem(name: str, value: str, environ: Mapping[str, str]) -> str | None:
+def explain_secret_in_job(name: str, value: str, environ: Mapping[str, str]) -> str | None:
     """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks
     against it."""
-    for variable, secrets in find_secret_values(environ).items():
+    for variable, secrets in find_secret_values_by_variable(environ).items():
         if build_secret_spellings((secrets,)).hide(value) != value:
             return f"holds the secret of the environment variable {variable}"
-    if any(find_user_spans(value)):
+    if any(find_url_credential_spans(value)):
         return "is a URL with a password in it"
     if any(
-        find_parameter_spans(value, _is_secret_in_job, anywhere=_is_connection_string_name(name))
+        find_secret_parameter_spans(
+            value, _is_secret_job_value, anywhere=_is_connection_string_name(name)
+        )
     ):
         return "is a URL or a connection string with a secret in it"
     if (
         value
         and is_secret_name(name)
-        and (_is_certainly_secret_name(name) or looks_like_random_text(value))
+        and (_is_unambiguous_secret_name(name) or looks_like_random_text(value))
     ):
         return "is named like a secret, and a run keeps its job"
     return None
 
 
-def _is_secret_in_job(name: str, value: str) -> bool:
+def _is_secret_job_value(name: str, value: str) -> bool:
     """A job is refused for it, so a page_token=2 is none."""
-    return _is_certainly_secret_name(name) or (
-        looks_like_random_text(value) and _is_secret_in_query(name, value)
+    return _is_unambiguous_secret_name(name) or (
+        looks_like_random_text(value) and _is_secret_query_parameter(name, value)
     )
 
 
-def _is_certainly_secret_name(name: str) -> bool:
+def _is_unambiguous_secret_name(name: str) -> bool:
     """True where the last word alone says it (password), or the one before does (api_key)."""
     if not _split_name_into_words(name):
         return False

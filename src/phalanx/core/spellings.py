@@ -3,9 +3,9 @@ piece of it.
 
 What is found: the secret as it is and as URLs, JSON, Python's repr (of text and of bytes), base64
 (also in something longer, as `user:password` is), base32, hex and percent-encoding write it; each
-of these broken by line ends; and of a secret that looks random, any piece of PIECE_CHARS or more
-that does. What is not: a shorter piece, a secret that was encrypted, compressed, hashed, turned
-around, or encoded twice.
+of these broken by line ends; and of a secret that looks random, any piece of SECRET_PIECE_CHARS or
+more that does. What is not: a shorter piece, a secret that was encrypted, compressed, hashed,
+turned around, or encoded twice.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REDACTED_TEXT = "***"
 # "1", "true" or "disabled" in place of a key must not blank out ordinary words.
 MIN_SECRET_CHARS = 8
 # Of a secret of 16 or more.
-PIECE_CHARS = 12
+SECRET_PIECE_CHARS = 12
 # Of base64, where a secret is only a part of what was encoded.
 _ENCODED_CHARS = 10
-_LONG_WORD_PATTERN = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
+_LONG_WORD_PATTERN = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{SECRET_PIECE_CHARS},}}")
 _LINE_BREAK_REGEX = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
 _LINE_BREAK_BYTES = b" \t\\\r\n>|"
 # half of the shortest spelling: each has one that begins at a multiple of it, wherever it lies
@@ -43,7 +43,8 @@ _LINE_BREAK_WINDOW_BYTES = 96
 
 @dataclass(frozen=True)
 class SecretSpellings:
-    """The texts to look for. `pieces` are all substrings of PIECE_CHARS that stand for a secret."""
+    """The texts to look for. `pieces` are all substrings of SECRET_PIECE_CHARS that stand for a
+    secret."""
 
     unbroken: re.Pattern[str] | None
     broken: re.Pattern[str] | None
@@ -51,9 +52,9 @@ class SecretSpellings:
     texts: tuple[bytes, ...] = ()
     """What `unbroken` looks for, as far as bytes that are read as latin-1 can hold it."""
 
-    def suspicious_stretches(self, data: bytes) -> list[tuple[int, int]]:
-        """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred
-        times quicker."""
+    def find_stretches_to_search(self, data: bytes) -> list[tuple[int, int]]:
+        """Stretches of `data` outside of which `find_secret_spans` finds nothing: a look that is a
+        hundred times quicker."""
         import numpy as np
 
         if not self.texts or len(data) < _GRAM_BYTES:
@@ -61,7 +62,7 @@ class SecretSpellings:
         reach = max(map(len, self.texts))
         grams = np.frombuffer(data, "<u4", len(data) // _GRAM_BYTES)
         hashes = _hash_grams(grams)
-        short, long = (known[hashes] for known in self._known_grams)
+        short, long = (known[hashes] for known in self._build_gram_hash_tables)
         # A long one has two beside each other.
         short[:-1] |= long[:-1] & long[1:]
         stretches = []
@@ -73,7 +74,7 @@ class SecretSpellings:
         return _merge_spans(stretches)
 
     @cached_property
-    def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
+    def _build_gram_hash_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Two tables by hash, for short spellings and for long ones: True if one of them has such
         a gram."""
         short, long = [], []
@@ -83,17 +84,17 @@ class SecretSpellings:
                 short.append(text)
             else:
                 long.append(text)
-        return _mark_grams(_byte_grams(short)), _mark_grams(_byte_grams(long))
+        return _build_gram_table(_list_byte_grams(short)), _build_gram_table(_list_byte_grams(long))
 
     @cached_property
-    def _known_joints(self) -> frozenset[bytes]:
+    def _build_line_break_gram_table(self) -> frozenset[bytes]:
         return frozenset(
-            _byte_grams(text.translate(None, _LINE_BREAK_BYTES) for text in self.texts)
+            _list_byte_grams(text.translate(None, _LINE_BREAK_BYTES) for text in self.texts)
         )
 
     def _find_line_breaks(self, data: bytes) -> Iterator[int]:
         """Ends of lines across which a spelling may go on."""
-        known, at = self._known_joints, data.find(b"\n")
+        known, at = self._build_line_break_gram_table, data.find(b"\n")
         while at >= 0:
             before = data[max(at - _LINE_BREAK_WINDOW_BYTES, 0) : at].translate(
                 None, _LINE_BREAK_BYTES
@@ -115,10 +116,10 @@ class SecretSpellings:
         if "\n" in text and self.broken is not None:
             text = self.broken.sub(REDACTED_TEXT, text)
         if self.pieces:
-            text = _LONG_WORD_PATTERN.sub(self._hide_pieces, text)
+            text = _LONG_WORD_PATTERN.sub(self._hide_pieces_in_match, text)
         return text
 
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+    def find_secret_spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of the secrets in `text`; some may overlap."""
         if self.unbroken is None or self.broken is None:
             return
@@ -128,26 +129,26 @@ class SecretSpellings:
         if not self.pieces:
             return
         for word in _LONG_WORD_PATTERN.finditer(text):
-            for start, end in self._find_piece_runs(word[0]):
+            for start, end in self._find_joined_pieces(word[0]):
                 yield word.start() + start, word.start() + end
 
-    def _hide_pieces(self, match: re.Match[str]) -> str:
+    def _hide_pieces_in_match(self, match: re.Match[str]) -> str:
         word = match[0]
-        for start, end in reversed(list(self._find_piece_runs(word))):
+        for start, end in reversed(list(self._find_joined_pieces(word))):
             word = word[:start] + REDACTED_TEXT + word[end:]
         return word
 
-    def _find_piece_runs(self, word: str) -> Iterator[tuple[int, int]]:
+    def _find_joined_pieces(self, word: str) -> Iterator[tuple[int, int]]:
         """Stretches of `word` that are pieces, joined where they overlap."""
         start = end = -1
-        for at in range(len(word) - PIECE_CHARS + 1):
-            if word[at : at + PIECE_CHARS] not in self.pieces:
+        for at in range(len(word) - SECRET_PIECE_CHARS + 1):
+            if word[at : at + SECRET_PIECE_CHARS] not in self.pieces:
                 continue
             if at > end:
                 if end > 0:
                     yield start, end
                 start = at
-            end = at + PIECE_CHARS
+            end = at + SECRET_PIECE_CHARS
         if end > 0:
             yield start, end
 
@@ -167,7 +168,7 @@ def build_secret_spellings(groups: tuple[tuple[str, ...], ...]) -> SecretSpellin
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     pieces: set[str] = set()
     for text in filter(looks_like_random_text, secrets | encoded):
-        pieces.update(_distinctive_pieces(text))
+        pieces.update(_list_distinctive_pieces(text))
     if not ordered:
         return SecretSpellings(None, None, frozenset(pieces))
     return SecretSpellings(
@@ -189,7 +190,7 @@ def _merge_spans(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _byte_grams(texts: Iterable[bytes]) -> set[bytes]:
+def _list_byte_grams(texts: Iterable[bytes]) -> set[bytes]:
     grams = set()
     for text in texts:
         for at in range(len(text) - _GRAM_BYTES + 1):
@@ -197,7 +198,7 @@ def _byte_grams(texts: Iterable[bytes]) -> set[bytes]:
     return grams
 
 
-def _mark_grams(grams: set[bytes]) -> np.ndarray:
+def _build_gram_table(grams: set[bytes]) -> np.ndarray:
     import numpy as np
 
     known = np.zeros(1 << (32 - _HASH_SHIFT), dtype=bool)
@@ -211,11 +212,11 @@ def _hash_grams(grams: np.ndarray) -> np.ndarray:
     return (grams * np.uint32(_HASH_FACTOR)) >> np.uint32(_HASH_SHIFT)
 
 
-def _distinctive_pieces(secret: str) -> Iterator[str]:
+def _list_distinctive_pieces(secret: str) -> Iterator[str]:
     """The pieces of `secret` that no word has: with a digit among letters, or capitals among small
     letters."""
-    for at in range(len(secret) - PIECE_CHARS + 1):
-        piece = secret[at : at + PIECE_CHARS]
+    for at in range(len(secret) - SECRET_PIECE_CHARS + 1):
+        piece = secret[at : at + SECRET_PIECE_CHARS]
         letters = [letter for letter in piece if letter.isalpha()]
         has_digits = sum(letter.isdigit() for letter in piece) >= 2 and len(letters) >= 2
         has_cases = 2 <= sum(letter.isupper() for letter in letters) <= len(letters) - 2

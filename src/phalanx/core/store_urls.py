@@ -24,42 +24,42 @@ _URL_FIX = "as s3://bucket/run-7; without it checkpoints are in the run's direct
 
 
 @dataclass(frozen=True)
-class UrlProblem:
+class StoreUrlProblem:
     """Why a URL is none of a store, and what to do."""
 
     what: str
     fix: str
 
 
-def find_url_problem(url: str, *, in_job: bool = False) -> UrlProblem | None:
+def find_url_problem(url: str, *, in_job: bool = False) -> StoreUrlProblem | None:
     """The reason to refuse a URL; None for one that may be opened.
 
     A job's store is shared by its processes, which memory:// is not.
     """
     if "::" in url:
-        return UrlProblem("is a chain of URLs", "give the store's own URL, without ::")
+        return StoreUrlProblem("is a chain of URLs", "give the store's own URL, without ::")
     match = _URL_PATTERN.fullmatch(url)
     if match is None:
-        return UrlProblem("is not a URL", _URL_FIX)
+        return StoreUrlProblem("is not a URL", _URL_FIX)
     protocol = match[1]
-    if protocol in DIRECTORY_PROTOCOLS and local_directory(url) is None:
-        return UrlProblem("is not an absolute path", "as file:///data/run-7")
+    if protocol in DIRECTORY_PROTOCOLS and parse_file_url_directory(url) is None:
+        return StoreUrlProblem("is not an absolute path", "as file:///data/run-7")
     if protocol == MEMORY_PROTOCOL and in_job:
-        return UrlProblem(
+        return StoreUrlProblem(
             "is memory of one process: the ranks would each save into their own, and it ends with"
             " them",
             _URL_FIX,
         )
     if protocol not in (*OBJECT_STORE_PROTOCOLS, *DIRECTORY_PROTOCOLS, MEMORY_PROTOCOL):
         schemes = ", ".join(f"{name}://" for name in OBJECT_STORE_PROTOCOLS)
-        return UrlProblem(
+        return StoreUrlProblem(
             f"is of no store for checkpoints ({schemes})",
             "mount it, and give the directory: file:///...",
         )
     return None
 
 
-def local_directory(url: str) -> Path | None:
+def parse_file_url_directory(url: str) -> Path | None:
     """The directory that a file:// URL names, its path taken to the letter; None for other URLs."""
     protocol, slashes, path = url.partition("://")
     if (

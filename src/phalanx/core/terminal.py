@@ -23,7 +23,7 @@ from phalanx.core.secrets import Redactor
 _COLOUR_CODE_PATTERN = re.compile(r"(\x1b\[(?:0|1|2|3[0-7])m)")
 
 
-class SafeStream:
+class FilteredTextStream:
     """A text stream that takes secrets and control characters out of what is written to it.
 
     Characters that its encoding lacks become question marks: no message is worth an exception.
@@ -34,7 +34,7 @@ class SafeStream:
         self._redactor = Redactor(os.environ)
 
     def write(self, text: str) -> int:
-        write_encoded(self.behind, printable_text(self._redactor.redact_text(text)))
+        write_in_stream_encoding(self.behind, printable_text(self._redactor.redact_text(text)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class SafeStream:
     @property
     def buffer(self) -> io.RawIOBase:
         """The binary stream, for libraries that print bytes."""
-        return _SafeByteStream(self)
+        return _FilteredByteStream(self)
 
     def __getattr__(self, name: str) -> Any:
         """flush, fileno, isatty, encoding, ...: the stream's own."""
@@ -54,10 +54,10 @@ class SafeStream:
         return getattr(self.behind, name)
 
 
-class _SafeByteStream(io.RawIOBase):
+class _FilteredByteStream(io.RawIOBase):
     """The bytes of a text stream: filtered like its text."""
 
-    def __init__(self, stream: SafeStream) -> None:
+    def __init__(self, stream: FilteredTextStream) -> None:
         self._stream = stream
 
     def writable(self) -> bool:
@@ -68,21 +68,21 @@ class _SafeByteStream(io.RawIOBase):
         return len(data)
 
 
-def filter_output() -> None:
+def filter_standard_streams() -> None:
     """Have standard output and error filtered from here on, once however often it is asked for."""
-    sys.stdout, sys.stderr = filter_stream(sys.stdout), filter_stream(sys.stderr)
+    sys.stdout, sys.stderr = wrap_stream_in_filter(sys.stdout), wrap_stream_in_filter(sys.stderr)
 
 
-def filter_stream(stream: TextIO) -> TextIO:
+def wrap_stream_in_filter(stream: TextIO) -> TextIO:
     """The stream behind the filter, once however often it is asked for."""
-    return cast(TextIO, SafeStream(unwrap_stream(stream)))
+    return cast(TextIO, FilteredTextStream(unwrap_stream(stream)))
 
 
 @contextlib.contextmanager
-def filtering_output() -> Iterator[None]:
+def filtering_standard_streams() -> Iterator[None]:
     """Inside, standard output and error are filtered."""
     before = sys.stdout, sys.stderr
-    filter_output()
+    filter_standard_streams()
     try:
         yield
     finally:
@@ -91,7 +91,7 @@ def filtering_output() -> Iterator[None]:
 
 def unwrap_stream(stream: TextIO) -> TextIO:
     """The stream behind the filter, for what draws."""
-    if isinstance(stream, SafeStream):
+    if isinstance(stream, FilteredTextStream):
         return stream.behind
     return stream
 
@@ -101,7 +101,7 @@ def print_document(text: str, end: str = "\n") -> None:
 
     Its secrets are the caller's to hide.
     """
-    write_encoded(unwrap_stream(sys.stdout), escape_controls(text) + end)
+    write_in_stream_encoding(unwrap_stream(sys.stdout), escape_controls(text) + end)
 
 
 def print_coloured(text: str) -> None:
@@ -110,10 +110,10 @@ def print_coloured(text: str) -> None:
     # With a group in the pattern, split gives text and colour in turn, text first.
     parts = _COLOUR_CODE_PATTERN.split(redacted)
     parts[::2] = map(printable_text, parts[::2])
-    write_encoded(unwrap_stream(sys.stdout), "".join(parts) + "\n")
+    write_in_stream_encoding(unwrap_stream(sys.stdout), "".join(parts) + "\n")
 
 
-def write_encoded(stream: TextIO, text: str) -> None:
+def write_in_stream_encoding(stream: TextIO, text: str) -> None:
     """Write `text` with question marks for what the stream's encoding lacks."""
     try:
         stream.write(text)

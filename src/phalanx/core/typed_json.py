@@ -28,7 +28,7 @@ JsonObject: TypeAlias = Mapping[str, object]
 Value = TypeVar("Value")
 
 
-class HasJson(Protocol):
+class JsonConvertible(Protocol):
     """A value that writes itself as a JSON object."""
 
     def to_json(self) -> JsonObject: ...
@@ -38,12 +38,12 @@ class JsonRecord:
     """Base of frozen dataclasses that write and read themselves as JSON, field by field."""
 
     def to_json(self) -> JsonObject:
-        return _fields_to_json(self)
+        return _convert_fields_to_json(self)
 
     @classmethod
     def from_json(cls, document: object) -> Self:
         """The value that `to_json` wrote. Raises TypedJsonError."""
-        return cast(Self, _read_dataclass(cls, document, cls.__name__))
+        return cast(Self, _convert_json_to_dataclass(cls, document, cls.__name__))
 
 
 class TypedJsonError(ValueError):
@@ -59,7 +59,7 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
-        return _fields_to_json(value)
+        return _convert_fields_to_json(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -71,7 +71,7 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no JSON")
 
 
-def _fields_to_json(value: Any) -> dict[str, Any]:
+def _convert_fields_to_json(value: Any) -> dict[str, Any]:
     return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
@@ -81,40 +81,40 @@ def from_json(kind: type[Value], document: object) -> Value:
     Raises TypedJsonError for a field that is unknown, missing without a default, or of another
     type.
     """
-    return cast(Value, _read_dataclass(kind, document, kind.__name__))
+    return cast(Value, _convert_json_to_dataclass(kind, document, kind.__name__))
 
 
-def _read_dataclass(kind: type, document: object, where: str) -> object:
+def _convert_json_to_dataclass(kind: type, document: object, where: str) -> object:
     if not isinstance(document, Mapping):
         raise _type_mismatch_error(where, "an object", document)
-    hints = _field_types(kind)
+    hints = _get_field_types(kind)
     unknown = document.keys() - hints.keys()
     if unknown:
         raise TypedJsonError(f"{where} has no field {min(unknown)!r}")
     values = {}
     for name, value in document.items():
-        values[name] = _read_value(hints[name], value, f"{where}.{name}")
-    missing = _fields_without_default(kind) - values.keys()
+        values[name] = _convert_json_to_annotated_type(hints[name], value, f"{where}.{name}")
+    missing = _list_fields_without_default(kind) - values.keys()
     if missing:
         raise TypedJsonError(f"{where}.{min(missing)} is missing")
     return kind(**values)
 
 
-def _read_value(kind: Any, value: object, where: str) -> Any:
+def _convert_json_to_annotated_type(kind: Any, value: object, where: str) -> Any:
     """`value` as the type annotation `kind`; `where` names the field in errors."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _read_optional(arguments, value, where)
+        return _convert_json_to_optional(arguments, value, where)
     if origin is Literal and value in arguments:
         return value
     if origin is tuple:
-        return tuple(_read_items(arguments[0], value, where))
+        return tuple(_convert_json_list(arguments[0], value, where))
     if origin in (Mapping, dict):
-        return _read_mapping(arguments, value, where)
+        return _convert_json_object(arguments, value, where)
     if hasattr(kind, "from_json"):
         return kind.from_json(value)
     if dataclasses.is_dataclass(kind):
-        return _read_dataclass(cast(type, kind), value, where)
+        return _convert_json_to_dataclass(cast(type, kind), value, where)
     if kind is Path and isinstance(value, str):
         return Path(value)
     # A float that was given as 5 is written as an int. By exact type: True is an int, too.
@@ -125,25 +125,31 @@ def _read_value(kind: Any, value: object, where: str) -> Any:
     raise _type_mismatch_error(where, getattr(kind, "__name__", str(kind)), value)
 
 
-def _read_optional(kinds: Sequence[Any], value: object, where: str) -> Any:
+def _convert_json_to_optional(kinds: Sequence[Any], value: object, where: str) -> Any:
     """`value` as one of `kinds`: a type and None."""
     if value is None and types.NoneType in kinds:
         return None
     (kind,) = (kind for kind in kinds if kind is not types.NoneType)
-    return _read_value(kind, value, where)
+    return _convert_json_to_annotated_type(kind, value, where)
 
 
-def _read_items(kind: Any, value: object, where: str) -> list[Any]:
+def _convert_json_list(kind: Any, value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise _type_mismatch_error(where, "a list", value)
-    return [_read_value(kind, item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return [
+        _convert_json_to_annotated_type(kind, item, f"{where}[{index}]")
+        for index, item in enumerate(value)
+    ]
 
 
-def _read_mapping(arguments: Sequence[Any], value: object, where: str) -> Mapping[str, Any]:
+def _convert_json_object(arguments: Sequence[Any], value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _type_mismatch_error(where, "an object", value)
     _, kind = arguments
-    return {key: _read_value(kind, item, f"{where}.{key}") for key, item in value.items()}
+    return {
+        key: _convert_json_to_annotated_type(kind, item, f"{where}.{key}")
+        for key, item in value.items()
+    }
 
 
 def _type_mismatch_error(where: str, expected: str, value: object) -> TypedJsonError:
@@ -152,13 +158,13 @@ def _type_mismatch_error(where: str, expected: str, value: object) -> TypedJsonE
 
 # `get_type_hints` evaluates every annotation as code: once for each class.
 @functools.cache
-def _field_types(kind: type) -> Mapping[str, Any]:
+def _get_field_types(kind: type) -> Mapping[str, Any]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 @functools.cache
-def _fields_without_default(kind: type) -> frozenset[str]:
+def _list_fields_without_default(kind: type) -> frozenset[str]:
     no_default = dataclasses.MISSING
     names = set()
     for field in dataclasses.fields(kind):

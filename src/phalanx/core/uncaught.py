@@ -26,17 +26,17 @@ TRACEBACK_VARIABLE = "PHALANX_TRACEBACK"
 # torchrun shows this file of a rank that failed.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # A marker this old is of ranks before these.
-STALE_ERROR_FILE_S = 60.0
+STALE_REPORT_MARKER_S = 60.0
 _PACKAGE_DIR = str(Path(__file__).parents[1])
 
 
-def install_one_line_excepthook() -> None:
+def install_one_line_refusal_hook() -> None:
     """Have refusals that nobody catches shown in a line, unless somebody has a hook already."""
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show_uncaught_error
+        sys.excepthook = _print_uncaught_error
 
 
-def _show_uncaught_error(
+def _print_uncaught_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
@@ -47,7 +47,7 @@ def _show_uncaught_error(
     lines = [str(error)]
     if isinstance(error, JobError):
         lines = str(error).splitlines()
-    if _is_first_to_report(str(error)):
+    if _is_first_rank_to_report(str(error)):
         _print_refusal(lines, rank, trace)
     _write_torchrun_error_file("; ".join(lines))
     # Python obeys it in an excepthook: without it the exit code would be 1.
@@ -56,20 +56,20 @@ def _show_uncaught_error(
 
 def _print_refusal(lines: list[str], rank: str, trace: TracebackType | None) -> None:
     # Only now: nobody pays for what is not needed.
-    from phalanx.core.terminal import filtering_output
+    from phalanx.core.terminal import filtering_standard_streams
 
     prefix = "phalanx: "
     if rank not in ("", "0"):
         prefix += f"rank {rank}: "
-    location = find_user_code_line(trace)
+    location = find_innermost_user_code_line(trace)
     if lines and location:
         lines = [*lines[:-1], f"{lines[-1]} ({Path(location).name})"]
-    with filtering_output():
+    with filtering_standard_streams():
         for line in lines:
             print(f"{prefix}{line}", file=sys.stderr)
 
 
-def find_user_code_line(trace: TracebackType | None) -> str:
+def find_innermost_user_code_line(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
     library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
@@ -82,22 +82,22 @@ def find_user_code_line(trace: TracebackType | None) -> str:
     return ""
 
 
-def _is_first_to_report(text: str) -> bool:
+def _is_first_rank_to_report(text: str) -> bool:
     """True if no other rank on this machine has reported the same error: each rank refuses a bad
     job for itself."""
     # Only now: nobody pays for what is not needed.
-    from phalanx.core.clocks import identify_monotonic_clock
-    from phalanx.core.files import write_bytes_atomic
+    from phalanx.core.clocks import build_monotonic_clock_id
+    from phalanx.core.files import write_bytes_atomically
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return True
-    marker = _report_marker_path(text)
+    marker = _build_report_marker_path(text)
     own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
-        if _is_stale_marker(marker):
+        if _is_marker_of_earlier_ranks(marker):
             marker.unlink(missing_ok=True)
-        write_bytes_atomic(
-            own_marker, f"{identify_monotonic_clock()} {time.monotonic()}".encode(), durable=False
+        write_bytes_atomically(
+            own_marker, f"{build_monotonic_clock_id()} {time.monotonic()}".encode(), durable=False
         )
         try:
             # A link has the content from the start, and fails where another rank was first.
@@ -112,23 +112,23 @@ def _is_first_to_report(text: str) -> bool:
     return True
 
 
-def _is_stale_marker(marker: Path) -> bool:
+def _is_marker_of_earlier_ranks(marker: Path) -> bool:
     """True for a marker of ranks before these. Clocks that people set have no part in it."""
-    from phalanx.core.clocks import identify_monotonic_clock
-    from phalanx.core.files import read_regular
+    from phalanx.core.clocks import build_monotonic_clock_id
+    from phalanx.core.files import read_whole_regular_file
 
     try:
-        clock, said_s = read_regular(marker, 1000).decode().split()
+        clock, said_s = read_whole_regular_file(marker, 1000).decode().split()
         age_s = time.monotonic() - float(said_s)
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
         # No marker of ours.
         return True
-    return clock != identify_monotonic_clock() or not 0 <= age_s <= STALE_ERROR_FILE_S
+    return clock != build_monotonic_clock_id() or not 0 <= age_s <= STALE_REPORT_MARKER_S
 
 
-def _report_marker_path(text: str) -> Path:
+def _build_report_marker_path(text: str) -> Path:
     """A file of the ranks that were started together: in torchrun's own folder of them, if there
     is one."""
     from phalanx.core.digest import digest

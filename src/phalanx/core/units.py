@@ -52,7 +52,7 @@ def format_seconds(seconds: float) -> str:
     return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02d} m"
 
 
-def describe_error(predicted: float, measured: float) -> str:
+def describe_prediction_error(predicted: float, measured: float) -> str:
     """A prediction's error as text, in % of the measurement: '4 % too low', '12 % too high',
     'right to 1 %'.
 
@@ -67,10 +67,10 @@ def describe_error(predicted: float, measured: float) -> str:
     if predicted == measured or abs(predicted - measured) / measured < 0.005:
         return "right to 1 %"
     error = (predicted - measured) / measured
-    return f"{100 * abs(error):.0f} % too {_error_direction(predicted, measured)}"
+    return f"{100 * abs(error):.0f} % too {_describe_error_direction(predicted, measured)}"
 
 
-def _error_direction(predicted: float, measured: float) -> str:
+def _describe_error_direction(predicted: float, measured: float) -> str:
     if predicted < measured:
         return "low"
     return "high"
@@ -79,16 +79,16 @@ def _error_direction(predicted: float, measured: float) -> str:
 SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25
 
 
-def describe_bytes_error(predicted: float, measured: float) -> str:
+def describe_predicted_bytes_error(predicted: float, measured: float) -> str:
     """A prediction's error in bytes as text: in %, or as '5.6 MiB too high' if the memory is small
     and the error is not: what is there of it is mostly what allocators round up and libraries take
     once, and a percentage says nothing of larger jobs."""
     is_known = math.isfinite(predicted) and math.isfinite(measured) and measured > 0
     is_small = is_known and min(predicted, measured) < SMALL_BYTES
     if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:
-        return describe_error(predicted, measured)
+        return describe_prediction_error(predicted, measured)
     difference = format_bytes(abs(predicted - measured))
-    return f"{difference} too {_error_direction(predicted, measured)}"
+    return f"{difference} too {_describe_error_direction(predicted, measured)}"
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

@@ -28,7 +28,7 @@ def looks_like_random_text(value: str) -> bool:
     return _RANDOM_TEXT_PATTERN.fullmatch(value) is not None
 
 
-def find_user_spans(text: str) -> Iterator[Span]:
+def find_url_credential_spans(text: str) -> Iterator[Span]:
     """The passwords of `scheme://user:password@host`, and users that look like a token."""
     if "://" not in text:
         return
@@ -36,11 +36,11 @@ def find_user_spans(text: str) -> Iterator[Span]:
         user, password = match.group(1), match.group(2)
         if user and looks_like_random_text(user):
             yield match.span(1)
-        if password and not _PORT_PATTERN.match(password) and not is_placeholder(password):
+        if password and not _PORT_PATTERN.match(password) and not is_placeholder_text(password):
             yield match.span(2)
 
 
-def find_parameter_spans(
+def find_secret_parameter_spans(
     text: str, is_secret: IsSecret, *, anywhere: bool = False
 ) -> Iterator[Span]:
     """The values in `?name=value&name=value` (and after a semicolon) for which `is_secret(name,
@@ -53,10 +53,10 @@ def find_parameter_spans(
     pattern = _QUERY_PARAMETER_PATTERN if anywhere else _URL_PARAMETER_PATTERN
     for match in pattern.finditer(text):
         name, value = unquote(match.group(1)), match.group(2)
-        if not is_placeholder(value) and is_secret(name, value):
+        if not is_placeholder_text(value) and is_secret(name, value):
             yield match.span(2)
 
 
-def is_placeholder(value: str) -> bool:
+def is_placeholder_text(value: str) -> bool:
     """True for `{password}`, `$PASSWORD`, `***`: code that is shown, or what was hidden already."""
     return _PLACEHOLDER_PATTERN.fullmatch(value) is not None

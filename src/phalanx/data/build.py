@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.cores import count_cores
-from phalanx.core.digest import find_differing_keys
+from phalanx.core.cores import count_allowed_cores
+from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.errors import DataError, ResourceError
 from phalanx.core.files import (
-    MAX_TOKENIZER_BYTES,
-    build_resource_error,
+    MAX_TOKENIZER_FILE_BYTES,
+    build_path_resource_error,
     read_json,
-    read_regular,
-    write_bytes_atomic,
-    write_json_atomic,
+    read_whole_regular_file,
+    write_bytes_atomically,
+    write_json_atomically,
 )
 from phalanx.core.units import format_bytes
 from phalanx.data.build_folder import (
@@ -174,13 +174,15 @@ def build_dataset(
                     remove_build_output(out, names, is_new=is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
-        raise build_resource_error(error, "writing the token shards", out, place="folder") from None
+        raise build_path_resource_error(
+            error, "writing the token shards", out, place="folder"
+        ) from None
 
 
 def _count_useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     if encoder.kind == "bytes" and total_bytes < _MAX_IN_PROCESS_BYTES:
         return 1
-    return count_cores()
+    return count_allowed_cores()
 
 
 def _open_dataset_if_unchanged(
@@ -266,7 +268,7 @@ def _refuse_other_build_options(out: Path, options: BuildOptions) -> None:
             earlier = read_json(path)
         except ValueError:
             earlier = {}
-        differing = find_differing_keys(earlier, options.to_json())
+        differing = find_differing_dotted_keys(earlier, options.to_json())
         if differing:
             raise DataError(
                 "an unfinished build with other options is there",
@@ -274,14 +276,14 @@ def _refuse_other_build_options(out: Path, options: BuildOptions) -> None:
                 why=f"other {', '.join(differing)}",
                 fix="give the same options to finish it, another --out, or remove that folder",
             )
-    write_json_atomic(path, options.to_json())
+    write_json_atomically(path, options.to_json())
 
 
 def _record_finished_shard(out: Path, task: ShardTask, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name."""
     path = out / BUILD_STATE_FOLDER / f"{task.number:05d}.json"
     # Not durable: a note that a power cut takes costs one shard.
-    write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
+    write_json_atomically(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
 def _read_finished_shards(
@@ -385,7 +387,7 @@ def _write_finished_dataset(
         # Of inputs that are not there any more.
         stale.unlink()
     # The last step that counts: without dataset.json there is no dataset, with it all is whole.
-    write_json_atomic(out / DATASET_FILE_NAME, manifest.to_json())
+    write_json_atomically(out / DATASET_FILE_NAME, manifest.to_json())
     dataset = open_dataset(out)
     shutil.rmtree(out / BUILD_STATE_FOLDER, ignore_errors=True)
     return dataset
@@ -394,6 +396,8 @@ def _write_finished_dataset(
 def _copy_tokenizer_into_dataset(encoder: Tokenizer, name: str, out: Path) -> None:
     """The tokenizer goes with its tokens, and so does what says which token ends a document."""
     path = tokenizer_path(name)
-    write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, MAX_TOKENIZER_BYTES))
+    write_bytes_atomically(
+        out / TOKENIZER_FILE, read_whole_regular_file(path, MAX_TOKENIZER_FILE_BYTES)
+    )
     if encoder.end_name is not None:
-        write_json_atomic(out / CONFIG_FILE, {"eos_token": encoder.end_name})
+        write_json_atomically(out / CONFIG_FILE, {"eos_token": encoder.end_name})

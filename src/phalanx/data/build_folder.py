@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from phalanx.core.errors import DataError, RunLockedError
-from phalanx.core.files import build_resource_error
+from phalanx.core.files import build_path_resource_error
 from phalanx.data.dataset import DATASET_FILE_NAME
 from phalanx.data.listing import find_dataset_around
 
@@ -38,7 +38,7 @@ def refuse_unsuitable_output_folder(out: Path) -> None:
     except NotADirectoryError:
         raise DataError("not a folder", where=str(out), fix="give another --out") from None
     except OSError as error:
-        raise build_resource_error(
+        raise build_path_resource_error(
             error, "opening the folder of the dataset", out, place="folder"
         ) from None
     if names and BUILD_STATE_FOLDER not in names and DATASET_FILE_NAME not in names:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.core.digest import digest, find_differing_keys
+from phalanx.core.digest import digest, find_differing_dotted_keys
 from phalanx.data.dataset import DATASET_FORMAT_VERSION, DatasetManifest, TokenizerFacts
 from phalanx.data.sources import SourceListing
 from phalanx.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class BuildOptions:
     def list_differences(self, manifest: DatasetManifest) -> list[str]:
         """The names of the options, inputs included, that a finished dataset was not built with."""
         listed, options = manifest.to_json(), asdict(self)
-        return find_differing_keys(
+        return find_differing_dotted_keys(
             _select_options_for_manifest(listed), _select_options_for_manifest(options)
         )
 

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from phalanx.core import errors
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
-from phalanx.core.files import build_resource_error
+from phalanx.core.files import build_path_resource_error
 from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
 from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import Tokenizer
@@ -177,7 +177,9 @@ def encode_error_message(error: PhalanxError | OSError, out: Path) -> dict[str, 
     """
     if isinstance(error, PhalanxError):
         return error.to_json()
-    return build_resource_error(error, "writing the token shards", out, place="folder").to_json()
+    return build_path_resource_error(
+        error, "writing the token shards", out, place="folder"
+    ).to_json()
 
 
 def _decode_error_message(message: dict[str, Any]) -> PhalanxError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.terminal import filter_output, unwrap_stream
+from phalanx.core.terminal import filter_standard_streams, unwrap_stream
 from phalanx.data.build_pool import encode_error_message
 from phalanx.data.encode import EncodingCounts, build_shard
 from phalanx.data.spans import ShardTask
@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
-    filter_output()  # standard error is the terminal's
+    filter_standard_streams()  # standard error is the terminal's
     # Ctrl-C reaches the whole group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.core.errors import DataError, did_you_mean
+from phalanx.core.errors import DataError, format_nearest_word_hint
 
 MAX_SHOWN_COLUMNS = 20  # of columns or fields, in a message
 
@@ -30,7 +30,7 @@ def missing_column_error(
         why = f"{they}: {', '.join(known[:MAX_SHOWN_COLUMNS])}"
     if len(known) > MAX_SHOWN_COLUMNS:
         why += f" and {len(known) - MAX_SHOWN_COLUMNS} more"
-    suggestion = did_you_mean(column, known)
+    suggestion = format_nearest_word_hint(column, known)
     return DataError(
         f"there is no {noun} {column!r}",
         where=where,

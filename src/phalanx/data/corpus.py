@@ -104,7 +104,7 @@ class Corpus:
     """
 
     directory: Path
-    wanted: dict[str, Any]  # the keys of [data] that it was prepared for
+    data_settings: dict[str, Any]  # the keys of [data] that it was prepared for
     components: tuple[CorpusComponent, ...]
     user: UserDatasetFacts | None = None
 
@@ -112,7 +112,7 @@ class Corpus:
         """Everything but `directory`: the same tokens give the same JSON wherever the run lies."""
         return {
             "format": CORPUS_FORMAT_VERSION,
-            "wanted": self.wanted,
+            "wanted": self.data_settings,
             "components": list(map(asdict, self.components)),
             "user": self.user and asdict(self.user),
         }
@@ -205,7 +205,7 @@ class Corpus:
         # the process (SIGBUS).
         require_source_unchanged(component.kind, path, component.files)
         opened = map_token_arrays(component.kind, path)
-        fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
+        fraction, keys = self.data_settings["held_out_fraction"], component.held_out_keys
         return opened, split_into_train_and_held_out(
             opened.arrays, fraction, component.split_by, keys
         )

@@ -13,7 +13,12 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import MAX_MANIFEST_BYTES, parse_json, read_regular, require_file_name
+from phalanx.core.files import (
+    MAX_MANIFEST_FILE_BYTES,
+    parse_json,
+    read_whole_regular_file,
+    require_file_name,
+)
 from phalanx.data.shards import TOKEN_DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.data.unreadable import build_unreadable_data_error
@@ -266,7 +271,7 @@ def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
     """dataset.json and the digest of its bytes. Raises DataError."""
     path = directory / DATASET_FILE_NAME
     try:
-        content = read_regular(path, MAX_MANIFEST_BYTES)
+        content = read_whole_regular_file(path, MAX_MANIFEST_FILE_BYTES)
         value = parse_json(content)
     except FileNotFoundError:
         if not directory.is_dir():

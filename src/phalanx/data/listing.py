@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from phalanx.core.errors import DataError, did_you_mean
+from phalanx.core.errors import DataError, format_nearest_word_hint
 from phalanx.core.files import read_json
 
 _DATASET_FILE_NAME = "dataset.json"
@@ -199,7 +199,7 @@ def _suggest_file_name(source: str) -> str:
     known = _list_folder_names(missing.parent)
     if os.sep not in source:
         known.append("stdlib")
-    return did_you_mean(missing.name, known)
+    return format_nearest_word_hint(missing.name, known)
 
 
 def _expand_user_path(source: str) -> Path:

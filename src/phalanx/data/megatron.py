@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.data.tokens import Int64s, Tokens, Uint64s, hash_document_numbers
 from phalanx.data.unreadable import build_unreadable_data_error
 
@@ -97,7 +97,7 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
 
 def _map_file_bytes(path: Path) -> NDArray[np.uint8]:
     """The bytes of a regular file, memory-mapped. Raises OSError."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         # An empty file cannot be mapped.
         if not os.fstat(file.fileno()).st_size:
             return np.zeros(0, np.uint8)

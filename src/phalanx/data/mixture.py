@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.data.order import permute_indices
 
 Int64s = NDArray[np.int64]
@@ -52,7 +52,7 @@ class Mixture:
         by_time = np.argsort(np.concatenate(times), kind="stable")
         self._source = numbers[by_time]
         self._rank = np.concatenate(ranks)[by_time]
-        self._key = stable_hash64("mixture", seed)
+        self._key = hash_to_stable_64_bits("mixture", seed)
 
     def locate_samples(self, indices: NDArray[np.integer]) -> SampleSources:
         """Whose turn each global sample number is; both of the same shape as `indices`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
-from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json
+from phalanx.core.files import MAX_TOKENIZER_FILE_BYTES, read_json
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_dataset_manifest
 from phalanx.data.token_sources import NO_TOKENIZER_FACTS, find_token_source_kind
@@ -91,7 +91,7 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
 def _read_facts_of_tokenizer_file(path: Path) -> TokenizerFacts | None:
     """The facts of a tokenizer file; None if it is no tokenizer: loading it says what is wrong."""
     try:
-        return TokenizerFacts("tokenizer.json", digest(read_json(path, MAX_TOKENIZER_BYTES)))
+        return TokenizerFacts("tokenizer.json", digest(read_json(path, MAX_TOKENIZER_FILE_BYTES)))
     except (OSError, ValueError):
         return None
 

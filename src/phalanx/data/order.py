@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 
 Uint64s = NDArray[np.uint64]
 
@@ -111,7 +111,7 @@ class SampleOrder:
 
     def _hash_epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
         return hash_uint64_bits(
-            epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
+            epochs.astype(np.uint64) ^ np.uint64(hash_to_stable_64_bits("sample order", self.seed))
         )
 
     def _count_skipped_tokens_of_epochs(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
@@ -138,7 +138,7 @@ class ShuffledSampleOrder:
         """
         epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.num_samples)
         keys = hash_uint64_bits(
-            epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
+            epochs.astype(np.uint64) ^ np.uint64(hash_to_stable_64_bits("sample order", self.seed))
         )
         return permute_indices(samples, self.num_samples, keys).reshape(np.shape(indices))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import build_resource_error, write_json_atomic
+from phalanx.core.files import build_path_resource_error, write_json_atomically
 from phalanx.data.build import build_dataset
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
@@ -58,9 +58,9 @@ def prepare_corpus(
         # Before the fact sheet is written: with it the data counts as prepared.
         _require_corpus_fits_model(corpus, data, vocab_size)
         try:
-            write_json_atomic(out_dir / CORPUS_FILE_NAME, corpus.to_json())
+            write_json_atomically(out_dir / CORPUS_FILE_NAME, corpus.to_json())
         except OSError as error:
-            raise build_resource_error(error, "writing what the data is", out_dir) from None
+            raise build_path_resource_error(error, "writing what the data is", out_dir) from None
     return corpus
 
 
@@ -213,7 +213,7 @@ def other_tokenizer_error(
 def _require_same_preparation_keys(corpus: Corpus, data: Data) -> None:
     differences = []
     for key, value in _select_preparation_keys(data).items():
-        earlier = corpus.wanted.get(key)
+        earlier = corpus.data_settings.get(key)
         if value != earlier:
             differences.append(f"data.{key} {earlier!r}, the job wants {value!r}")
     if differences:
@@ -255,7 +255,7 @@ def _remove_new_files_on_error(out_dir: Path) -> Iterator[None]:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise build_resource_error(error, "preparing the data", out_dir) from None
+        raise build_path_resource_error(error, "preparing the data", out_dir) from None
     try:
         yield
     except BaseException:

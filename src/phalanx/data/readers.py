@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.core.units import MIB
 from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import (
@@ -74,12 +74,12 @@ def hash_document_key(name: str) -> int:
     """The identity of a document: a uniformly distributed number that does not depend on where
     files lie or shards begin.
     """
-    return stable_hash64("held_out", name)
+    return hash_to_stable_64_bits("held_out", name)
 
 
 def build_row_key_function(name: str) -> Callable[[int], int]:
-    """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of
-    them.
+    """`hash_to_stable_64_bits("held_out", name, row)` as a function of the row, quicker for
+    millions of them.
     """
     # A blake2b can be copied half-way: the name is hashed once.
     of_file = hashlib.blake2b(f"held_out\x1f{name}\x1f".encode(), digest_size=8)
@@ -116,7 +116,7 @@ def _require_named_compression(file: SourceFile) -> None:
     if magics is None or not file.num_bytes:
         return
     try:
-        with open_regular(file.path) as opened:
+        with open_regular_file(file.path) as opened:
             magic = opened.read(4)
     except OSError as error:
         raise build_unreadable_data_error(error, file.path) from None
@@ -169,7 +169,7 @@ def read_content_to_hash(span: SourceFileSpan, column: str) -> Iterator[Any]:
         elif span.format == "arrow":
             yield from read_arrow_column_buffers(span, column)
         else:
-            with open_regular(span.path, buffering=0) as file:
+            with open_regular_file(span.path, buffering=0) as file:
                 file.seek(span.begin)
                 yield from _read_blocks(file, span.end - span.begin)
 
@@ -207,7 +207,7 @@ def _read_text_file(
     span: SourceFileSpan, cutter: TokenSafeTextCutter, wants_bytes: bool, reading: ReadingPosition
 ) -> Iterator[TextPiece]:
     key = hash_document_key(span.name)
-    with open_regular(span.path) as file:
+    with open_regular_file(span.path) as file:
         # The end is found as the next span finds its start: no text is read twice or left out.
         start = cutter.find_token_safe_cut_in_file(file, span.begin, span.file_bytes)
         end = cutter.find_token_safe_cut_in_file(file, span.end, span.file_bytes)

@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular, regular_path
-from phalanx.core.registry import import_optional
+from phalanx.core.files import open_regular_file, resolve_regular_file_path
+from phalanx.core.registry import import_optional_dependency
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import MAX_SHOWN_COLUMNS, ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
@@ -56,7 +56,7 @@ def _build_weighted_parts(file: SourceFile, sizes: list[int]) -> SourceFileParts
 
 
 def _import_pyarrow(path: str) -> Any:
-    import_optional("pyarrow", extra="data", needed_for=f"reading {path}")
+    import_optional_dependency("pyarrow", extra="data", needed_for=f"reading {path}")
     import pyarrow
     import pyarrow.ipc
     import pyarrow.parquet
@@ -68,7 +68,7 @@ def _open_columnar_file(path: str, opener: Callable[[str], Any]) -> Any:
     arrow = _import_pyarrow(path)
     opened = path
     try:
-        with regular_path(path) as opened:
+        with resolve_regular_file_path(path) as opened:
             return opener(opened)
     except DataError as error:
         error.where = path
@@ -104,7 +104,7 @@ def _open_arrow(path: str) -> Any:
     """Both formats: the one with an index at its end (.feather) and the stream (what Hugging
     Face datasets write)."""
     arrow = _import_pyarrow(path)
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
         raise DataError(
@@ -174,7 +174,7 @@ def read_parquet_column_pages(span: SourceFileSpan, column: str) -> Iterator[byt
     """The pages of the column, as they lie in the file."""
     with (
         _open_columnar_file(span.path, _open_parquet) as parquet,
-        open_regular(span.path, buffering=0) as file,
+        open_regular_file(span.path, buffering=0) as file,
     ):
         for number in range(span.begin, span.end):
             group = parquet.metadata.row_group(number)

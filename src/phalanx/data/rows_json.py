@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular
-from phalanx.core.registry import import_optional
+from phalanx.core.files import open_regular_file
+from phalanx.core.registry import import_optional_dependency
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
@@ -24,7 +24,7 @@ def iterate_json_rows(
     span: SourceFileSpan, column: str, reading: ReadingPosition
 ) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
-    with open_regular(span.path) as raw:
+    with open_regular_file(span.path) as raw:
         file = _open_decompressed(raw, span)
         is_plain = span.format == "jsonl"
         offset = _skip_to_next_line(file, span.begin) if is_plain else 0
@@ -56,7 +56,9 @@ def _open_decompressed(raw: BinaryIO, span: SourceFileSpan) -> BinaryIO:
     if span.format == "jsonl.gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if span.format == "jsonl.zst":
-        arrow = import_optional("pyarrow", extra="data", needed_for=f"reading {span.path}")
+        arrow = import_optional_dependency(
+            "pyarrow", extra="data", needed_for=f"reading {span.path}"
+        )
         return cast(BinaryIO, io.BufferedReader(arrow.CompressedInputStream(raw, "zstd")))
     return raw
 
@@ -105,7 +107,7 @@ def _extract_row_text(line: bytes, column: str, where: Callable[[], str]) -> str
 
 def _format_row_location(span: SourceFileSpan, offset: int) -> str:
     """file:line, counted only when something is wrong."""
-    with open_regular(span.path) as raw:
+    with open_regular_file(span.path) as raw:
         file = _open_decompressed(raw, span)
         line = 1
         while offset > 0 and (block := file.read(min(offset, _BLOCK_BYTES))):

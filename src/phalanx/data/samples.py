@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.batch import IGNORE_INDEX
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.mixture import Mixture
 from phalanx.data.order import SampleOrder
@@ -62,7 +62,7 @@ def open_training_samples(
         source_seed = seed
         if is_mixture:
             # One order for all would read sources of one size in step with each other.
-            source_seed = stable_hash64("source", seed, number)
+            source_seed = hash_to_stable_64_bits("source", seed, number)
         order = SampleOrder(sequence.num_tokens, seq_len, source_seed)
         ends_are_marked = corpus.components[number].end_of_document is not None
         windows = SampleWindows(seq_len, document_masks, ends_are_marked)

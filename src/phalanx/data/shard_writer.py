@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import create_regular, fsync_directory
+from phalanx.core.files import create_regular_file, fsync_directory
 from phalanx.data.shards import (
     CHUNK_BYTES,
     PAYLOAD_OFFSET,
@@ -78,7 +78,7 @@ class ShardWriter:
         self._key: int | None = None  # of a document that has no token yet
 
     def __enter__(self) -> ShardWriter:
-        self._file = create_regular(self._partial, buffering=1 << 20)
+        self._file = create_regular_file(self._partial, buffering=1 << 20)
         # The header comes last: its checksum stands for all that lies behind it.
         self._file.write(b"\0" * PAYLOAD_OFFSET)
         return self

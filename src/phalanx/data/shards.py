@@ -31,9 +31,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from phalanx.core.digest import canonical_json
+from phalanx.core.digest import encode_canonical_json
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.data.unreadable import build_unreadable_data_error
 
 MAGIC, VERSION = b"PHXSHARD", 1
@@ -110,7 +110,7 @@ class _ShardSectionOffsets:
 
 def pack_shard_header(facts: dict[str, Any]) -> tuple[bytes, str]:
     """The header of a shard with these facts, and its checksum in hex."""
-    text = canonical_json(facts).encode()
+    text = encode_canonical_json(facts).encode()
     checksum = xxhash.xxh3_64_intdigest(text)
     head = _SHARD_HEADER.pack(MAGIC, VERSION, len(text), checksum) + text
     assert len(head) <= PAYLOAD_OFFSET
@@ -122,7 +122,7 @@ def open_shard(path: Path) -> Shard:
     is wrong.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             facts, xxh3 = _parse_shard_header(path, file.read(PAYLOAD_OFFSET))
             num_bytes = os.fstat(file.fileno()).st_size
             # The map stays when the file is closed.
@@ -267,7 +267,7 @@ def _find_damaged_ranges(
     shard: Shard, sections: _ShardSectionOffsets, progress: Progress | None
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
-    with open_regular(shard.path) as file:
+    with open_regular_file(shard.path) as file:
         facts, _ = _parse_shard_header(shard.path, file.read(PAYLOAD_OFFSET))
         file.seek(sections.sums_at)
         raw = file.read()

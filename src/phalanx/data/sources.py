@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.data.listing import list_files
 from phalanx.data.unreadable import build_unreadable_data_error
 
@@ -194,7 +194,7 @@ def _is_binary_file(path: Path) -> bool:
 
 def _read_file_start(path: Path, num_bytes: int) -> bytes:
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             return file.read(num_bytes)
     except OSError as error:
         raise build_unreadable_data_error(error, path) from None

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import open_regular, regular_path
+from phalanx.core.files import open_regular_file, resolve_regular_file_path
 from phalanx.data.dataset import (
     DATASET_FILE_NAME,
     TokenizerFacts,
@@ -289,7 +289,7 @@ def _open_npy(path: Path) -> Tokens:
     Raises DataError unless that is what the file holds.
     """
     try:
-        with regular_path(path) as opened:
+        with resolve_regular_file_path(path) as opened:
             # Unlike np.load it never unpickles.
             ids = np.lib.format.open_memmap(opened, mode="r")
     except OSError as error:
@@ -312,7 +312,7 @@ def _hash_file_content(path: Path) -> str:
     """Hex of XXH3-64 over the file's bytes."""
     checksum = xxhash.xxh3_64()
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             while chunk := file.read(1 << 22):
                 checksum.update(chunk)
     except OSError as error:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
-from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json, read_regular
-from phalanx.core.registry import import_optional
+from phalanx.core.files import MAX_TOKENIZER_FILE_BYTES, read_json, read_whole_regular_file
+from phalanx.core.registry import import_optional_dependency
 from phalanx.data.unreadable import build_unreadable_data_error
 
 TokenizerKind = Literal["bytes", "tokenizer.json"]
@@ -160,7 +160,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = tokenizer_path(name)
     content = _read_tokenizer_file(path)
-    tokenizers = import_optional("tokenizers", extra="hf", needed_for=f"the tokenizer {name}")
+    tokenizers = import_optional_dependency(
+        "tokenizers", extra="hf", needed_for=f"the tokenizer {name}"
+    )
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # whatever the library raises: it says what it did not understand
@@ -208,7 +210,7 @@ def tokenizer_path(name: str) -> Path:
 
 def _read_tokenizer_file(path: Path) -> bytes:
     try:
-        content = read_regular(path, MAX_TOKENIZER_BYTES)
+        content = read_whole_regular_file(path, MAX_TOKENIZER_FILE_BYTES)
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError, UsageError
-from phalanx.core.files import build_resource_error, write_bytes_atomic
-from phalanx.core.registry import import_optional
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.registry import import_optional_dependency
 from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import TokenSafeTextCutter
 from phalanx.data.readers import plan_file_parts, read_text_pieces
@@ -81,7 +81,9 @@ def train_tokenizer(
         raise DataError(
             "a tokenizer is there already", where=str(path), fix="give another --out, or remove it"
         )
-    library = import_optional("tokenizers", extra="hf", needed_for="training a tokenizer")
+    library = import_optional_dependency(
+        "tokenizers", extra="hf", needed_for="training a tokenizer"
+    )
     corpus = _TokenizerCorpus(inputs, column, max_text_bytes)
     tokenizer, trainer = _build_tokenizer_and_trainer(library, vocab_size)
     _run_in_thread_with_progress(
@@ -91,9 +93,11 @@ def train_tokenizer(
         raise DataError("there is no text in it", where=", ".join(inputs))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path, tokenizer.to_str(pretty=True).encode())
+        write_bytes_atomically(path, tokenizer.to_str(pretty=True).encode())
     except OSError as error:
-        raise build_resource_error(error, "writing the tokenizer", path, place="--out") from None
+        raise build_path_resource_error(
+            error, "writing the tokenizer", path, place="--out"
+        ) from None
     return TrainedTokenizer(
         path=path,
         vocab_size=tokenizer.get_vocab_size(),
@@ -162,7 +166,9 @@ class _TokenizerCorpus:
 
     def _is_sampled(self, key: int, number: int) -> bool:
         # By a hash, so that the same inputs give the same tokenizer.
-        return self._share >= 1 or stable_hash64("sample", key, number) / 2**64 < self._share
+        return (
+            self._share >= 1 or hash_to_stable_64_bits("sample", key, number) / 2**64 < self._share
+        )
 
 
 def _run_in_thread_with_progress(

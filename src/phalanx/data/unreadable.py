@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import READ_FAILURE_ERRNOS, suggest_fix_for_os_error
+from phalanx.core.files import READ_FAILURE_ERRNOS, suggest_fix_for_path_error
 
 
 def build_unreadable_data_error(
@@ -26,5 +26,5 @@ def build_unreadable_data_error(
         summary,
         where=str(where),
         why=why,
-        fix=suggest_fix_for_os_error(error, where, place="place for the data"),
+        fix=suggest_fix_for_path_error(error, where, place="place for the data"),
     )

@@ -22,9 +22,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.core.batch import flatten_batch
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
 
@@ -55,7 +55,7 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
     Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or
     returns.
     """
-    factory = resolve_kind(source, "phalanx.data", "dataset")
+    factory = import_object_of_kind(source, "phalanx.data", "dataset")
     try:
         dataset = factory(split, **args)
     except Exception as error:
@@ -106,7 +106,7 @@ class UserSamples:
 
     def _read_user_sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
         # By the number in the run, not the place in the dataset: each epoch augments anew.
-        _seed_all_generators(stable_hash64("sample", self._seed, index))
+        _seed_all_generators(hash_to_stable_64_bits("sample", self._seed, index))
         self.on_sample(index_in_source)
         try:
             sample: Any = self._dataset[index_in_source]

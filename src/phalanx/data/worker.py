@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
-from phalanx.core.parent import die_with_parent
+from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.data.whereabouts import WorkerStatus, create_unlinked_file
 
 _LENGTH_PREFIX = struct.Struct("<I")
@@ -201,7 +201,7 @@ def decode_worker_error(described: Message) -> PhalanxError:
 def _die_with_rank_process(link: socket.socket, rank_pid: int) -> None:
     """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on
     Linux, soon after."""
-    die_with_parent()
+    kill_this_process_with_parent()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"phalanx-data")
     if os.getppid() != rank_pid:  # it was gone before we asked

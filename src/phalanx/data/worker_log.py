@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from phalanx.core.files import append_regular
+from phalanx.core.files import open_regular_file_for_append
 
 MAX_LOG_TAIL_BYTES = 64 * 1024  # of a log, from its end
 MAX_LAST_LINE_CHARS = 300
@@ -65,7 +65,7 @@ def _open_log_or_unnamed_file(path: Path | None) -> IO[bytes]:
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return append_regular(path)
+            return open_regular_file_for_append(path)
         except OSError as error:
             print(f"no {path}: {error.strerror}", file=sys.stderr)
     return tempfile.TemporaryFile()

@@ -11,7 +11,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from phalanx.core.errors import did_you_mean
+from phalanx.core.errors import format_nearest_word_hint
 from phalanx.job.key_aliases import KEYS_OF_ALIAS
 from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
@@ -170,7 +170,7 @@ def explain_unknown_key(path: Path, value: Any) -> Finding:
     keys = list_keys_by_section()[str(path[0])]
     suggestion = ""
     if name.lower() not in KEYS_OF_ALIAS:  # which have a better answer than what they look like
-        suggestion = did_you_mean(name, keys)
+        suggestion = format_nearest_word_hint(name, keys)
     fix = (
         describe_section_of_key(name)
         or suggestion
@@ -183,7 +183,7 @@ def explain_unknown_key(path: Path, value: Any) -> Finding:
 def _suggest_section(name: str, table: dict[str, Any]) -> str:
     """The section that was misspelt, if its keys are that one's; else where the first key of the
     table belongs."""
-    suggestion = did_you_mean(name, tuple(list_keys_by_section()))
+    suggestion = format_nearest_word_hint(name, tuple(list_keys_by_section()))
     for section, keys in list_keys_by_section().items():
         if f'"{section}"' in suggestion:
             if set(table) <= set(keys):
@@ -322,7 +322,7 @@ def _suggest_text_edit(text: str, kinds: set[Any], choices: list[Any]) -> str:
         return f"write {text.lower()}, without quotes and in lower case"
     if ({"integer", "number"} & kinds or text in map(str, choices)) and _is_number_text(text):
         return "write it without quotes"
-    return did_you_mean(text, [choice for choice in choices if isinstance(choice, str)])
+    return format_nearest_word_hint(text, [choice for choice in choices if isinstance(choice, str)])
 
 
 def _is_number_text(text: str) -> bool:

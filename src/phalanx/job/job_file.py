@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import build_resource_error, write_bytes_atomic
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.job.json_schema import SCHEMA_FILE_NAME
 from phalanx.job.load import load_job_json
 from phalanx.job.schema import Job
@@ -53,11 +53,11 @@ def write_job_file(file: str, text: str, *, force: bool) -> Path:
                 f"there is no directory {str(path.parent)!r}", where=file, fix="create it first"
             )
         # Atomic, because --force replaces what somebody wrote.
-        write_bytes_atomic(path, text.encode(), durable=False)
+        write_bytes_atomically(path, text.encode(), durable=False)
     except ValueError:  # a NUL in the name
         raise UsageError("is not a possible path", where=ascii(file)) from None
     except OSError as error:
-        raise build_resource_error(error, "writing the job file", path) from None
+        raise build_path_resource_error(error, "writing the job file", path) from None
     return path
 
 
@@ -67,7 +67,7 @@ def write_schema_beside(job_file: Path) -> Path:
     """
     path = job_file.with_name(SCHEMA_FILE_NAME)
     try:
-        write_bytes_atomic(path, read_schema_text().encode(), durable=False)
+        write_bytes_atomically(path, read_schema_text().encode(), durable=False)
     except OSError as error:
-        raise build_resource_error(error, "writing the job file", job_file) from None
+        raise build_path_resource_error(error, "writing the job file", job_file) from None
     return path

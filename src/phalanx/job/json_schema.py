@@ -85,13 +85,13 @@ def _build_key_schema(
         _add_choices(
             body,
             [
-                {"enum": registry.list_kinds(PACKAGE_OF_OPEN_KEY[name])},
+                {"enum": registry.list_modules_of_registry(PACKAGE_OF_OPEN_KEY[name])},
                 {"type": "string", "pattern": ":"},
             ],
         )
     if name in PACKAGE_OF_CLOSED_KEY:
         body.pop("minLength", None)
-        body["enum"] = [NONE_VALUE, *registry.list_kinds(PACKAGE_OF_CLOSED_KEY[name])]
+        body["enum"] = [NONE_VALUE, *registry.list_modules_of_registry(PACKAGE_OF_CLOSED_KEY[name])]
     if name == "model.preset":
         _add_choices(body, [{"enum": list_preset_names()}])
     default = schema.get("default")

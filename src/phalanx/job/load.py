@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from phalanx.core.errors import JobError, Problem, UsageError, did_you_mean
-from phalanx.core.files import read_regular
+from phalanx.core.errors import JobError, JobProblem, UsageError, format_nearest_word_hint
+from phalanx.core.files import read_whole_regular_file
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import (
     Finding,
@@ -207,7 +207,7 @@ def _list_refused_keys(findings: Sequence[Finding]) -> set[str]:
 
 def _list_problems_in_order(
     findings: Sequence[Finding], source: JobSource, overrides: Sequence[Override]
-) -> list[Problem]:
+) -> list[JobProblem]:
     """The findings with their places, in the order in which the user wrote the things they are
     about."""
     places = source.locate_keys()
@@ -222,7 +222,7 @@ _ReportOrder = tuple[int, int, int]
 
 def _place_finding(
     finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
-) -> tuple[_ReportOrder, Problem]:
+) -> tuple[_ReportOrder, JobProblem]:
     path, index = _choose_blamed_key(finding, source, overrides)
     # Sorted by the first number: places of the file, the file as a whole, then overrides.
     where, order = "override", (2, index, 0)
@@ -232,7 +232,7 @@ def _place_finding(
         if spot is not None:
             where = f"{source.name}:{spot.line}:{spot.column}"
             order = (0, spot.line, spot.column)
-    return order, Problem(format_key_path(path), finding.what, where, finding.fix)
+    return order, JobProblem(format_key_path(path), finding.what, where, finding.fix)
 
 
 def _choose_blamed_key(
@@ -297,11 +297,11 @@ def _read_toml(path: str | FilePath | None) -> JobSource:
         raise JobError([_format_syntax_problem(name, text, str(error))]) from None
     except RecursionError:
         raise JobError(
-            [Problem("syntax", "arrays or tables are nested too deeply", name)]
+            [JobProblem("syntax", "arrays or tables are nested too deeply", name)]
         ) from None
     except ValueError:  # int() refuses more than 4,300 digits
         raise JobError(
-            [Problem("syntax", "a whole number has thousands of digits", name)]
+            [JobProblem("syntax", "a whole number has thousands of digits", name)]
         ) from None
 
 
@@ -311,14 +311,14 @@ def _read_json(path: str | FilePath) -> JobSource:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}:{error.colno}"
-        raise JobError([Problem("syntax", f"not JSON: {error.msg}", where)]) from None
+        raise JobError([JobProblem("syntax", f"not JSON: {error.msg}", where)]) from None
     except (ValueError, RecursionError):
         raise JobError(
-            [Problem("syntax", "a number is too long, or the nesting too deep", name)]
+            [JobProblem("syntax", "a number is too long, or the nesting too deep", name)]
         ) from None
     if not isinstance(tree, dict):
         raise JobError(
-            [Problem("job file", "is JSON, but not a job", name, "give the job.json of a run")]
+            [JobProblem("job file", "is JSON, but not a job", name, "give the job.json of a run")]
         )
     return JobSource(name, tree)
 
@@ -331,11 +331,11 @@ def _read_file_text(path: str | FilePath) -> tuple[str, str]:
     name = shorten_to_one_line(str(path), limit=4096)
 
     def refuse(problem: str, fix: str = "") -> JobError:
-        return JobError([Problem("job file", problem, name, fix)])
+        return JobError([JobProblem("job file", problem, name, fix)])
 
     try:
         # utf-8-sig: editors of Windows put a byte order mark in front, which TOML does not know.
-        return name, read_regular(path, MAX_JOB_FILE_BYTES).decode("utf-8-sig")
+        return name, read_whole_regular_file(path, MAX_JOB_FILE_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise refuse("does not exist", _suggest_nearest_file(FilePath(path))) from None
     except IsADirectoryError:
@@ -359,10 +359,10 @@ def _suggest_nearest_file(path: FilePath) -> str:
         files = [file.name for file in path.parent.iterdir() if file.suffix in (".toml", ".json")]
     except OSError:
         return ""
-    return did_you_mean(path.name, sorted(files))
+    return format_nearest_word_hint(path.name, sorted(files))
 
 
-def _format_syntax_problem(name: str, text: str, message: str) -> Problem:
+def _format_syntax_problem(name: str, text: str, message: str) -> JobProblem:
     """tomllib's message with its place in front; "end of document" becomes the end of the last
     line with text."""
     message_text, _, location = message.rpartition(" (at ")
@@ -380,6 +380,6 @@ def _format_syntax_problem(name: str, text: str, message: str) -> Problem:
         message_text, fix = "a key or section is given twice", "keep one of them"
         shown = text.split("\n")[line - 1]
         column = len(shown) - len(shown.lstrip()) + 1
-    return Problem(
+    return JobProblem(
         "syntax", message_text[:1].lower() + message_text[1:], f"{name}:{line}:{column}", fix
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.job.hugging_face import find_vocab_size, is_hugging_face
 from phalanx.job.presets import Preset, find_preset, list_preset_names
 from phalanx.job.schema import Job, Model
@@ -27,7 +27,7 @@ def find_preset_of_model(model: Model) -> Preset:
     name = model.preset or DEFAULT_PRESETS.get(model.kind or "decoder", "small")
     preset = find_preset(name)
     if preset is None:
-        suggestion = did_you_mean(name, list_preset_names())
+        suggestion = format_nearest_word_hint(name, list_preset_names())
         raise LayoutError(f"unknown preset {name!r}", fix=suggestion or "docs/models.md lists them")
     return preset
 

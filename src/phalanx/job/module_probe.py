@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.core.registry import is_foreign
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_model_config
@@ -108,7 +108,7 @@ def probe_foreign_shape(
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             # Atomic, for other processes read it; not durable, for it can be measured again.
-            write_json_atomic(cached, shape.to_json(), durable=False)
+            write_json_atomically(cached, shape.to_json(), durable=False)
         except OSError:  # the cache only saves time
             pass
     return shape

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from phalanx.core.errors import did_you_mean
+from phalanx.core.errors import format_nearest_word_hint
 from phalanx.job.findings import (
     Finding,
     find_key_annotation,
@@ -107,7 +107,9 @@ def _explain_missing_section(name: str, raw: str, index: int) -> Finding:
             first = "kind"
         fix = f"set its keys one by one: {name}.{first}={value or '...'}"
         return Finding((name,), "is a whole section", fix, override=index)
-    fix = suggest_key(name, list_sections_of_keys(), value) or did_you_mean(name, tuple(keys))
+    fix = suggest_key(name, list_sections_of_keys(), value) or format_nearest_word_hint(
+        name, tuple(keys)
+    )
     return Finding((name,), "is not section.key", fix or "write section.key=value", override=index)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from phalanx.core.launchers import adopt_launched_rank
+from phalanx.core.launchers import write_torch_variables_of_launcher
 from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 
@@ -26,7 +26,7 @@ def read_external_launch(environ: MutableMapping[str, str]) -> ExternalLaunch | 
     EnvironmentProblem (exit 6) for a description that is incomplete or impossible, rather than
     starting a second set of ranks inside a rank.
     """
-    launched = adopt_launched_rank(environ)
+    launched = write_torch_variables_of_launcher(environ)
     rank_env = read_rank_env(environ)
     if rank_env is None:
         return None

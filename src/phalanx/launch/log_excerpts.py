@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.launch.attempt import RankExit
 from phalanx.launch.rank import STACK_FIRST_LINE
 
@@ -58,6 +58,6 @@ def _read_last_log_lines(log: Path) -> list[str]:
 
 
 def _read_log_tail(log: Path) -> str:
-    with open_regular(log) as file:
+    with open_regular_file(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
         return file.read(_MAX_TAIL_BYTES).decode("utf-8", "replace")

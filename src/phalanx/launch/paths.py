@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import read_json, write_json_atomic
-from phalanx.core.logs import overwrite_secrets
-from phalanx.core.secrets import find_secret_values
+from phalanx.core.files import read_json, write_json_atomically
+from phalanx.core.logs import overwrite_secrets_in_file
+from phalanx.core.secrets import find_secret_values_by_variable
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
 # Among the logs: how many bytes of each were searched.
@@ -83,7 +83,9 @@ def redact_secrets_in_logs(
     restart waits for this. `only_attempt`: only the logs of its ranks are searched, and nothing
     else is touched: the other files are another job's.
     """
-    secrets = sorted(set(itertools.chain.from_iterable(find_secret_values(environ).values())))
+    secrets = sorted(
+        set(itertools.chain.from_iterable(find_secret_values_by_variable(environ).values()))
+    )
     num_searched = _read_redacted_log_sizes(run_dir)
     pattern = "*.log"
     if only_attempt is not None:
@@ -92,7 +94,7 @@ def redact_secrets_in_logs(
         try:
             # The size before: what is written meanwhile is searched the next time.
             size = path.stat().st_size
-            overwrite_secrets(path, secrets, done_bytes=num_searched.get(path.name, 0))
+            overwrite_secrets_in_file(path, secrets, done_bytes=num_searched.get(path.name, 0))
             num_searched[path.name] = size
         except OSError:
             # A log that is gone or cannot be written holds nothing that could be mended here.
@@ -100,7 +102,7 @@ def redact_secrets_in_logs(
     if only_attempt is None:
         # It only saves time.
         with contextlib.suppress(OSError):
-            write_json_atomic(
+            write_json_atomically(
                 run_dir / LOGS / REDACTED_LOG_SIZES_FILE_NAME, num_searched, durable=False
             )
 

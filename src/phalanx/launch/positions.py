@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.core.black_box import read_boot_id
-from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition, read_black_box
+from phalanx.core.black_box_reader import (
+    BlackBoxVersionError,
+    LastPosition,
+    read_last_recorded_place,
+)
 from phalanx.core.errors import UsageError
 from phalanx.launch.paths import BLACK_BOXES
 from phalanx.observe.process_status import (
@@ -44,7 +48,7 @@ def read_rank_states(run_dir: Path, sample_s: float = SAMPLE_S) -> dict[int, Ran
 
 def _read_position(path: Path) -> LastPosition | None:
     try:
-        return read_black_box(path)
+        return read_last_recorded_place(path)
     except BlackBoxVersionError as error:
         raise UsageError(
             "a newer phalanx wrote this run", where=str(path), why=str(error), fix="update phalanx"

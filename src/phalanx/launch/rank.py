@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from phalanx.core.errors import ExitCode, RunTakenError, StoreTakenError
-from phalanx.core.logs import redirect_output
-from phalanx.core.registry import resolve_kind
+from phalanx.core.logs import redirect_output_to_log
+from phalanx.core.registry import import_object_of_kind
 from phalanx.core.secrets import Redactor
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
@@ -74,17 +74,17 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
     """
     try:
         _redirect_stdin_to_devnull()
-        redirect_output(
+        redirect_output_to_log(
             rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ)
         )
         faulthandler.enable(2)
-        # Descriptor 2 is the rank's log since `redirect_output`.
+        # Descriptor 2 is the rank's log since `redirect_output_to_log`.
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         # torch appends the rank
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
-        entry: Entry = resolve_kind(task.entry, "phalanx", "")
+        entry: Entry = import_object_of_kind(task.entry, "phalanx", "")
         # What a process can exit with has 8 bits.
         code = int(entry(task.payload, _SupervisedRankLink(task, end)) or 0) & 0xFF
         # Before `_finish`, which may block: the work is done whatever comes after.

@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.core.cores import count_cores
+from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launch_variables import read_integer, read_port, require_in_range
-from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
+from phalanx.core.launch_variables import (
+    read_integer_variable,
+    read_port_variable,
+    require_rank_within_size,
+)
+from phalanx.core.launchers import SUPERVISED_VARIABLE, find_loopback_interface_name
 
 # Set if the server runs with one thread without the user's wish: that is not for the ranks.
 SERVER_CHOSE_THREADS_VARIABLE = "PHALANX_SERVER_CHOSE_THREADS"
@@ -38,7 +42,7 @@ def build_rank_env_variables(
     supervisor's side holds it, so the death of rank 0 is no different. The interface is pinned
     because gloo listens, by default, on the address the host's name resolves to.
     """
-    loopback = loopback_interface()
+    loopback = find_loopback_interface_name()
     variables = {
         "RANK": str(ranks.rank),
         "WORLD_SIZE": str(ranks.world_size),
@@ -55,7 +59,7 @@ def build_rank_env_variables(
         variables["NCCL_SOCKET_IFNAME"] = loopback
     # The ranks of a node share its cores; torch would take all of them in each.
     if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS_VARIABLE in environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks.local_world_size))
+        variables["OMP_NUM_THREADS"] = str(max(1, count_allowed_cores() // ranks.local_world_size))
     return variables | build_expandable_segments_variables(environ)
 
 
@@ -77,7 +81,10 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     LOCAL_WORLD_SIZE all ranks share one node. Raises EnvironmentProblem (exit 6) for half a
     description or an impossible one.
     """
-    rank, world_size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
+    rank, world_size = (
+        read_integer_variable(environ, "RANK"),
+        read_integer_variable(environ, "WORLD_SIZE"),
+    )
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
@@ -88,7 +95,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             f"{present} is set and {absent} is not",
             fix=f"unset {present}, or let the launcher set both",
         )
-    require_in_range("RANK", rank, "WORLD_SIZE", world_size)
+    require_rank_within_size("RANK", rank, "WORLD_SIZE", world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -96,18 +103,18 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             f"WORLD_SIZE is {world_size} and {' and '.join(missing)} {verb} not set",
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
-    read_port(environ, "MASTER_PORT")
+    read_port_variable(environ, "MASTER_PORT")
     local_rank, local_world_size = _read_local_rank_and_size(environ, world_size)
-    attempt = read_integer(environ, "PHALANX_ATTEMPT")
+    attempt = read_integer_variable(environ, "PHALANX_ATTEMPT")
     if attempt is None:
-        attempt = read_integer(environ, "TORCHELASTIC_RESTART_COUNT")
+        attempt = read_integer_variable(environ, "TORCHELASTIC_RESTART_COUNT")
     return RankEnv(rank, world_size, local_rank, local_world_size, attempt or 0)
 
 
 def _read_local_rank_and_size(environ: Mapping[str, str], world_size: int) -> tuple[int, int]:
     """(local rank, ranks on this node). Raises EnvironmentProblem for impossible ones."""
-    local_rank = read_integer(environ, "LOCAL_RANK")
-    local_world_size = read_integer(environ, "LOCAL_WORLD_SIZE")
+    local_rank = read_integer_variable(environ, "LOCAL_RANK")
+    local_world_size = read_integer_variable(environ, "LOCAL_WORLD_SIZE")
     if local_world_size is None and local_rank is None:
         local_world_size = 1
     elif local_world_size is None:
@@ -116,5 +123,5 @@ def _read_local_rank_and_size(environ: Mapping[str, str], world_size: int) -> tu
         raise EnvironmentProblem(
             f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it"
         )
-    require_in_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
+    require_rank_within_size("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
     return local_rank or 0, local_world_size

@@ -14,9 +14,9 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import ExitCode, PhalanxError
-from phalanx.core.files import PERMANENT_WRITE_ERRNOS, find_disk_problem, write_json_atomic
+from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error, write_json_atomically
 from phalanx.core.secrets import Redactor
-from phalanx.core.uncaught import find_user_code_line
+from phalanx.core.uncaught import find_innermost_user_code_line
 
 # Words of torch's errors when the fault lies with another rank. Only torch's own RuntimeErrors are
 # looked at: the same words in an OSError are more likely about a file server.
@@ -52,7 +52,7 @@ class ErrorReport:
     def write_report_file(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: the rank's way out does not wait for the disk, and the supervisor has it.
-        write_json_atomic(path, asdict(self), durable=False)
+        write_json_atomically(path, asdict(self), durable=False)
 
 
 def build_error_report(
@@ -65,11 +65,13 @@ def build_error_report(
     again: it becomes a ResourceError.
     """
     redactor = Redactor(os.environ)
-    # Before `find_disk_problem` puts another error in its place: the traceback is of the first.
+    # Before `convert_disk_error` puts another error in its place: the traceback is of the first.
     lines = traceback.format_exception(type(error), error, _skip_startup_frames(error))
-    code_place = redactor.redact_text(_escape_surrogates(find_user_code_line(error.__traceback__)))
+    code_place = redactor.redact_text(
+        _escape_surrogates(find_innermost_user_code_line(error.__traceback__))
+    )
     error = (
-        find_disk_problem(error, doing, refusals=PERMANENT_WRITE_ERRNOS, run_dir=run_dir) or error
+        convert_disk_error(error, doing, refusals=PERMANENT_WRITE_ERRNOS, run_dir=run_dir) or error
     )
     is_phalanx_error = isinstance(error, PhalanxError)
     message = redactor.redact_text(_format_error_message(error))

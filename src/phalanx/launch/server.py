@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.logs import redact_streams
+from phalanx.core.logs import redact_standard_streams
 from phalanx.core.secrets import Redactor
 from phalanx.launch.cuda_state import is_cuda_driver_initialized
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
@@ -351,7 +351,7 @@ def run_server(arguments: Sequence[str]) -> int:
         os.set_inheritable(fd, False)
     die_when_pipes_close([life_fd], whole_group=True)
     # Both are the server's log, which lies in the run.
-    redact_streams(Redactor(os.environ))
+    redact_standard_streams(Redactor(os.environ))
     return RankServer(
         MessageChannel(
             socket.socket(fileno=link_fd), SERVER_TO_SUPERVISOR_CODEC, SUPERVISOR_TO_SERVER_CODEC

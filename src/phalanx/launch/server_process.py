@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from phalanx.core.files import append_regular, build_resource_error, open_regular
+from phalanx.core.files import (
+    build_path_resource_error,
+    open_regular_file,
+    open_regular_file_for_append,
+)
 from phalanx.launch.messages import (
     SERVER_TO_SUPERVISOR_CODEC,
     SUPERVISOR_TO_SERVER_CODEC,
@@ -89,7 +93,7 @@ class ServerProcess:
     def read_end_of_server_log(self, num_lines: int = 20) -> str:
         """The end of what this server wrote to its log."""
         try:
-            with open_regular(self._log) as file:
+            with open_regular_file(self._log) as file:
                 # The log goes on over attempts: what was there before is of earlier servers.
                 file.seek(self._log_start)
                 text = file.read(1 << 20).decode("utf-8", "replace")
@@ -106,9 +110,9 @@ def start_server(run_dir: Path) -> ServerProcess:
     log_path = server_log_path(run_dir)
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = append_regular(log_path)
+        log = open_regular_file_for_append(log_path)
     except OSError as error:
-        raise build_resource_error(error, "opening the server's log", log_path) from None
+        raise build_path_resource_error(error, "opening the server's log", log_path) from None
     our_end, server_end = socket.socketpair()
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()

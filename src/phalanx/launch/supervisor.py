@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
-from phalanx.core.typed_json import HasJson
+from phalanx.core.typed_json import JsonConvertible
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.messages import (
@@ -46,7 +46,7 @@ class LaunchSpec:
     """
 
     entry: str
-    payload_of_attempt: Callable[[], HasJson]
+    payload_of_attempt: Callable[[], JsonConvertible]
     """Makes the payload of an attempt, right before its ranks start."""
     num_ranks: int
     run_dir: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.digest import find_differing_keys
+from phalanx.core.digest import find_differing_dotted_keys
 
 # So many of a rank, in a message of one line.
 _MAX_SHOWN_DIFFERING_KEYS = 4
@@ -28,7 +28,7 @@ def describe_ranks_that_differ_from_majority(digests: Sequence[str], facts: Sequ
 
 def _describe_differing_values(value: Any, reference: Any) -> str:
     """The first keys in which `value` differs from `reference`, with both values, in words."""
-    keys = find_differing_keys(reference, value)
+    keys = find_differing_dotted_keys(reference, value)
     parts = []
     for key in keys[:_MAX_SHOWN_DIFFERING_KEYS]:
         differing = _get_value_at_dotted_path(value, key)

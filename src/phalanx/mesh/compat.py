@@ -128,11 +128,11 @@ def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     gradients = []
     for group in _list_fsdp_parameter_groups(_get_fsdp_state(root)):
         for parameter in group.fsdp_params:
-            whole = parameter.unsharded_accumulated_grad
-            if whole is None and hasattr(parameter, "_unsharded_param"):
-                whole = parameter._unsharded_param.grad
-            if whole is not None:
-                gradients.append(whole)
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None and hasattr(parameter, "_unsharded_param"):
+                gradient = parameter._unsharded_param.grad
+            if gradient is not None:
+                gradients.append(gradient)
     return gradients
 
 

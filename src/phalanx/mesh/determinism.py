@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
-from phalanx.core.uncaught import find_user_code_line
+from phalanx.core.uncaught import find_innermost_user_code_line
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # With these cuBLAS is deterministic; the first is faster and takes 24 MiB.
@@ -95,7 +95,7 @@ def _convert_determinism_error(error: BaseException) -> LayoutError | None:
                 f"torch has no deterministic implementation of {match[1]}, and train.deterministic"
                 " is true",
                 # An error in a backward has no line of the user's code.
-                where=find_user_code_line(link.__traceback__) or None,
+                where=find_innermost_user_code_line(link.__traceback__) or None,
                 fix=(
                     "use another operation in your model or objective, or set"
                     " train.deterministic=false"

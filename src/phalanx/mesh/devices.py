@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from phalanx.core.cores import count_cores
+from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 from phalanx.mesh.malloc import make_malloc_return_freed_memory
@@ -106,4 +106,4 @@ def choose_threads_per_rank(local_world_size: int) -> int:
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if requested.isdigit() and int(requested) > 0:
         return int(requested)
-    return max(1, count_cores() // max(1, local_world_size))
+    return max(1, count_allowed_cores() // max(1, local_world_size))

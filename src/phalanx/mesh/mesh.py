@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
-from phalanx.core.launchers import adopt_launched_rank
+from phalanx.core.launchers import write_torch_variables_of_launcher
 from phalanx.mesh.agreement import describe_ranks_that_differ_from_majority
 from phalanx.mesh.compat import silence_torch_warnings, using_default_group_timeout
 from phalanx.mesh.device_meshes import clear_device_mesh_cache, open_expert_mesh, open_layout_mesh
@@ -46,7 +46,7 @@ def running_ranks() -> int:
     or 1."""
     if dist.is_initialized():
         return dist.get_world_size()
-    adopt_launched_rank(os.environ)
+    write_torch_variables_of_launcher(os.environ)
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -330,7 +330,7 @@ def _find_rank_of_this_process(layout: Layout) -> _RankOfThisProcess:
 
     Raises EnvironmentProblem if there are not as many as `layout` needs.
     """
-    adopt_launched_rank(os.environ)
+    write_torch_variables_of_launcher(os.environ)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     has_group = dist.is_initialized()

@@ -113,18 +113,18 @@ class _RecordedOperations:
 
     def compute_tensor_values(
         self,
-        wanted: Mapping[str, _RecordedTensorView],
+        view_of_tensor: Mapping[str, _RecordedTensorView],
         receive: Callable[[str, torch.Tensor], None],
     ) -> None:
-        """Call `receive` with the value of each of `wanted`, as soon as it is final."""
+        """Call `receive` with the value of each of `view_of_tensor`, as soon as it is final."""
         is_live, last_use = self._select_operations_to_replay(
-            ref.storage for ref in wanted.values()
+            ref.storage for ref in view_of_tensor.values()
         )
         due: dict[int, list[int]] = {}
         for storage, index in last_use.items():
             due.setdefault(index, []).append(storage)
         names_of: dict[int, list[str]] = {}
-        for name, ref in wanted.items():
+        for name, ref in view_of_tensor.items():
             names_of.setdefault(ref.storage, []).append(name)
         memory: dict[int, torch.UntypedStorage] = {}
         with _using_generator_state(self.random_state), torch.no_grad():
@@ -135,15 +135,15 @@ class _RecordedOperations:
                     _draw_and_discard(operation)
                 for storage in due.get(index, ()):
                     for name in names_of.get(storage, ()):
-                        receive(name, _view_of_storage(wanted[name], memory[storage]))
+                        receive(name, _view_of_storage(view_of_tensor[name], memory[storage]))
                     del memory[storage]
 
     def _select_operations_to_replay(
-        self, wanted: Iterator[int]
+        self, needed_storages: Iterator[int]
     ) -> tuple[list[bool], dict[int, int]]:
-        """Which operations must run for the memory `wanted`, and after which the last time is that
-        each memory is used."""
-        needed = set(wanted)
+        """Which operations must run for the memory `needed_storages`, and after which the last
+        time is that each memory is used."""
+        needed = set(needed_storages)
         is_live = [False] * len(self.operations)
         last_use: dict[int, int] = {}
         for index in range(len(self.operations) - 1, -1, -1):
@@ -271,9 +271,9 @@ class _OperationRecorderMode(TorchDispatchMode):
 
     def record_view_of_tensor(self, tensor: torch.Tensor) -> _RecordedTensorView:
         """Where the tensor's values are after all that was recorded."""
-        found = self._replace_by_recorded_view(tensor)
-        assert isinstance(found, _RecordedTensorView)
-        return found
+        view = self._replace_by_recorded_view(tensor)
+        assert isinstance(view, _RecordedTensorView)
+        return view
 
     def _replace_by_recorded_view(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -315,10 +315,10 @@ class _OperationRecorderMode(TorchDispatchMode):
         values: list[Any] = []
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu().numpy().item()
-        wanted = {"": self.record_view_of_tensor(tensor)}
+        view_of_tensor = {"": self.record_view_of_tensor(tensor)}
         with _disabling_dispatch_modes():
             self.recording.compute_tensor_values(
-                wanted, lambda _, value: values.append(value.item())
+                view_of_tensor, lambda _, value: values.append(value.item())
             )
         return values[0]
 
@@ -414,8 +414,8 @@ class RecordedInitialization:
             for box in shard.boxes:
                 shard.tensor[box.slices_in_local_tensor].copy_(values[box.slices_in_full_tensor])
 
-        wanted = {name: ref for name, ref in self.refs.items() if name in shards}
-        self.recording.compute_tensor_values(wanted, receive)
+        view_of_tensor = {name: ref for name, ref in self.refs.items() if name in shards}
+        self.recording.compute_tensor_values(view_of_tensor, receive)
 
 
 _recorded_inits: weakref.WeakKeyDictionary[nn.Module, InitialParameterValues] = (
@@ -520,8 +520,8 @@ def _replace_fake_tensors_by_values(module: nn.Module, recorder: _OperationRecor
             if key not in ("_parameters", "_modules", "_buffers"):
                 tree_map(note, value)
     values: dict[str, torch.Tensor] = {}
-    wanted = {key: recorder.record_view_of_tensor(fake) for key, fake in fakes.items()}
-    recorder.recording.compute_tensor_values(wanted, values.__setitem__)
+    view_of_tensor = {key: recorder.record_view_of_tensor(fake) for key, fake in fakes.items()}
+    recorder.recording.compute_tensor_values(view_of_tensor, values.__setitem__)
 
     def replace(leaf: Any) -> Any:
         return values[str(id(leaf))] if isinstance(leaf, FakeTensor) else leaf
@@ -530,7 +530,9 @@ def _replace_fake_tensors_by_values(module: nn.Module, recorder: _OperationRecor
         for key, value in list(holder.items()):
             if key in ("_parameters", "_modules", "_buffers"):
                 continue
-            found: list[Any] = []
-            tree_map(lambda leaf, found=found: found.append(isinstance(leaf, FakeTensor)), value)
-            if any(found):
+            is_fake: list[bool] = []
+            tree_map(
+                lambda leaf, is_fake=is_fake: is_fake.append(isinstance(leaf, FakeTensor)), value
+            )
+            if any(is_fake):
                 holder[key] = tree_map(replace, value)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
@@ -40,7 +40,7 @@ def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn
     if job.model.is_foreign:
         is_large = 4 * shape.num_params >= MIN_RECORDED_INIT_BYTES
         return build_own_module(job.model, job.run.seed, is_recorded=is_recorded and is_large)
-    build = resolve_kind(shape.kind, MODELS_PACKAGE, "build")
+    build = import_object_of_kind(shape.kind, MODELS_PACKAGE, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
     return module
@@ -61,7 +61,7 @@ def build_own_module(model: Model, seed: int, *, is_recorded: bool = False) -> n
 
 
 def _call_factory_seeded(factory: Callable[..., Any], model: Model, seed: int) -> Any:
-    torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
+    torch.manual_seed(hash_to_stable_64_bits("foreign init", seed) % 2**63)
     return factory(**model.args)
 
 
@@ -70,7 +70,7 @@ def _build_module_without_memory(
 ) -> nn.Module | None:
     """The module without memory for its parameters; None where the factory must be called
     plainly."""
-    torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
+    torch.manual_seed(hash_to_stable_64_bits("foreign init", seed) % 2**63)
     kind = str(model.kind)
 
     def build() -> nn.Module:
@@ -97,13 +97,13 @@ def build_objective(job: Job) -> Objective:
     tokens."""
     objective: Objective
     if job.model.objective is not None:
-        objective = resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
+        objective = import_object_of_kind(job.model.objective, MODELS_PACKAGE, "objective")
     elif is_hugging_face(job.model.kind):
         objective = build_logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve_kind(find_model_kind(job.model), MODELS_PACKAGE, "default_objective")(
-            job.train.loss_chunk_tokens
-        )
+        objective = import_object_of_kind(
+            find_model_kind(job.model), MODELS_PACKAGE, "default_objective"
+        )(job.train.loss_chunk_tokens)
     return objective

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from phalanx.core.block_sizes import get_block_sizes
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.mesh.logical import LogicalShard
 
 # In elements of a run: fewer are made before threads have started.
@@ -50,7 +50,7 @@ def initialize_shards(
         if rule.std == 0.0:
             shard.tensor.fill_(rule.constant)
         else:
-            _fill_with_normals(shard, rule.std, stable_hash64("init", seed, name))
+            _fill_with_normals(shard, rule.std, hash_to_stable_64_bits("init", seed, name))
 
 
 def _find_first_matching_rule(rules: Sequence[InitRule], name: str) -> InitRule:

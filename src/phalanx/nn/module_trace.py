@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.logical import full_name
@@ -386,7 +386,7 @@ def _list_batches_to_trace(
 def _resolve_objective_of_request(kind: str, request: Mapping[str, Any]) -> Objective:
     name, chunk = request.get("objective"), int(request["loss_chunk_tokens"])
     if name is not None:
-        objective: Objective = resolve_kind(name, "phalanx.nn.models", "objective")
+        objective: Objective = import_object_of_kind(name, "phalanx.nn.models", "objective")
         return objective
     return (
         build_logits_cross_entropy(chunk) if is_hugging_face(kind) else causal_cross_entropy(chunk)

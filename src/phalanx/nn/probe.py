@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 import phalanx
 from phalanx.core.errors import PhalanxError
-from phalanx.core.parent import die_with_parent
+from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
 from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
 from phalanx.mesh.logical import full_name
@@ -163,7 +163,7 @@ def _answer_probe_request(request: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    kill_this_process_with_parent()
     # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from phalanx.core.units import format_seconds, plural
 from phalanx.observe import events
 
-FIRST_LINE_DELAY_S = 10.0  # where nothing is redrawn; each further line comes after twice the time
+FIRST_ACTIVITY_LINE_DELAY_S = (
+    10.0  # where nothing is redrawn; each further line comes after twice the time
+)
 SPINNER_FRAMES = "|/-\\"  # every terminal has these
 
 
@@ -21,21 +23,23 @@ class CurrentActivity:
         self.words = "starting the ranks"
         self._kind = ""
         self._since_s = self._clock()
-        self._next_line_s = FIRST_LINE_DELAY_S
+        self._next_line_s = FIRST_ACTIVITY_LINE_DELAY_S
 
     def take_event(self, event: events.Event, rank: int) -> None:
         match event:
             case events.RestartScheduled():
-                self._begin("restart", "starting the ranks again")
+                self._begin_activity("restart", "starting the ranks again")
             # A run that has all its steps waits for no first one.
             case events.RunStarted() if event.step >= event.total_steps:
                 self.clear()
             case events.RunStarted():
-                self._begin(
+                self._begin_activity(
                     "first step", f"step {event.step + 1}, the first one, takes longer than others"
                 )
             case events.WorkProgressed():
-                self._begin(f"{event.activity} {event.step}", _describe_activity_of_event(event))
+                self._begin_activity(
+                    f"{event.activity} {event.step}", _describe_activity_begun_by_event(event)
+                )
             case (
                 events.EvalFinished()
                 | events.TextGenerated()
@@ -46,10 +50,14 @@ class CurrentActivity:
             case events.StepFinished() if rank == 0:
                 self.clear()
 
-    def _begin(self, kind: str, words: str) -> None:
+    def _begin_activity(self, kind: str, words: str) -> None:
         # The same work that got further keeps its beginning, and the rhythm of its lines.
         if kind != self._kind:
-            self._kind, self._since_s, self._next_line_s = kind, self._clock(), FIRST_LINE_DELAY_S
+            self._kind, self._since_s, self._next_line_s = (
+                kind,
+                self._clock(),
+                FIRST_ACTIVITY_LINE_DELAY_S,
+            )
         self.words = words
 
     def clear(self) -> None:
@@ -59,7 +67,7 @@ class CurrentActivity:
     def seconds_so_far(self) -> float:
         return self._clock() - self._since_s
 
-    def live_line(self) -> str:
+    def build_live_line(self) -> str:
         """The line for a terminal, with a spinner that moves."""
         return (
             # Eight pictures a second: the console redraws ten times a second at most.
@@ -67,7 +75,7 @@ class CurrentActivity:
             f" ({format_seconds(self.seconds_so_far)})"
         )
 
-    def line_if_due(self) -> str | None:
+    def build_log_line_if_due(self) -> str | None:
         """The line for a log, if it is due: after ten seconds of the same work, twenty, forty,
         ..."""
         if not self.words or self.seconds_so_far < self._next_line_s:
@@ -76,7 +84,7 @@ class CurrentActivity:
         return f"{self.words} ({format_seconds(self.seconds_so_far)} so far)"
 
 
-def _describe_activity_of_event(event: events.WorkProgressed) -> str:
+def _describe_activity_begun_by_event(event: events.WorkProgressed) -> str:
     doing, noun, nouns = {
         "evaluate": ("evaluating", "batch", "batches"),
         "sample": ("sampling text", "token", ""),

@@ -18,10 +18,17 @@ from pathlib import Path
 
 from phalanx.core.secrets import Redactor
 from phalanx.observe.event_file import EventFile
-from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal_event
+from phalanx.observe.events import (
+    EVENTS_UNWRITTEN,
+    Envelope,
+    Event,
+    Note,
+    SinkDropped,
+    wrap_event_in_envelope,
+)
 from phalanx.observe.outlet import OpenSink, Sink, SinkThread
 
-__all__ = ["CLOSE_TIMEOUT_S", "Bus", "OpenSink", "Sink", "event_file_path"]
+__all__ = ["CLOSE_TIMEOUT_S", "Bus", "OpenSink", "Sink", "build_event_file_path"]
 
 # all sinks of a process together have this long to finish; what still runs then is left behind
 CLOSE_TIMEOUT_S = 15.0
@@ -36,7 +43,7 @@ _NUMERIC_ANNOTATIONS = frozenset(
 )
 
 
-def event_file_path(run_dir: Path, rank: int, attempt: int) -> Path:
+def build_event_file_path(run_dir: Path, rank: int, attempt: int) -> Path:
     """`RUN/events/rank-0003-attempt-01.jsonl`, or `supervisor.jsonl` for rank -1."""
     name = f"rank-{rank:04d}-attempt-{attempt:02d}.jsonl" if rank >= 0 else "supervisor.jsonl"
     return run_dir / "events" / name
@@ -70,7 +77,9 @@ class Bus:
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
         self._lock = threading.Lock()
         self._file = (
-            EventFile(event_file_path(run_dir, rank, attempt)) if run_dir is not None else None
+            EventFile(build_event_file_path(run_dir, rank, attempt))
+            if run_dir is not None
+            else None
         )
         self._outlets: list[SinkThread] = []
         for name, open_sink in sinks:
@@ -79,7 +88,7 @@ class Bus:
                     name,
                     open_sink,
                     queue_size=queue_size,
-                    tell=partial(self._write_to_file_and_sinks, name),
+                    tell=partial(self._write_event_to_file_and_sinks, name),
                 )
             )
 
@@ -104,9 +113,9 @@ class Bus:
 
     def emit(self, event: Event) -> None:
         """Record a fact. Never raises and never waits for a sink."""
-        self._write_to_file_and_sinks("", event)
+        self._write_event_to_file_and_sinks("", event)
 
-    def _write_to_file_and_sinks(self, about: str, event: Event) -> None:
+    def _write_event_to_file_and_sinks(self, about: str, event: Event) -> None:
         """To the file and to every sink, except the one it is about."""
         if not self._may_write():
             return
@@ -114,9 +123,11 @@ class Bus:
         # Events come from the step loop and from threads, such as a sink's: under one lock lines
         # are in the file in the order of their numbers.
         with self._lock:
-            envelope = seal_event(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
+            envelope = wrap_event_in_envelope(
+                event, rank=self.rank, attempt=self.attempt, seq=self._num_told
+            )
             self._num_told += 1
-            is_written = self._write_file(envelope)
+            is_written = self._append_to_event_file(envelope)
             is_news, self._is_refused = not is_written and not self._is_refused, not is_written
             refusal = self.refusal
         # Outside of the lock, which the note takes again; once for each time that the disk begins
@@ -126,12 +137,12 @@ class Bus:
                 f"events cannot be written ({refusal.strerror}): they are kept, shown, and written"
                 " once they can be"
             )
-            self._write_to_file_and_sinks("", Note(EVENTS_UNWRITTEN, {"why": why}))
+            self._write_event_to_file_and_sinks("", Note(EVENTS_UNWRITTEN, {"why": why}))
         if not is_written:
             self._on_unwritten(envelope)
         for outlet in self._outlets:
             if outlet.name != about:
-                outlet.put_event(envelope)
+                outlet.queue_event(envelope)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S, more_s: float = 0.0) -> None:
         """Let the sinks write what is queued and close, all at the same time; tell what was lost,
@@ -145,7 +156,7 @@ class Bus:
         until = time.monotonic() + timeout_s
         # All are told before any is waited for, so that they finish at the same time.
         for outlet in self._outlets:
-            outlet.end_stream()
+            outlet.put_end_of_events()
         for outlet in self._outlets:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
@@ -176,7 +187,7 @@ class Bus:
             event, **{name: self._redactor.redact_value(getattr(event, name)) for name in names}
         )
 
-    def _write_file(self, envelope: Envelope) -> bool:
+    def _append_to_event_file(self, envelope: Envelope) -> bool:
         """False if the file has refused the line, and keeps it."""
         if self._file is None:
             return True

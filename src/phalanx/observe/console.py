@@ -15,20 +15,20 @@ from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.activity import CurrentActivity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
-from phalanx.observe.screen import open_screen
+from phalanx.observe.screen import open_safe_console
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
-from phalanx.observe.words import describe_event, describe_repeated_failure
+from phalanx.observe.words import describe_event, describe_repeated_save_failure
 
 NUM_AVERAGED_STEPS = 20
 # Of each attempt: they allocate, compile and fill caches, and say nothing of those that follow.
 NUM_WARMUP_STEPS = 2
-REDRAW_INTERVAL_S = 0.1
+CONSOLE_REDRAW_INTERVAL_S = 0.1
 _VARYING_NUMBER_PATTERN = re.compile(
     r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*"
 )  # steps, ranks, ids of requests
 
 # The supervisor itself says why ranks start again, and a run's last lines show what came out.
-EVENTS_SHOWN_ELSEWHERE = (
+EVENT_CLASSES_NOT_PRINTED = (
     events.RankFailed,
     events.RestartScheduled,
     events.TextGenerated,
@@ -73,7 +73,7 @@ def open_console(
         return PlainConsole(quiet, RunProgress(total_steps, units), log_every)
     # The bar's own movements of the cursor must reach the terminal; the screen filters the texts
     # that it draws.
-    screen = open_screen(cast(TextIO, QuietStream(unwrap_stream(stream))), soft_wrap=True)
+    screen = open_safe_console(cast(TextIO, QuietStream(unwrap_stream(stream))), soft_wrap=True)
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, RunProgress(total_steps, units), log_every)
     return LiveConsole(screen, RunProgress(total_steps, units))
@@ -183,8 +183,8 @@ class RunProgress:
                 f"{subject}: {_VARYING_NUMBER_PATTERN.sub('N', event.reason)}",
             )
             if before == self._failure:
-                return describe_repeated_failure(event)
-        if isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE):
+                return describe_repeated_save_failure(event)
+        if isinstance(envelope.event, EVENT_CLASSES_NOT_PRINTED):
             return None
         return describe_event(envelope, self.units)
 
@@ -232,17 +232,17 @@ class RunProgress:
         if self.last is not None and not self._recent:
             return [f"{format_seconds(self.last.step_s)} for this step, warming up"]
         return [
-            f"{_format_rate(self.tokens_per_s)} {self.units.short_rate_unit}",
+            f"{_format_rate_per_s(self.tokens_per_s)} {self.units.short_rate_unit}",
             f"{format_seconds(self.seconds_per_step)}/step",
         ]
 
     def describe_eta(self) -> str:
         """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
         if self._recent:
-            return f"eta {_format_eta(self.eta_s)}"
+            return f"eta {_format_eta_seconds(self.eta_s)}"
         if self.last_step < self.total_steps:
             return "eta not known yet"
-        return f"eta {_format_eta(0.0)}"
+        return f"eta {_format_eta_seconds(0.0)}"
 
     def _describe_expert_load(self) -> list[str]:
         """ "experts 1.42x": the busiest expert of any layer against the mean of its layer.
@@ -258,7 +258,7 @@ class RunProgress:
         return [f"experts {worst:.2f}x dropped {100 * dropped:.1f}%"]
 
 
-def _format_evaluation(event: EvalFinished) -> str:
+def _format_evaluation_for_console(event: EvalFinished) -> str:
     """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is
     judged by."""
     text = f"{event.value_of(event.judged_by):.4f}"
@@ -269,19 +269,19 @@ def _format_evaluation(event: EvalFinished) -> str:
     return f"eval {text}"
 
 
-def _format_rate(per_s: float) -> str:
+def _format_rate_per_s(per_s: float) -> str:
     if not math.isfinite(per_s):
         return "?"
     return format_count(per_s).replace(" ", "").replace("K", "k")
 
 
-def _format_eta(seconds: float) -> str:
+def _format_eta_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     return format_seconds(seconds)
 
 
-def _format_memory(num_bytes: float) -> str:
+def _format_memory_bytes(num_bytes: float) -> str:
     if not math.isfinite(num_bytes):
         return "?"
     return format_bytes(num_bytes).replace(".0 ", " ")
@@ -298,15 +298,15 @@ class PlainConsole:
 
     def write(self, envelope: Envelope) -> None:
         if self._pace.take_event(envelope):
-            if self._is_due():
-                self.say(self._step_line())
+            if self._is_step_line_due():
+                self.say(self._build_step_line())
         elif (
-            not isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE)
+            not isinstance(envelope.event, EVENT_CLASSES_NOT_PRINTED)
             and (line := self._pace.words(envelope)) is not None
         ):
             self.say(line)
 
-    def _is_due(self) -> bool:
+    def _is_step_line_due(self) -> bool:
         """Each `log_every` steps, and at the first and last of them: a person waits for a sign
         of life."""
         pace = self._pace
@@ -316,10 +316,10 @@ class PlainConsole:
             or pace.last_step == pace.total_steps
         )
 
-    def _step_line(self) -> str:
+    def _build_step_line(self) -> str:
         pace = self._pace
         parts = [f"step {pace.last_step}/{pace.total_steps}", *pace.describe_step()]
-        parts += [pace.describe_eta(), f"mem {_format_memory(pace.memory_bytes)}"]
+        parts += [pace.describe_eta(), f"mem {_format_memory_bytes(pace.memory_bytes)}"]
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
@@ -328,7 +328,7 @@ class PlainConsole:
             self._stream.flush()
 
     def tick(self) -> None:
-        if (line := self._pace.activity.line_if_due()) is not None:
+        if (line := self._pace.activity.build_log_line_if_due()) is not None:
             self.say(line)
 
     def close(self) -> None:
@@ -358,10 +358,10 @@ class LiveConsole:
         if self._pace.take_event(envelope):
             self.tick()
         elif (
-            not isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE)
+            not isinstance(envelope.event, EVENT_CLASSES_NOT_PRINTED)
             and (line := self._pace.words(envelope)) is not None
         ):
-            self.say(line, style=_choose_style(envelope.event))
+            self.say(line, style=_choose_event_style(envelope.event))
 
     def say(self, line: str, style: str = "") -> None:
         from rich.text import Text
@@ -374,14 +374,14 @@ class LiveConsole:
         is_something = (
             self._pace.last is not None or self._pace.activity.words or self._live.is_started
         )
-        if self._is_open and is_something and now - self._drawn_s >= REDRAW_INTERVAL_S:
+        if self._is_open and is_something and now - self._drawn_s >= CONSOLE_REDRAW_INTERVAL_S:
             self._drawn_s = now
             self._draw()
 
     def _draw(self) -> None:
         if not self._live.is_started:
             self._live.start()
-        self._live.update(self._build_frame(), refresh=True)
+        self._live.update(self._build_live_frame(), refresh=True)
 
     def close(self) -> None:
         """Draw the last state, which stays on the screen, and give the cursor back."""
@@ -391,7 +391,7 @@ class LiveConsole:
         self._is_open = False
         self._live.stop()
 
-    def _build_frame(self) -> Any:
+    def _build_live_frame(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -399,7 +399,7 @@ class LiveConsole:
 
         pace = self._pace
         if pace.activity.words:
-            doing = [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")]
+            doing = [Text(pace.activity.build_live_line(), no_wrap=True, overflow="ellipsis")]
         else:
             doing = []
         if pace.last is None:
@@ -416,22 +416,22 @@ class LiveConsole:
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.last_step),
             Text(pace.describe_eta()),
         )
-        facts = [*pace.describe_step(), f"mem {_format_memory(pace.memory_bytes)}"]
+        facts = [*pace.describe_step(), f"mem {_format_memory_bytes(pace.memory_bytes)}"]
         if pace.last_eval is not None:
             # Beside the training loss, which is the first fact.
-            facts.insert(1, _format_evaluation(pace.last_eval))
+            facts.insert(1, _format_evaluation_for_console(pace.last_eval))
         if pace.num_restarts:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
             facts.append(f"skipped {pace.num_skipped}")
         lines = [
             Text(line, no_wrap=True, overflow="ellipsis")
-            for line in _wrap_facts(facts, self._screen.width)
+            for line in _wrap_facts_into_lines(facts, self._screen.width)
         ]
         return Group(bar, *lines, *doing)
 
 
-def _wrap_facts(facts: list[str], width: int) -> list[str]:
+def _wrap_facts_into_lines(facts: list[str], width: int) -> list[str]:
     """The facts on as few lines as hold them whole: the last ones are as wanted as the first."""
     lines: list[str] = []
     for fact in facts:
@@ -442,7 +442,7 @@ def _wrap_facts(facts: list[str], width: int) -> list[str]:
     return lines
 
 
-_YELLOW_EVENTS = (
+_EVENT_CLASSES_SHOWN_YELLOW = (
     events.CheckpointPostponed,
     events.StepSkipped,
     events.RestartScheduled,
@@ -452,13 +452,13 @@ _YELLOW_EVENTS = (
 )
 
 
-def _choose_style(event: events.Event) -> str:
+def _choose_event_style(event: events.Event) -> str:
     if isinstance(event, events.RankFailed | events.CheckpointFailed | events.CheckpointUnusable):
         return "red"
     if isinstance(event, events.Note):
         if event.code == "warning":
             return "yellow"
         return ""
-    if isinstance(event, _YELLOW_EVENTS):
+    if isinstance(event, _EVENT_CLASSES_SHOWN_YELLOW):
         return "yellow"
     return ""

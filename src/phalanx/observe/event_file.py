@@ -11,9 +11,9 @@ import os
 from collections import deque
 from pathlib import Path
 
-from phalanx.core.files import APPEND_FLAGS, build_resource_error, open_descriptor
+from phalanx.core.files import APPEND_FLAGS, build_path_resource_error, open_regular_file_descriptor
 
-MAX_KEPT_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
+MAX_UNWRITTEN_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
 
 
 class EventFile:
@@ -23,9 +23,9 @@ class EventFile:
         """Raises ResourceError if the file cannot be opened: a run must be recorded."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = open_descriptor(path, APPEND_FLAGS)
+            self._fd = open_regular_file_descriptor(path, APPEND_FLAGS)
         except OSError as error:
-            raise build_resource_error(error, "opening the run's events", path) from None
+            raise build_path_resource_error(error, "opening the run's events", path) from None
         self.path = path
         self.refusal: OSError | None = None
         """What the disk said last; None once it has taken everything."""
@@ -43,13 +43,13 @@ class EventFile:
 
         Never raises.
         """
-        if len(self._kept) >= MAX_KEPT_LINES:
+        if len(self._kept) >= MAX_UNWRITTEN_LINES:
             self._kept.popleft()
             self._num_dropped += 1
         self._kept.append(line.encode() + b"\n")
         try:
             while self._kept:
-                self._write(self._kept[0])
+                self._write_line_or_nothing(self._kept[0])
                 self._kept.popleft()
         except OSError as error:
             self.refusal = error
@@ -61,7 +61,7 @@ class EventFile:
         with contextlib.suppress(OSError):
             os.close(self._fd)
 
-    def _write(self, line: bytes) -> None:
+    def _write_line_or_nothing(self, line: bytes) -> None:
         """Write a line as a whole or not at all: a part of it that found room is taken back."""
         data = line
         if self._is_torn:

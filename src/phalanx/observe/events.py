@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from phalanx.core.clocks import identify_monotonic_clock
+from phalanx.core.clocks import build_monotonic_clock_id
 
 SCHEMA = 1
 
@@ -519,7 +519,7 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
-class SteadyClock:
+class MonotonicClockReading:
     """A process's monotonic clock: its name ("" in files of earlier releases), and its seconds at
     the first event."""
 
@@ -543,7 +543,7 @@ class Envelope:
     time_unix_s: float
     seq: int = -1
     monotonic_s: float = math.nan
-    clock: SteadyClock | None = field(default=None, compare=False)
+    clock: MonotonicClockReading | None = field(default=None, compare=False)
 
     schema: ClassVar[int] = SCHEMA
 
@@ -566,10 +566,12 @@ class Envelope:
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
         except ValueError:
-            return json.dumps(_replace_nonfinite(body), separators=(",", ":"), allow_nan=False)
+            return json.dumps(
+                _replace_nonfinite_by_null(body), separators=(",", ":"), allow_nan=False
+            )
 
 
-def seal_event(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
+def wrap_event_in_envelope(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
     """Put an event into the envelope of this moment; `seq` numbers those of a process."""
     now_s = time.monotonic()
     return Envelope(
@@ -579,17 +581,17 @@ def seal_event(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envel
         time.time(),
         seq,
         now_s,
-        SteadyClock(identify_monotonic_clock(), now_s) if seq == 0 else None,
+        MonotonicClockReading(build_monotonic_clock_id(), now_s) if seq == 0 else None,
     )
 
 
-def _replace_nonfinite(value: Any) -> Any:
+def _replace_nonfinite_by_null(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _replace_nonfinite(item) for key, item in value.items()}
+        return {key: _replace_nonfinite_by_null(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace_nonfinite(item) for item in value]
+        return [_replace_nonfinite_by_null(item) for item in value]
     return value
 
 
@@ -597,7 +599,7 @@ def _replace_nonfinite(value: Any) -> Any:
 EVENT_CLASS_OF_KIND: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
 
 
-def parse_event_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
+def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> Envelope | None:
     """The envelope of one line, or None for a line that is torn or of a kind this release does not
     know.
 
@@ -614,7 +616,7 @@ def parse_event_line(line: str, clock: SteadyClock | None = None) -> Envelope | 
         # Whoever begins in the middle of a file takes the clock of the first line that is read.
         if seq >= 0 and (seq == 0 or clock is None):
             name = body.get("clock")
-            clock = SteadyClock(name if type(name) is str else "", steady_s)
+            clock = MonotonicClockReading(name if type(name) is str else "", steady_s)
         return Envelope(
             cls(**fields), body["rank"], body["attempt"], body["time_unix_s"], seq, steady_s, clock
         )

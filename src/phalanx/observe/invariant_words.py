@@ -6,7 +6,7 @@ from phalanx.core.printable import printable
 from phalanx.core.units import plural
 from phalanx.observe.events import InvariantChecked
 
-CLAIM_OF_INVARIANT = {
+DESCRIPTION_OF_INVARIANT = {
     "parameters_moved": "each parameter that had to move in an update did",
     "optimizer_parameters": "the optimizer has the parameters that the model trains",
     "replicas_equal": "ranks that hold the same weights hold the same bits",
@@ -17,9 +17,9 @@ CLAIM_OF_INVARIANT = {
 MAX_SHOWN_FAILURES = 3
 
 
-def describe_claim(name: str) -> str:
+def describe_invariant(name: str) -> str:
     """The claim of an invariant in words; its name where a later release has checked it."""
-    return CLAIM_OF_INVARIANT.get(name, printable(name.replace("_", " "), 60))
+    return DESCRIPTION_OF_INVARIANT.get(name, printable(name.replace("_", " "), 60))
 
 
 def describe_failed_check(event: InvariantChecked) -> str:
@@ -28,15 +28,15 @@ def describe_failed_check(event: InvariantChecked) -> str:
     match event.name:
         case "parameters_moved":
             return (
-                f"{start}the update left {_list_tensors(event)} as it was, though its gradient had"
-                f" to move it, on {_list_ranks(event)}"
+                f"{start}the update left {_describe_failed_tensors(event)} as it was, though its"
+                f" gradient had to move it, on {_describe_failed_ranks(event)}"
             )
         case "optimizer_parameters":
             return start + _describe_optimizer(event)
         case "replicas_equal":
             return (
-                f"{start}{_list_tensors(event)} has other bits on {_list_ranks(event)} than on"
-                " others that hold the same part of it"
+                f"{start}{_describe_failed_tensors(event)} has other bits on"
+                f" {_describe_failed_ranks(event)} than on others that hold the same part of it"
             )
         case "targets_counted":
             return (
@@ -46,22 +46,22 @@ def describe_failed_check(event: InvariantChecked) -> str:
         case "expert_loads":
             return (
                 f"{start}tokens of the batch made {event.expected:,.0f} choices of experts, and the"
-                f" loads of {_list_tensors(event)} add up to {event.actual:,.0f}"
+                f" loads of {_describe_failed_tensors(event)} add up to {event.actual:,.0f}"
             )
-    return f"{start}{describe_claim(event.name)}: does not hold"
+    return f"{start}{describe_invariant(event.name)}: does not hold"
 
 
 def _describe_optimizer(event: InvariantChecked) -> str:
     problems = []
     if event.tensors:
-        problems.append(f"the optimizer does not update {_list_tensors(event)}")
+        problems.append(f"the optimizer does not update {_describe_failed_tensors(event)}")
     if event.actual > 0:
         foreign = plural(int(event.actual), "parameter")
         problems.append(f"it has {foreign} that the model does not have")
-    return f"{' and '.join(problems)}, on {_list_ranks(event)}"
+    return f"{' and '.join(problems)}, on {_describe_failed_ranks(event)}"
 
 
-def _list_tensors(event: InvariantChecked) -> str:
+def _describe_failed_tensors(event: InvariantChecked) -> str:
     shown = [printable(name, 120) for name in event.tensors[:MAX_SHOWN_FAILURES]]
     num_more = int(event.num_tensors) - len(shown)
     if num_more > 0:
@@ -69,7 +69,7 @@ def _list_tensors(event: InvariantChecked) -> str:
     return ", ".join(shown) or "a tensor"
 
 
-def _list_ranks(event: InvariantChecked) -> str:
+def _describe_failed_ranks(event: InvariantChecked) -> str:
     if not event.ranks:
         return "every rank"
     shown = ", ".join(str(int(rank)) for rank in event.ranks[:8])

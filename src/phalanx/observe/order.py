@@ -14,18 +14,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from phalanx.observe.events import (
     BaselineMeasured,
     Envelope,
+    MonotonicClockReading,
     RankFailed,
     RanksStarted,
     RestartScheduled,
     RunFinished,
-    SteadyClock,
 )
 
 # What a supervisor says once the ranks of an attempt are gone.
-_AFTER_ATTEMPT_EVENTS = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
+_EVENT_CLASSES_AFTER_ATTEMPT = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
 # Of files whose clocks have no name: ranks start together, so first events that are further apart
 # show two machines.
-_MIN_CLOCK_SHIFT_S = 3600.0
+_MIN_CORRECTED_CLOCK_SHIFT_S = 3600.0
 
 
 class AttemptCounter:
@@ -62,23 +62,25 @@ def sort_events(envelopes: Iterable[Envelope]) -> list[Envelope]:
     return [
         envelope
         for attempt in sorted(by_attempt)
-        for envelope in _merge_attempt(by_attempt[attempt])
+        for envelope in _merge_events_of_attempt(by_attempt[attempt])
     ]
 
 
-def _merge_attempt(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
+def _merge_events_of_attempt(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """The events of one attempt."""
     streams = [by_rank[rank] for rank in sorted(by_rank)]
     # One file of an earlier release is enough: there is no steady clock to merge it by.
     if all(math.isfinite(envelope.monotonic_s) for stream in streams for envelope in stream):
-        shifts = _clock_shifts_by_rank(by_rank)
-        keyed = [_add_sort_keys(by_rank[rank], shift) for rank, shift in shifts.items()]
+        shifts = _estimate_clock_shifts_by_rank(by_rank)
+        keyed = [
+            _pair_with_steady_sort_keys(by_rank[rank], shift) for rank, shift in shifts.items()
+        ]
         # The key leaves the envelope out: envelopes have no order, and times may be equal.
         return (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
-    return _merge_by_kind(by_rank)
+    return _merge_events_without_steady_clock(by_rank)
 
 
-def _clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
+def _estimate_clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
     """By rank what brings its clock to that of rank 0: zero on one machine, whose processes share
     the clock.
 
@@ -86,7 +88,7 @@ def _clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float
     The supervisor's first event says nothing of that: it may speak only at the end. Its process is
     on the machine of rank 0.
     """
-    clocks = {rank: _clock_of_last_process(rank, stream) for rank, stream in by_rank.items()}
+    clocks = {rank: _find_clock_of_last_process(rank, stream) for rank, stream in by_rank.items()}
     lead = clocks.get(0) or clocks.get(-1) or clocks[min(clocks)]
     began_s: dict[str, float] = {}  # by the name of a clock: what it showed when the ranks started
     # The supervisor comes last: its first event counts only where no rank has its clock.
@@ -103,37 +105,39 @@ def _clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float
             shifts[rank] = lead_began_s - began_s[clock.name] if clock.name != lead.name else 0.0
         else:
             apart_s = lead_began_s - clock.began_s
-            shifts[rank] = apart_s if rank > 0 and abs(apart_s) > _MIN_CLOCK_SHIFT_S else 0.0
+            shifts[rank] = (
+                apart_s if rank > 0 and abs(apart_s) > _MIN_CORRECTED_CLOCK_SHIFT_S else 0.0
+            )
     return shifts
 
 
-def _clock_of_last_process(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
+def _find_clock_of_last_process(rank: int, stream: Sequence[Envelope]) -> MonotonicClockReading:
     """The clock of the process that wrote last; a supervisor's begins anew with each attempt."""
     clock = stream[-1].clock
     if clock is None or rank < 0:
-        return SteadyClock(_clock_name(clock), stream[0].monotonic_s)
+        return MonotonicClockReading(_get_clock_name(clock), stream[0].monotonic_s)
     return clock
 
 
-def _add_sort_keys(
+def _pair_with_steady_sort_keys(
     stream: Sequence[Envelope], shift: float
 ) -> Iterator[tuple[float, int, Envelope]]:
     """A key that never falls, so that a stream stays in its own order."""
     latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
         # Else a process spoke that ended before the machine was started anew.
-        if _clock_name(envelope.clock) == _clock_name(last):
+        if _get_clock_name(envelope.clock) == _get_clock_name(last):
             latest = max(latest, envelope.monotonic_s + shift)
         yield latest, envelope.rank, envelope
 
 
-def _clock_name(clock: SteadyClock | None) -> str:
+def _get_clock_name(clock: MonotonicClockReading | None) -> str:
     if clock is None:
         return ""
     return clock.name
 
 
-def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
+def _merge_events_without_steady_clock(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """Merge files without a steady clock: the supervisor's events before its ranks start come
     before theirs, and those once they are gone after.
 
@@ -144,19 +148,21 @@ def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     for index, envelope in enumerate(of_supervisor):
         if isinstance(envelope.event, RanksStarted):
             first = index + 1
-        elif isinstance(envelope.event, _AFTER_ATTEMPT_EVENTS):
+        elif isinstance(envelope.event, _EVENT_CLASSES_AFTER_ATTEMPT):
             end = min(end, index)
     beyond = max(first, end)
     yield from of_supervisor[:first]
     streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [
         of_supervisor[first:beyond]
     ]
-    keyed = [_add_wall_clock_keys(stream, number) for number, stream in enumerate(streams)]
+    keyed = [
+        _pair_with_wall_clock_sort_keys(stream, number) for number, stream in enumerate(streams)
+    ]
     yield from (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
     yield from of_supervisor[beyond:]
 
 
-def _add_wall_clock_keys(
+def _pair_with_wall_clock_sort_keys(
     stream: Sequence[Envelope], number: int
 ) -> Iterator[tuple[float, int, Envelope]]:
     latest = -math.inf

@@ -37,7 +37,7 @@ class AbandonableSink(Protocol):
 
     def abandon(self) -> None: ...
 
-    def is_working(self) -> bool:
+    def has_progressed_since_last_call(self) -> bool:
         """True if it has done anything since this was asked last."""
         ...
 
@@ -62,7 +62,7 @@ class SinkWithMessages(Protocol):
     def listen(self, say: Callable[[str], None]) -> None: ...
 
 
-STALLED_SINK_S = 5.0  # a sink that did nothing for so long stands still
+SINK_STALL_TIMEOUT_S = 5.0  # a sink that did nothing for so long stands still
 
 OpenSink = Callable[[], Sink]
 
@@ -86,11 +86,11 @@ class SinkThread:
         self._finish_s = 0.0
         self._queue: queue.Queue[Envelope | None] = queue.Queue(queue_size)
         self._thread = threading.Thread(
-            target=self._feed_sink, name=f"phalanx-sink-{name}", daemon=True
+            target=self._write_queued_events, name=f"phalanx-sink-{name}", daemon=True
         )
         self._thread.start()
 
-    def put_event(self, envelope: Envelope) -> None:
+    def queue_event(self, envelope: Envelope) -> None:
         """Hand over a fact. Never waits."""
         if self._is_over:
             return
@@ -103,26 +103,31 @@ class SinkThread:
                 why = f"{self.name} {self._doing} too slowly: events are left out and counted"
                 self._tell(Note("sink_is_slow", {"sink": self.name, "why": why}))
 
-    def end_stream(self) -> None:
+    def put_end_of_events(self) -> None:
         """End the stream: nothing is put any more. Does not wait."""
         self._finish_s = time.monotonic()
-        self._put_end(0.0)
+        self._queue_end_mark(0.0)
 
     def join(self, until: float, more_s: float = 0.0) -> None:
         """Wait for the sink to be closed, until that time (monotonic seconds), and then up to
         `more_s` longer while it is seen to work; then tell what was lost, if anything.
         """
         # Its answer is not wanted: the next one says what was done since this call.
-        self._is_working()
+        self._has_sink_progressed_since_last_call()
         self._wait(until)
-        while more_s > 0 and self._thread.is_alive() and not self._is_over and self._is_working():
-            window_s = min(STALLED_SINK_S, more_s)
+        while (
+            more_s > 0
+            and self._thread.is_alive()
+            and not self._is_over
+            and self._has_sink_progressed_since_last_call()
+        ):
+            window_s = min(SINK_STALL_TIMEOUT_S, more_s)
             more_s -= window_s
             self._wait(time.monotonic() + window_s)
         if self._thread.is_alive() and not self._is_over:
             # First: a thread that wakes up now takes no more events.
             self._is_over = True
-            num_lost = self.num_lost + self._num_waiting()
+            num_lost = self.num_lost + self._num_queued_events()
             num_unknown = self._num_unwritten()
             if isinstance(self._sink, AbandonableSink):
                 self._sink.abandon()
@@ -135,11 +140,13 @@ class SinkThread:
             self._tell(SinkDropped(self.name, self.num_lost, "it did not keep up"))
 
     def _wait(self, until: float) -> None:
-        self._put_end(max(0.0, until - time.monotonic()))
+        self._queue_end_mark(max(0.0, until - time.monotonic()))
         self._thread.join(max(0.0, until - time.monotonic()))
 
-    def _is_working(self) -> bool:
-        return isinstance(self._sink, AbandonableSink) and self._sink.is_working()
+    def _has_sink_progressed_since_last_call(self) -> bool:
+        return (
+            isinstance(self._sink, AbandonableSink) and self._sink.has_progressed_since_last_call()
+        )
 
     def _num_unwritten(self) -> int:
         """The number of events that the sink has not written; 1 while a sink that cannot say
@@ -148,7 +155,7 @@ class SinkThread:
             return self._sink.num_unwritten
         return int(self._doing == "writes")
 
-    def _put_end(self, timeout_s: float) -> None:
+    def _queue_end_mark(self, timeout_s: float) -> None:
         """Put the mark behind which nothing comes, as soon as the queue has room for it."""
         if self._knows_the_end or not self._thread.is_alive():
             return
@@ -160,29 +167,29 @@ class SinkThread:
                 self._queue.put_nowait(None)
             self._knows_the_end = True
 
-    def _num_waiting(self) -> int:
+    def _num_queued_events(self) -> int:
         with self._queue.mutex:
             # None is the mark of the end, no event.
             return sum(item is not None for item in self._queue.queue)
 
-    def _feed_sink(self) -> None:
+    def _write_queued_events(self) -> None:
         try:
             self._sink = sink = self._open_sink()
             if isinstance(sink, SinkWithMessages):
-                sink.listen(self._say_message)
+                sink.listen(self._print_sink_message)
             self._doing = "writes"
             while (envelope := self._queue.get()) is not None and not self._is_over:
                 sink.write(envelope)
         # A user's sink may call sys.exit: the thread is all that it may end.
         except BaseException as error:
-            self._drop_sink(error)
+            self._drop_sink_after_error(error)
         else:
             self._close(sink)
 
-    def _say_message(self, words: str) -> None:
+    def _print_sink_message(self, words: str) -> None:
         self._tell(Note("sink", {"sink": self.name, "why": f"{self.name} {words}"}))
 
-    def _drop_sink(self, error: BaseException) -> None:
+    def _drop_sink_after_error(self, error: BaseException) -> None:
         was_left = self._is_over
         self._is_over = True
         # Of a sink that was left behind, `join` has told already.

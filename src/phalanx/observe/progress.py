@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from phalanx.observe.events import Event, WorkProgressed
 
-EMIT_INTERVAL_S = 0.5
+PROGRESS_EVENT_INTERVAL_S = 0.5
 
 
 class ProgressEmitter:
     """Emits `WorkProgressed` of one activity: the first time it is told, and at most each
-    `EMIT_INTERVAL_S` after that."""
+    `PROGRESS_EVENT_INTERVAL_S` after that."""
 
     def __init__(
         self,
@@ -29,6 +29,6 @@ class ProgressEmitter:
 
     def report_progress(self, num_done: int) -> None:
         now = self._clock()
-        if now - self._told_s >= EMIT_INTERVAL_S:
+        if now - self._told_s >= PROGRESS_EVENT_INTERVAL_S:
             self._told_s = now
             self._emit(WorkProgressed(self._step, self._activity, num_done, self._num_total))

@@ -214,10 +214,10 @@ def _find_absent_peer(
         return ()
     if peer.position is None:
         return (call.peer,)
-    wanted = "send" if call.op == "recv" else "recv"
+    matching_op = "send" if call.op == "recv" else "recv"
     for each in peer.position.collectives:
         of_each = find_group(peer.position, each)
-        if of_each is None or of_each.key != group.key or each.op != wanted:
+        if of_each is None or of_each.key != group.key or each.op != matching_op:
             continue
         if each.peer in (rank, -1) and each.tag == call.tag and each.sequence >= call.sequence:
             return ()

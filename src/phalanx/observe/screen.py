@@ -12,7 +12,7 @@ from phalanx.core.secrets import Redactor
 from phalanx.core.terminal import unwrap_stream
 
 
-def open_screen(stream: TextIO, **options: Any) -> Any:
+def open_safe_console(stream: TextIO, **options: Any) -> Any:
     """A rich Console on `stream` that obeys no markup, draws no control characters but rich's own,
     and no secret.
 

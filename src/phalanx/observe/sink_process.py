@@ -26,7 +26,7 @@ from typing import TextIO
 
 import psutil
 
-from phalanx.core.logs import redirect_output
+from phalanx.core.logs import redirect_output_to_log
 from phalanx.core.secrets import Redactor
 from phalanx.observe.events import Envelope, parse_event_line
 from phalanx.observe.outlet import FlushableSink, Sink, describe_sink_error
@@ -36,7 +36,7 @@ END_OF_EVENTS = b"\n"  # said as well: a process that user code forked may hold 
 SINK_NICENESS = 5  # the ranks come first
 # What a process that is killed loses at most, of a sink that can make durable what it has.
 FLUSH_INTERVAL_S = 2.0
-READ_BYTES = 1 << 16
+MAX_PIPE_READ_BYTES = 1 << 16
 
 
 class SinkProcessError(Exception):
@@ -81,19 +81,19 @@ class ProcessSink:
             self._process.stdin.write(envelope.to_line().encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise self._failure() from None
+            raise self._build_process_failure() from None
 
     @property
     def num_unwritten(self) -> int:
         """Events that the process was given, or is being given, and has not said to be durable."""
         return self._num_sent - self._num_written
 
-    def is_working(self) -> bool:
+    def has_progressed_since_last_call(self) -> bool:
         """True if it has come further, or used the processor, since this was asked last."""
-        before, self._seen = self._seen, (self._num_written, self._cpu_seconds_of_process())
+        before, self._seen = self._seen, (self._num_written, self._read_cpu_seconds_of_process())
         return self._seen != before
 
-    def _cpu_seconds_of_process(self) -> float:
+    def _read_cpu_seconds_of_process(self) -> float:
         try:
             used = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:
@@ -108,16 +108,16 @@ class ProcessSink:
         if not self._is_open:
             return
         self._is_open = False
-        self._end_input()
+        self._close_process_input()
         if self._process.wait() != 0:
-            raise self._failure()
+            raise self._build_process_failure()
         # What it said last, of what is durable, may still be in the pipe.
         self._hearing.join()
 
     def abandon(self) -> None:
         self._process.kill()
 
-    def _end_input(self) -> None:
+    def _close_process_input(self) -> None:
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -127,8 +127,8 @@ class ProcessSink:
         with contextlib.suppress(OSError):  # what is left in the buffer of a broken pipe
             self._process.stdin.close()
 
-    def _failure(self) -> SinkProcessError:
-        self._end_input()
+    def _build_process_failure(self) -> SinkProcessError:
+        self._close_process_input()
         code = self._process.wait()
         # The reason may still be in the pipe.
         self._hearing.join()
@@ -169,7 +169,7 @@ def run_sink_process(arguments: Sequence[str]) -> int:
     # Buffered by lines: what is said leaves at once, and stays said if the process is killed.
     speaker = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     redactor = Redactor(os.environ)
-    redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
+    redirect_output_to_log(run_dir / "logs" / f"sink-{kind}.log", redactor)
     try:
         module = importlib.import_module(f"{SINKS_PACKAGE}.{kind}")
         # Before the library is imported, by open_sink: it reads them then. What a user set, stays.
@@ -178,21 +178,21 @@ def run_sink_process(arguments: Sequence[str]) -> int:
                 os.environ.setdefault(name, value)
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
-            _send_message(speaker, {"say": redactor.redact_text(greeting)})
-        _feed_sink(sink, speaker)
+            _send_message_to_rank(speaker, {"say": redactor.redact_text(greeting)})
+        _write_lines_to_sink(sink, speaker)
     except BaseException as error:  # the library may call sys.exit
-        _send_message(speaker, {"error": redactor.redact_text(describe_sink_error(error))})
+        _send_message_to_rank(speaker, {"error": redactor.redact_text(describe_sink_error(error))})
         return 1
     return 0
 
 
-def _feed_sink(sink: Sink, speaker: TextIO) -> None:
+def _write_lines_to_sink(sink: Sink, speaker: TextIO) -> None:
     """Write what comes, and say how much of it is durable: each FLUSH_INTERVAL_S where the sink can
     do that, else at the end."""
     num_taken = num_flushed = 0
     flushed_s = time.monotonic()
     try:
-        for line in _iterate_lines(sys.stdin.fileno()):
+        for line in _iterate_input_lines(sys.stdin.fileno()):
             if line:
                 # Counted even if it cannot be parsed: the rank counts what it has sent.
                 num_taken += 1
@@ -206,14 +206,14 @@ def _feed_sink(sink: Sink, speaker: TextIO) -> None:
             ):
                 sink.flush()
                 num_flushed, flushed_s = num_taken, time.monotonic()
-                _send_message(speaker, {"written": str(num_flushed)})
+                _send_message_to_rank(speaker, {"written": str(num_flushed)})
     finally:
         sink.close()
     # Not before the sink is closed: only then is all of it durable.
-    _send_message(speaker, {"written": str(num_taken)})
+    _send_message_to_rank(speaker, {"written": str(num_taken)})
 
 
-def _iterate_lines(handle: int) -> Iterator[bytes]:
+def _iterate_input_lines(handle: int) -> Iterator[bytes]:
     """Lines as they come, up to END or the end of the input; an empty one where none has come
     for a while."""
     pending = b""
@@ -222,7 +222,7 @@ def _iterate_lines(handle: int) -> Iterator[bytes]:
         if not select.select([handle], [], [], FLUSH_INTERVAL_S / 2)[0]:
             yield b""
             continue
-        data = os.read(handle, READ_BYTES)
+        data = os.read(handle, MAX_PIPE_READ_BYTES)
         if not data:
             return
         *lines, pending = (pending + data).split(b"\n")
@@ -232,7 +232,7 @@ def _iterate_lines(handle: int) -> Iterator[bytes]:
             yield line
 
 
-def _send_message(speaker: TextIO, message: dict[str, str]) -> None:
+def _send_message_to_rank(speaker: TextIO, message: dict[str, str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         speaker.write(json.dumps(message) + "\n")
 

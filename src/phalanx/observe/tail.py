@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.files import OVERLONG_LINE, open_regular, read_bounded_lines, skip_line
-from phalanx.observe.events import Envelope, Event, SteadyClock, parse_event_line
+from phalanx.core.files import (
+    OVERLONG_LINE_MARKER,
+    open_regular_file,
+    read_bounded_lines,
+    skip_to_next_line,
+)
+from phalanx.observe.events import Envelope, Event, MonotonicClockReading, parse_event_line
 from phalanx.observe.order import sort_events
 
 RANK_FILE_PATTERN = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
@@ -18,7 +23,9 @@ SUPERVISOR_FILE_NAME = "supervisor.jsonl"
 _MAX_COUNTABLE_NUMBER = 1e300  # a longer whole number would overflow in the first division
 
 
-def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None:
+def parse_valid_event_line(
+    line: bytes, clock: MonotonicClockReading | None = None
+) -> Envelope | None:
     """The envelope of one whole line, or None if it is torn, unknown, or holds values of the wrong
     type.
 
@@ -56,18 +63,18 @@ def _has_valid_fields(envelope: Envelope) -> bool:
         value, annotation = getattr(event, name), field.type
         if annotation == "float" and type(value) is float:  # most of what there is
             continue
-        if not _VALUE_CHECK_OF_ANNOTATION[str(annotation)](value):
+        if not _VALIDATOR_OF_ANNOTATION[str(annotation)](value):
             return False
     return True
 
 
-def _is_countable_number(value: Any) -> bool:
+def _is_finite_bounded_number(value: Any) -> bool:
     """A number to count with: finite, and small enough to divide."""
     return type(value) in (int, float) and -_MAX_COUNTABLE_NUMBER < value < _MAX_COUNTABLE_NUMBER
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    return type(value) is list and all(map(_is_countable_number, value))
+    return type(value) is list and all(map(_is_finite_bounded_number, value))
 
 
 def _is_list_of_texts(value: Any) -> bool:
@@ -80,15 +87,15 @@ def _is_list_of_lists(value: Any) -> bool:
 
 # By the annotation of an event's field: what its value must be. A float may also be NaN or
 # infinite.
-_VALUE_CHECK_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
-    "float": lambda value: type(value) is float or _is_countable_number(value),
-    "int": _is_countable_number,
+_VALIDATOR_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
+    "float": lambda value: type(value) is float or _is_finite_bounded_number(value),
+    "int": _is_finite_bounded_number,
     "str": lambda value: type(value) is str,
     "dict[str, int]": lambda value: (
-        type(value) is dict and all(map(_is_countable_number, value.values()))
+        type(value) is dict and all(map(_is_finite_bounded_number, value.values()))
     ),
     "dict[str, float]": lambda value: (
-        type(value) is dict and all(map(_is_countable_number, value.values()))
+        type(value) is dict and all(map(_is_finite_bounded_number, value.values()))
     ),
     "dict[str, Any]": lambda value: type(value) is dict,
     "dict[str, list[int]]": lambda value: (
@@ -122,8 +129,12 @@ def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> 
     # By number: file names have two digits, and attempt 100 would come before attempt 11.
     for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
         try:
-            with open_regular(run_dir / "events" / name) as file:
-                envelopes = [read_event(line) for line in read_bounded_lines(file) if mark in line]
+            with open_regular_file(run_dir / "events" / name) as file:
+                envelopes = [
+                    parse_valid_event_line(line)
+                    for line in read_bounded_lines(file)
+                    if mark in line
+                ]
         except OSError:
             continue
         yield from (
@@ -147,13 +158,13 @@ class EventTail:
         self._attempt_from = attempt_from
         self._all_ranks = all_ranks
         self._offsets: dict[str, int] = {}
-        self._clocks: dict[str, SteadyClock | None] = {}
+        self._clocks: dict[str, MonotonicClockReading | None] = {}
         # Files that are read up to the middle of an overlong line.
         self._is_inside: set[str] = set()
         # (rank, attempt, seq) of events that came through a pipe while the disk refused them.
         self._seen: set[tuple[int, int, int]] = set()
 
-    def skip_event(self, envelope: Envelope) -> None:
+    def ignore_event(self, envelope: Envelope) -> None:
         """Leave out an event that came another way, should it still be written."""
         self._seen.add((envelope.rank, envelope.attempt, envelope.seq))
 
@@ -190,8 +201,8 @@ class EventTail:
 
     def _read_new_envelopes(self, name: str) -> list[Envelope]:
         envelopes = []
-        for line in self._split_into_lines(name):
-            envelope = read_event(line, self._clocks.get(name))
+        for line in self._read_whole_lines(name):
+            envelope = parse_valid_event_line(line, self._clocks.get(name))
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
                 continue
@@ -201,20 +212,20 @@ class EventTail:
                 envelopes.append(envelope)
         return envelopes
 
-    def _split_into_lines(self, name: str) -> list[bytes]:
+    def _read_whole_lines(self, name: str) -> list[bytes]:
         """Whole ones, and the beginning of an overlong one, which does not wait for its end."""
         try:
-            with open_regular(self._directory / name) as file:
+            with open_regular_file(self._directory / name) as file:
                 file.seek(self._offsets.get(name, 0))
                 lines: list[bytes] = []
                 # The rest of an overlong line is passed over first, and may still have no end.
-                if name not in self._is_inside or skip_line(file):
+                if name not in self._is_inside or skip_to_next_line(file):
                     self._is_inside.discard(name)
                     lines = list(read_bounded_lines(file))
                 end = file.tell()
         except OSError:
             return []
-        if lines and lines[-1] == OVERLONG_LINE:
+        if lines and lines[-1] == OVERLONG_LINE_MARKER:
             self._is_inside.add(name)
         elif lines and not lines[-1].endswith(b"\n"):
             # The line is torn: the next call begins with its first byte again.

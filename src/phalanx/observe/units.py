@@ -40,24 +40,24 @@ TEXT_METRIC_UNITS = MetricUnits()
 OWN_MODEL_METRIC_UNITS = MetricUnits(loss="", items="targets")
 
 
-def find_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
+def choose_metric_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
     """The units of a job (as JSON, perhaps damaged): those of text, unless objective or samples
     are the user's own."""
-    model, data = _section_table(job, "model"), _section_table(job, "data")
+    model, data = _get_job_section(job, "model"), _get_job_section(job, "data")
     is_image = model.get("kind") == "vit" or "vit" in str(model.get("preset"))
-    if model.get("objective") or is_image or _is_factory(data.get("source")):
+    if model.get("objective") or is_image or _is_factory_reference(data.get("source")):
         return OWN_MODEL_METRIC_UNITS
     return TEXT_METRIC_UNITS
 
 
-def _section_table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_job_section(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = job.get(name)
     if isinstance(table, Mapping):
         return table
     return {}
 
 
-def _is_factory(source: Any) -> bool:
+def _is_factory_reference(source: Any) -> bool:
     """True for "package.module:factory"; a path may hold a colon, too, but not between two
     dotted names."""
     module, colon, name = source.partition(":") if isinstance(source, str) else ("", "", "")

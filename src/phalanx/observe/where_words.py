@@ -127,12 +127,12 @@ def _describe_culprit(
     else:
         text = f"rank {rank} {_VERBS[state.process.state]} in {_describe_step(state.position)}"
     waits = [wait for wait in verdict.waits if rank in wait.absent]
-    own = [wait for wait in verdict.waits if wait.rank == rank]
+    waits_of_rank = [wait for wait in verdict.waits if wait.rank == rank]
     if waits:
         text += f", before {describe_collective(waits[0].collective, waits[0].group)}"
-    elif own:
-        text += f", in {describe_collective(own[0].collective, own[0].group)}"
-        waits = [wait for wait in verdict.waits if _is_same_call(wait, own[0])]
+    elif waits_of_rank:
+        text += f", in {describe_collective(waits_of_rank[0].collective, waits_of_rank[0].group)}"
+        waits = [wait for wait in verdict.waits if _is_same_call(wait, waits_of_rank[0])]
     if state is not None and state.position is not None:
         text += f", last seen at {_describe_line(state.position)}"
     waiters = sorted(wait.rank for wait in waits if wait.rank != rank)
@@ -144,9 +144,9 @@ def _describe_culprit(
 
 def _describe_difference(rank: int, verdict: WaitVerdict, states: Mapping[int, RankState]) -> str:
     wait = next(wait for wait in verdict.waits if rank in wait.differing)
-    wanted = describe_collective(wait.collective, wait.group)
+    awaited_call = describe_collective(wait.collective, wait.group)
     position = states[rank].position
-    text = f"rank {rank} posted something else than {wanted}"
+    text = f"rank {rank} posted something else than {awaited_call}"
     if position is None or wait.group is None:
         return text
     for each in position.collectives:
@@ -155,7 +155,7 @@ def _describe_difference(rank: int, verdict: WaitVerdict, states: Mapping[int, R
         if is_same_group and not each.is_p2p and each.sequence == wait.collective.sequence:
             text = f"rank {rank} posted {describe_collective(each, group)}"
             text += f" at {_format_site(each.file, each.line)}, where rank {wait.rank} posted"
-            text += f" {wanted} at {_format_site(wait.collective.file, wait.collective.line)}"
+            text += f" {awaited_call} at {_format_site(wait.collective.file, wait.collective.line)}"
     return text
 
 

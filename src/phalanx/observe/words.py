@@ -15,7 +15,7 @@ from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
 
-def _collapse_white_space(text: str, limit: int) -> str:
+def _collapse_white_space_and_shorten(text: str, limit: int) -> str:
     # Cut before it is split: of a text of megabytes only one line is wanted.
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
@@ -25,7 +25,7 @@ def describe_event(envelope: Envelope, units: MetricUnits = TEXT_METRIC_UNITS) -
     line = _describe_event_body(envelope.event, units)
     if line is None:
         return None
-    return _collapse_white_space(line, MAX_LINE)
+    return _collapse_white_space_and_shorten(line, MAX_LINE)
 
 
 def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
@@ -71,7 +71,7 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
-            text = _collapse_white_space(event.prompt + event.text, MAX_SAMPLE)
+            text = _collapse_white_space_and_shorten(event.prompt + event.text, MAX_SAMPLE)
             return f"sample at step {event.step}: {text}"
         case events.PipelineMeasured():
             return _describe_pipeline(event)
@@ -88,7 +88,7 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
                 moment += f" in {event.phase}"
             return (
                 f"rank {event.failed_rank} failed at {moment}: {event.cause},"
-                f" {find_exception_line(event.detail)}, seen after"
+                f" {find_exception_line_of_traceback(event.detail)}, seen after"
                 f" {format_seconds(event.detected_s)}"
             )
         case events.RestartScheduled():
@@ -149,7 +149,7 @@ def _describe_failed_checkpoint(event: events.CheckpointFailed) -> str:
     return line + _describe_consequence(event)
 
 
-def describe_repeated_failure(event: events.CheckpointFailed) -> str:
+def describe_repeated_save_failure(event: events.CheckpointFailed) -> str:
     """The line for a save that failed as the one before did."""
     return (
         f"checkpoint of step {event.step} failed for the same reason{_describe_consequence(event)}"
@@ -184,7 +184,7 @@ def _describe_evaluation(event: EvalFinished, units: MetricUnits) -> str:
     elif event.best_step > 0:
         best = f", best {event.best:.4f} at step {event.best_step}"
     if best and event.judged_by != "loss":
-        best += f" by {_collapse_white_space(event.judged_by, 60)}"
+        best += f" by {_collapse_white_space_and_shorten(event.judged_by, 60)}"
     values = [f"held-out loss {event.loss:.4f} {units.loss}".rstrip()]
     values += _format_named_values(event.metrics)
     num_targets = format_count(event.num_targets).replace(" ", "")
@@ -200,7 +200,10 @@ def _describe_evaluation(event: EvalFinished, units: MetricUnits) -> str:
 
 def _format_named_values(values: Mapping[str, float]) -> list[str]:
     # Names are the user's: paths, patterns and keys of any length.
-    return [f"{_collapse_white_space(name, 60)} {value:.4f}" for name, value in values.items()]
+    return [
+        f"{_collapse_white_space_and_shorten(name, 60)} {value:.4f}"
+        for name, value in values.items()
+    ]
 
 
 def _format_gradient_norm(grad_norm: float) -> str:
@@ -209,7 +212,7 @@ def _format_gradient_norm(grad_norm: float) -> str:
     return f"gradient norm {grad_norm:.3g}"
 
 
-def find_exception_line(text: str) -> str:
+def find_exception_line_of_traceback(text: str) -> str:
     """The line of a traceback that names the exception."""
     for line in reversed(text.splitlines()):
         if line.strip():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import CheckpointError, LayoutError
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.job.learning_rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor, make_logical_shard
@@ -48,7 +48,7 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
             f"{type(module).__name__} has no parameter to train",
             fix="leave requires_grad of some on",
         )
-    optimizer: Any = resolve_kind(optim.kind, OPTIMIZERS_PACKAGE, "build")(groups, optim)
+    optimizer: Any = import_object_of_kind(optim.kind, OPTIMIZERS_PACKAGE, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LayoutError(
             f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"

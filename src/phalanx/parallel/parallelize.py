@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import PhaseTimer
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.dtensors import (
     describe_dtensor,
@@ -39,9 +39,9 @@ def discover_transforms() -> list[ModuleTransform]:
     """Every transform of the folders beside this file, in the order they are applied."""
     package = __name__.rpartition(".")[0]
     collected: list[ModuleTransform] = []
-    for folder in list_kinds(package):
+    for folder in list_modules_of_registry(package):
         members = getattr(importlib.import_module(f"{package}.{folder}"), "__path__", None)
-        for name in list_kinds(f"{package}.{folder}") if members else ():
+        for name in list_modules_of_registry(f"{package}.{folder}") if members else ():
             module = importlib.import_module(f"{package}.{folder}.{name}")
             if hasattr(module, "parallelism"):
                 collected.append(module.parallelism)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 
 GB = 1e9
 
@@ -105,6 +105,7 @@ def find_accelerator(name: str) -> Accelerator:
     if named_accelerator is None:
         raise LayoutError(
             f"no accelerator is called {name!r}",
-            fix=did_you_mean(name.lower(), tuple(table)) or f"one of {', '.join(table)}",
+            fix=format_nearest_word_hint(name.lower(), tuple(table))
+            or f"one of {', '.join(table)}",
         )
     return named_accelerator

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from phalanx.core.cores import count_cores
+from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.accelerators import Accelerator, find_accelerator_by_driver_name
@@ -118,7 +118,7 @@ def detect_cluster(device: str = "auto") -> Cluster:
         if "CUDA_VISIBLE_DEVICES" in os.environ:
             why = "CUDA_VISIBLE_DEVICES hides them all"
         raise EnvironmentProblem("no GPU was found", why=why, fix="use cluster.device=cpu")
-    return Cluster("cpu", count_cores(), _detect_host_memory_bytes())
+    return Cluster("cpu", count_allowed_cores(), _detect_host_memory_bytes())
 
 
 def _detect_host_memory_bytes() -> int:

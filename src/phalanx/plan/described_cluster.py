@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
-from phalanx.core.files import read_regular
+from phalanx.core.errors import EnvironmentProblem, LayoutError, format_nearest_word_hint
+from phalanx.core.files import read_whole_regular_file
 from phalanx.core.units import plural
 from phalanx.job.schema import Cluster as ClusterSection
 from phalanx.job.schema import Job, Link
@@ -61,7 +61,7 @@ def find_instance_type(name: str) -> InstanceType:
     if instance is None:
         raise LayoutError(
             f"cluster.instance: no machine is called {name!r}",
-            fix=did_you_mean(name, tuple(table)) or f"one of {', '.join(table)}",
+            fix=format_nearest_word_hint(name, tuple(table)) or f"one of {', '.join(table)}",
         )
     return instance
 
@@ -206,7 +206,7 @@ def _validate_link_levels(links: tuple[Link, ...], num_devices: int) -> tuple[Li
 def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     """`section` on top of what the file at `path` says."""
     try:
-        body = tomllib.loads(read_regular(Path(path)).decode())
+        body = tomllib.loads(read_whole_regular_file(Path(path)).decode())
     except OSError as error:
         raise LayoutError(
             f"cluster.file: {path!r} cannot be read", why=str(error.strerror or error)
@@ -220,7 +220,7 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        fix = did_you_mean(key, tuple(ClusterSection.model_fields))
+        fix = format_nearest_word_hint(key, tuple(ClusterSection.model_fields))
         raise LayoutError(f"cluster.file: {path!r}: {key}: {first['msg']}", fix=fix) from None
     if merged.file is not None:
         raise LayoutError(f"cluster.file: {path!r} names another file")

@@ -241,8 +241,8 @@ class StepMoments:
         buckets are there at one time."""
         buckets = 0.0
         if self.zero_stage == 1 and self.dp_size > 1:
-            whole = count_rank_params(self.shape, self.work.ep) * 4
-            buckets = min(2 * self.work.options.bucket_mb * MIB, whole)
+            updated_bytes = count_rank_params(self.shape, self.work.ep) * 4
+            buckets = min(2 * self.work.options.bucket_mb * MIB, updated_bytes)
         return MomentBytes(gradients=self.gradient_bytes, communication=buckets)
 
     def _bytes_on_device(self) -> int:
@@ -303,12 +303,12 @@ def predict_rank_memory_by_phase(
         BACKWARD: backward,
         UPDATE: moments.update(),
     }
-    kept = activation_bytes(shape, work)
+    kept_activation_bytes = activation_bytes(shape, work)
     phases = {}
     for phase, moment in highest.items():
         memory = states | {name: getattr(moment, name) for name in MOVING_CATEGORIES}
         phases[phase] = adjust_memory_for_device(
-            memory, shape, work, device, zero_stage, activations=kept
+            memory, shape, work, device, zero_stage, activations=kept_activation_bytes
         )
     return phases
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import read_regular, write_json_atomic
+from phalanx.core.files import read_whole_regular_file, write_json_atomically
 from phalanx.core.typed_json import JsonRecord, TypedJsonError
 from phalanx.plan.cluster import Cluster
 
@@ -151,7 +151,7 @@ def build_empty_profile(cluster: Cluster) -> MachineProfile:
 def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The model of this machine's CPU as its maker calls it; "CPU" where nobody says."""
     try:
-        lines = read_regular(cpuinfo).decode(errors="replace").splitlines()
+        lines = read_whole_regular_file(cpuinfo).decode(errors="replace").splitlines()
     except OSError:
         return "CPU"
     for line in lines:
@@ -172,7 +172,7 @@ def load_profile(path: Path) -> MachineProfile:
     """Read a profile. Raises UsageError for a file that is none, OSError for one that cannot be
     read."""
     try:
-        body = json.loads(read_regular(path))
+        body = json.loads(read_whole_regular_file(path))
         if not isinstance(body, dict) or body.pop("schema", None) != PROFILE_SCHEMA:
             raise TypedJsonError(f"its schema is not {PROFILE_SCHEMA}")
         return MachineProfile.from_json(body)
@@ -185,7 +185,7 @@ def load_profile(path: Path) -> MachineProfile:
 def save_profile(profile: MachineProfile, path: Path) -> None:
     """Write a profile in one piece. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(path, {"schema": PROFILE_SCHEMA, **profile.to_json()})
+    write_json_atomically(path, {"schema": PROFILE_SCHEMA, **profile.to_json()})
 
 
 def find_profile_of_cluster(cluster: Cluster) -> MachineProfile | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
@@ -99,7 +99,7 @@ def require_rule_matches_module(rules: Iterable[ShardingRule], names: Sequence[s
     """Raises LayoutError for a rule that is for no module."""
     for rule in rules:
         if not any(matches_pattern(rule.pattern, name) for name in names):
-            suggestion = did_you_mean(
+            suggestion = format_nearest_word_hint(
                 rule.pattern, sorted({build_pattern_for_all_blocks(name) for name in names if name})
             )
             known = list(

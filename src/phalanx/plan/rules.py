@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.core.units import plural
 
 RuleKind = Literal[
@@ -187,7 +187,7 @@ def _parse_rule(pattern: str, text: str) -> ShardingRule:
         raise LayoutError(
             f"{words[0]!r} is no kind of rule" if words else "it is empty",
             where=where,
-            fix=(did_you_mean(words[0], RULE_KINDS) if words else "")
+            fix=(format_nearest_word_hint(words[0], RULE_KINDS) if words else "")
             or f"one of {', '.join(RULE_KINDS)}",
         )
     kind: RuleKind = words[0]  # type: ignore[assignment]

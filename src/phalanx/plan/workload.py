@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from phalanx.core.registry import read_literal
+from phalanx.core.registry import read_module_constant
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
@@ -82,7 +82,9 @@ class Workload:
 @cache
 def has_error_feedback(compress: str) -> bool:
     """True for a compression that keeps what it has not sent in a step, as its file says."""
-    return compress != "none" and bool(read_literal(compress, HOOKS_PACKAGE, "KEEPS_ERROR", False))
+    return compress != "none" and bool(
+        read_module_constant(compress, HOOKS_PACKAGE, "KEEPS_ERROR", False)
+    )
 
 
 def build_workload(

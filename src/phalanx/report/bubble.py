@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import read_regular
+from phalanx.core.files import read_whole_regular_file
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.observe.events import PipelineMeasured
@@ -220,7 +220,7 @@ def _load_layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts 
     """The costs of the model's parts, from the run's own job.json and plan.json; None if those
     do not fit together."""
     try:
-        job = Job.model_validate_json(read_regular(run_dir / "job.json"))
+        job = Job.model_validate_json(read_whole_regular_file(run_dir / "job.json"))
         return compute_model_part_costs(job, parse_stored_shape(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from phalanx.core.digest import find_differing_keys
+from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.report import formats
@@ -151,7 +151,7 @@ def _compare_step_seconds(first: RunFacts, second: RunFacts) -> tuple[float, flo
 
 def _list_changed_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     lines = []
-    for key in find_differing_keys(first, second):
+    for key in find_differing_dotted_keys(first, second):
         if key not in _KEYS_OF_PLACE:
             before, after = _find_value(first, key), _find_value(second, key)
             lines.append(f"{key}: {_show(before)} -> {_show(after)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_resource_error, write_bytes_atomic
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
@@ -33,9 +33,9 @@ _VISIBLE_WHITESPACE = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣", "\r":
 def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> None:
     """Write the page of a dataset to `path`. Raises ResourceError."""
     try:
-        write_bytes_atomic(path, render_dataset_page(dataset, stats).encode())
+        write_bytes_atomically(path, render_dataset_page(dataset, stats).encode())
     except OSError as error:
-        raise build_resource_error(error, "writing the page", path, place="--page") from None
+        raise build_path_resource_error(error, "writing the page", path, place="--page") from None
 
 
 def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:

@@ -11,7 +11,7 @@ from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.folder import resolve_place_in_run
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
-from phalanx.core.units import describe_bytes_error, format_bytes, format_seconds
+from phalanx.core.units import describe_predicted_bytes_error, format_bytes, format_seconds
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
@@ -30,8 +30,8 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
-from phalanx.observe.units import MetricUnits, find_units_of_job
-from phalanx.observe.words import find_exception_line
+from phalanx.observe.units import MetricUnits, choose_metric_units_of_job
+from phalanx.observe.words import find_exception_line_of_traceback
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.describe import describe_bottleneck
@@ -51,7 +51,7 @@ Kind = TypeVar("Kind", bound=Event)
 def list_end_of_run_lines(run_dir: Path) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last
     checkpoint and the best."""
-    units = find_units_of_job(_read_json_object(run_dir / "job.json"))
+    units = choose_metric_units_of_job(_read_json_object(run_dir / "job.json"))
     envelopes = EventTail(run_dir).read_new_events()
     events = [envelope.event for envelope in envelopes]
     evaluation = _find_last_event(events, EvalFinished)
@@ -137,7 +137,7 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         if isinstance(event, RankFailed):
             last = (
                 f"rank {event.failed_rank} at step {event.step}:"
-                f" {printable(find_exception_line(event.detail), 300)}"
+                f" {printable(find_exception_line_of_traceback(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):
             # What failed last before a restart is its cause.
@@ -287,7 +287,7 @@ def _list_memory_lines(envelopes: list[Envelope]) -> list[str]:
     predicted, measured = memory.predicted_bytes.get("peak", 0), _peak_bytes(memory)
     if not predicted or not measured:
         return []
-    error = f"the plan was {describe_bytes_error(predicted, measured)}"
+    error = f"the plan was {describe_predicted_bytes_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.files import open_regular, read_bounded_lines
+from phalanx.core.files import open_regular_file, read_bounded_lines
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import sort_events
-from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, read_event
+from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
@@ -117,7 +117,7 @@ def read_event_log(run_dir: Path) -> EventLog:
         # A file is one process's (the supervisor's: of one after another), and names its own clock.
         clock = None
         for line in _read_lines(path):
-            envelope = read_event(line, clock)
+            envelope = parse_valid_event_line(line, clock)
             if envelope is None:
                 log.num_unreadable += 1
             else:
@@ -143,7 +143,7 @@ def _list_event_files(directory: Path) -> list[tuple[int, int, Path]]:
 
 def _read_lines(path: Path) -> Iterator[bytes]:
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             for line in read_bounded_lines(file):
                 if line.strip():
                     yield line

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import Envelope, InvariantChecked
-from phalanx.observe.invariant_words import CLAIM_OF_INVARIANT
+from phalanx.observe.invariant_words import DESCRIPTION_OF_INVARIANT
 
 MAX_KEPT_FAILURES = 100
 
@@ -56,10 +56,10 @@ class InvariantLog:
             self._failures.setdefault(event.name, []).append(event)
 
     def list_invariant_facts(self) -> list[InvariantFacts]:
-        """The facts of each invariant in the order of CLAIM_OF_INVARIANT; none of a run that
+        """The facts of each invariant in the order of DESCRIPTION_OF_INVARIANT; none of a run that
         checked nothing."""
         names = dict.fromkeys(
-            (*CLAIM_OF_INVARIANT, *(name for name, _, _ in self._summaries), *self._failures)
+            (*DESCRIPTION_OF_INVARIANT, *(name for name, _, _ in self._summaries), *self._failures)
         )
         return [self._build_facts_of_invariant(name) for name in names if self._has_checks(name)]
 

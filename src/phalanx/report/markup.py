@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 from unicodedata import category
 
-from phalanx.core.printable import BIDI_CONTROLS
+from phalanx.core.printable import BIDIRECTIONAL_CONTROL_CHARACTERS
 
 VOID_ELEMENTS = frozenset({"meta", "link", "br", "input"})
 
@@ -84,7 +84,7 @@ def _remove_forbidden_characters(text: str) -> str:
 def _replace_forbidden_character(letter: str) -> str:
     if letter in "\n\t":
         return letter
-    if category(letter) in ("Cc", "Cs") or letter in BIDI_CONTROLS:
+    if category(letter) in ("Cc", "Cs") or letter in BIDIRECTIONAL_CONTROL_CHARACTERS:
         return "�"
     return letter
 

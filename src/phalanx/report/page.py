@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_resource_error, write_bytes_atomic
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.reduce import collect_run_facts
@@ -55,9 +55,9 @@ def write_report(run_dir: Path, facts: RunFacts | None = None) -> Path:
     path = run_dir / "report.html"
     page = render_page(facts or collect_run_facts(run_dir))
     try:
-        write_bytes_atomic(path, page.encode())
+        write_bytes_atomically(path, page.encode())
     except OSError as error:
-        raise build_resource_error(error, "writing the report", path) from None
+        raise build_path_resource_error(error, "writing the report", path) from None
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_resource_error, write_bytes_atomic
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.page import CONTENT_SECURITY_POLICY
 from phalanx.report.plan_facts import PlanPageFacts
@@ -45,9 +45,9 @@ _SECTION_IDS = {
 def write_plan_page(path: Path, facts: PlanPageFacts) -> None:
     """Write the page of a plan to `path`. Raises ResourceError."""
     try:
-        write_bytes_atomic(path, render_plan_page(facts).encode())
+        write_bytes_atomically(path, render_plan_page(facts).encode())
     except OSError as error:
-        raise build_resource_error(error, "writing the page", path, place="--page") from None
+        raise build_path_resource_error(error, "writing the page", path, place="--page") from None
 
 
 def render_plan_page(facts: PlanPageFacts) -> str:

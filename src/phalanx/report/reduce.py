@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best_step
-from phalanx.core.files import read_regular
+from phalanx.core.files import read_whole_regular_file
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
-from phalanx.observe.units import find_units_of_job
+from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
@@ -120,7 +120,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         job=job,
         problems=problems,
         kept_best=read_best_step(run_dir),
-        units=find_units_of_job(job),
+        units=choose_metric_units_of_job(job),
         warnings=_list_warning_texts(story, at_the_end),
     )
 
@@ -167,7 +167,7 @@ def _find_last_step(steps: StepColumns, finished: events.RunFinished | None) -> 
 def _read_json_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object, or an empty one and a line in `problems` that says why."""
     try:
-        value = json.loads(read_regular(path).decode("utf-8", "replace"))
+        value = json.loads(read_whole_regular_file(path).decode("utf-8", "replace"))
     except FileNotFoundError:
         problems.append(f"{path.name} is not in the run directory")
     except OSError as error:

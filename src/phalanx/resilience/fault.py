@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.phases import PhaseListener
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 
 FAULTS_PACKAGE = "phalanx.resilience.faults"
 
@@ -45,7 +45,7 @@ def parse_fault(text: str) -> Fault:
         step = int(target["step"])
     rank = int(target.get("rank", 0))
     return Fault(
-        name, rank, step, target.get("phase"), resolve_kind(name, FAULTS_PACKAGE, "inject")
+        name, rank, step, target.get("phase"), import_object_of_kind(name, FAULTS_PACKAGE, "inject")
     )
 
 

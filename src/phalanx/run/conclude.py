@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.stores import find_newest_readable_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
-from phalanx.core.files import build_resource_error
+from phalanx.core.files import build_path_resource_error
 from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
@@ -80,7 +80,7 @@ def record_and_report_end_of_run(
     # sample and conclude again.
     if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
         doing = "recording that the run is finished (its last step is saved)"
-        raise build_resource_error(bus_refusal, doing, run.run_dir / "events")
+        raise build_path_resource_error(bus_refusal, doing, run.run_dir / "events")
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, RunLock, holding_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
-    build_resource_error,
-    open_run_directory,
-    read_regular,
-    write_bytes_atomic,
-    write_json_atomic,
+    build_path_resource_error,
+    create_writable_run_directory,
+    read_whole_regular_file,
+    write_bytes_atomically,
+    write_json_atomically,
 )
 from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.events import RunStarted
@@ -35,7 +35,7 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
     try:
         is_locked, is_run = (run_dir / LOCK_FILE_NAME).exists(), (run_dir / JOB_FILE).exists()
     except OSError as error:
-        raise build_resource_error(error, "opening the run directory", run_dir) from None
+        raise build_path_resource_error(error, "opening the run directory", run_dir) from None
     if is_locked:
         # To try it is to learn whether its holder lives; what the disk refuses is said later.
         with contextlib.suppress(ResourceError), holding_run_lock(run_dir):
@@ -81,7 +81,7 @@ class RunDirectory:
         loser leaves it alone.
         """
         try:
-            open_run_directory(self.path)
+            create_writable_run_directory(self.path)
             with holding_run_lock(self.path) as lock:
                 try:
                     yield lock
@@ -114,21 +114,21 @@ def hold_run_facts_files(
     # This process may have stood still for hours since it took the lock.
     lock.require_lock_still_ours()
     paths = [run_dir / name for name in facts]
-    old_bytes = {path: read_regular(path) for path in paths if path.exists()}
+    old_bytes = {path: read_whole_regular_file(path) for path in paths if path.exists()}
     # Asked before the ranks start: events of this attempt or later are of this start.
     attempt = next_attempt_number(run_dir)
     try:
         for path, value in zip(paths, facts.values(), strict=True):
-            write_json_atomic(path, value)
+            write_json_atomically(path, value)
     except OSError as error:
-        raise build_resource_error(error, "writing the run's facts", run_dir) from None
+        raise build_path_resource_error(error, "writing the run's facts", run_dir) from None
     try:
         yield
     finally:
         if old_bytes and lock.is_ours() and not _has_attempt_begun_training(run_dir, attempt):
             with contextlib.suppress(OSError):
                 for path, data in old_bytes.items():
-                    write_bytes_atomic(path, data)
+                    write_bytes_atomically(path, data)
 
 
 def _has_attempt_begun_training(run_dir: Path, attempt: int) -> bool:

@@ -20,7 +20,7 @@ from phalanx.job.model import find_preset_of_model
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import count_loader_processes
-from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, find_units_of_job
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, choose_metric_units_of_job
 from phalanx.plan.choice import AUTO, REASON_DEFAULT
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
@@ -73,7 +73,7 @@ def explain_job_values(
     for key, origin in origins.items():
         section, _, name = key.partition(".")
         rows.append(_explain_key(key, values[section][name], origin, derived.get(key)))
-    return rows + _explain_plan_rows(plan, find_units_of_job(values)), plan
+    return rows + _explain_plan_rows(plan, choose_metric_units_of_job(values)), plan
 
 
 def _explain_key(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.core.black_box_reader import read_black_box
+from phalanx.core.black_box_reader import read_last_recorded_place
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
@@ -95,7 +95,9 @@ class DecisionStore:
             if is_stop:
                 raise
             report = build_error_report(error, run.run_dir)
-            where = describe_rank_position(read_black_box(black_box_path(run.run_dir, run.rank)))
+            where = describe_rank_position(
+                read_last_recorded_place(black_box_path(run.run_dir, run.rank))
+            )
             print(
                 f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}",
                 file=sys.stderr,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.core.registry import is_foreign
 from phalanx.job.module_probe import (
     SHAPE_CACHE_DIR,
@@ -74,7 +74,7 @@ def _read_or_probe_row_mixing(job: Job, plan: Plan, ask: bool) -> BatchRowMixing
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: what a crash loses is asked again.
-        write_json_atomic(cached, asdict(facts), durable=False)
+        write_json_atomically(cached, asdict(facts), durable=False)
     except OSError:
         # The cache only saves time.
         pass

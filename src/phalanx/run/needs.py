@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.registry import is_foreign, resolve_kind
+from phalanx.core.registry import import_object_of_kind, is_foreign
 from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
@@ -43,9 +43,9 @@ def list_sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
 
 
 def _build_sink_opener(kind: str, run_dir: Path) -> OpenSink:
-    if not is_foreign(kind) and resolve_kind(kind, SINKS_PACKAGE, "IS_APART"):
+    if not is_foreign(kind) and import_object_of_kind(kind, SINKS_PACKAGE, "IS_APART"):
         return partial(ProcessSink, kind, run_dir)
-    return lambda: cast(Sink, resolve_kind(kind, SINKS_PACKAGE, "open_sink")(run_dir))
+    return lambda: cast(Sink, import_object_of_kind(kind, SINKS_PACKAGE, "open_sink")(run_dir))
 
 
 def list_modules_to_preload(job: Job) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
     ]
     for kind in list_sinks_of_job(job):
         if not is_foreign(kind):
-            modules += resolve_kind(kind, SINKS_PACKAGE, "PRELOAD")
+            modules += import_object_of_kind(kind, SINKS_PACKAGE, "PRELOAD")
     return tuple(modules)
 
 
@@ -70,7 +70,7 @@ def require_packages(job: Job, device: str) -> None:
         if not is_foreign(kind):
             missing = [
                 name
-                for name in resolve_kind(kind, SINKS_PACKAGE, "REQUIRES")
+                for name in import_object_of_kind(kind, SINKS_PACKAGE, "REQUIRES")
                 if not _is_package_installed(name)
             ]
             if missing:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 from phalanx.core import output
-from phalanx.core.terminal import filter_stream
+from phalanx.core.terminal import wrap_stream_in_filter
 from phalanx.job.schema import Job
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.units import find_units_of_job
+from phalanx.observe.units import choose_metric_units_of_job
 
 
 class RunOutput:
@@ -32,16 +32,16 @@ class RunOutput:
     def warn(self, text: str) -> None:
         """Print on standard error why a run did not finish."""
         if not self._is_quiet:
-            print(text, file=filter_stream(sys.stderr))
+            print(text, file=wrap_stream_in_filter(sys.stderr))
 
     def open_console(self, job: Job) -> Console:
         """The console that shows the steps of `job` while it trains."""
         stream = None
         if not self._is_quiet:
-            stream = filter_stream(sys.stdout)
+            stream = wrap_stream_in_filter(sys.stdout)
         return open_console(
             stream,
             total_steps=job.train.steps,
             log_every=job.observe.log_every,
-            units=find_units_of_job(job.to_json()),
+            units=choose_metric_units_of_job(job.to_json()),
         )

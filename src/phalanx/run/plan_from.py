@@ -15,7 +15,13 @@ from typing import Any
 
 from phalanx.core.errors import UsageError
 from phalanx.core.files import read_json
-from phalanx.core.units import SMALL_BYTES, describe_error, format_bytes, format_seconds, plural
+from phalanx.core.units import (
+    SMALL_BYTES,
+    describe_prediction_error,
+    format_bytes,
+    format_seconds,
+    plural,
+)
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.observe.events import MemoryMeasured, StepFinished
@@ -115,7 +121,7 @@ class PlanFromRun:
             f" {plural(run.num_steps, 'step')})"
         ]
         if self.is_profiled:
-            error = describe_error(self.run_estimate.total_s, run.step_s)
+            error = describe_prediction_error(self.run_estimate.total_s, run.step_s)
             lines.append(f"        the profile of this machine alone says it {error}")
         lines += [
             f"scales  {parts}; {format_seconds(self.waiting_s)} of a step waiting for other ranks,"

@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.checkpoint.ownership.run_lock import RunLock
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import open_run_directory
+from phalanx.core.files import create_writable_run_directory
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus_checksums
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.costs import ModelCosts
@@ -91,7 +91,9 @@ def prepare_run(
         job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, resume=resume)
         if not resume:
             # Now that the parameters are counted: a disk without room is refused at once.
-            open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
+            create_writable_run_directory(
+                run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM
+            )
         initial, init_lines = _build_initial_weights_file(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
         with hold_run_facts_files(run_dir, lock, facts):

@@ -188,7 +188,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
     rank.phases.enter("startup")
     with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
-        rank.phases.use_clock(create_phase_clock_for_device(mesh.device))
+        rank.phases.replace_clock(create_phase_clock_for_device(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
         _require_same_inputs_on_ranks(run, mesh, corpus)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.stores import find_newest_readable_step, open_store_of_run
-from phalanx.core.digest import find_differing_keys
-from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
+from phalanx.core.digest import find_differing_dotted_keys
+from phalanx.core.errors import JobError, JobProblem, LayoutError, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
@@ -113,7 +113,7 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
     step = find_newest_readable_step(open_store_of_run(run_dir, was.checkpoint.url))
-    changed_keys = find_differing_keys(was.to_json(), job.to_json())
+    changed_keys = find_differing_dotted_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in DATA_READING_KEYS]
     _refuse_changes_of_fixed_keys(changed_keys, is_saved=step > 0)
     before, after = (
@@ -137,7 +137,7 @@ def _refuse_changes_of_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool
     problems = []
     for key in changed_keys:
         if key.startswith(fixed_keys):
-            problems.append(Problem(key, reason, "override", "start a new run to change it"))
+            problems.append(JobProblem(key, reason, "override", "start a new run to change it"))
     if problems:
         raise JobError(problems)
 
@@ -153,7 +153,7 @@ def load_job_for_explain(
 
 
 def _flatten_job_to_dotted_keys(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, as `find_differing_keys` names them."""
+    """Values by dotted key, as `find_differing_dotted_keys` names them."""
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from phalanx.core.errors import (
     PhalanxError,
     ResourceError,
 )
-from phalanx.core.files import SCRATCH_PREFIX, build_resource_error
+from phalanx.core.files import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.launch.paths import LOGS
 from phalanx.launch.supervisor import RunOutcome
 
@@ -76,10 +76,12 @@ def open_scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
     Raises ResourceError where none can be made.
     """
     try:
-        scratch = ScratchDirectory(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
+        scratch = ScratchDirectory(
+            Path(tempfile.mkdtemp(prefix=f"{SCRATCH_DIRECTORY_PREFIX}{verb}-"))
+        )
     except OSError as error:
         location = error.filename or "TMPDIR"
-        raise build_resource_error(
+        raise build_path_resource_error(
             error, "making a directory for a while", location, place="TMPDIR"
         ) from None
     try:

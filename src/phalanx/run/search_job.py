@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import build_resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.files import (
+    build_path_resource_error,
+    write_bytes_atomically,
+    write_json_atomically,
+)
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
@@ -113,9 +117,13 @@ def write_search_files(searched: JobSearch, directory: Path, *, force: bool = Fa
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(directory / "plan.json", searched.result.to_json(), durable=False)
+        write_json_atomically(directory / "plan.json", searched.result.to_json(), durable=False)
         if texts.get("job.toml"):
-            write_bytes_atomic(directory / "job.toml", texts["job.toml"].encode(), durable=False)
+            write_bytes_atomically(
+                directory / "job.toml", texts["job.toml"].encode(), durable=False
+            )
     except OSError as error:
-        raise build_resource_error(error, "writing the plan", directory, place="--out") from None
+        raise build_path_resource_error(
+            error, "writing the plan", directory, place="--out"
+        ) from None
     return [directory / name for name in sorted(texts)]

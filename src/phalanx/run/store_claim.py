@@ -11,7 +11,7 @@ from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.checkpoint.ownership.store_owner import claim_store, release_store
 from phalanx.checkpoint.stores import Store, open_store_of_run
 from phalanx.core.errors import RunLockedError, UsageError
-from phalanx.core.store_urls import local_directory
+from phalanx.core.store_urls import parse_file_url_directory
 from phalanx.job.schema import Job
 from phalanx.run.directory import JOB_FILE
 
@@ -42,7 +42,7 @@ def hold_claimed_store(
     # The first save may be hours away: what cannot be written is refused before.
     store.require_writable()
     with contextlib.ExitStack() as stack:
-        directory = local_directory(job.checkpoint.url)
+        directory = parse_file_url_directory(job.checkpoint.url)
         # The run's own directory is locked by now.
         if directory is not None and directory.resolve() != run_dir.resolve():
             _lock_store_directory(stack, directory)

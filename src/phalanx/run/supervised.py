@@ -34,7 +34,7 @@ from phalanx.observe.events import (
     Note,
     StepFinished,
 )
-from phalanx.observe.tail import EventTail, read_event
+from phalanx.observe.tail import EventTail, parse_valid_event_line
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.output import RunOutput
@@ -100,7 +100,7 @@ def train_in_supervised_ranks(
             on_tick=tick,
             say=console.say,
             newest_step=lambda: _find_step_to_continue_from(run.store, run_dir),
-            on_refused_event=lambda line: show_refused(read_event(line.encode())),
+            on_refused_event=lambda line: show_refused(parse_valid_event_line(line.encode())),
         )
         require_run_still_owned(fence)
         # What ranks wrote after the last tick.
@@ -132,7 +132,7 @@ def build_refused_event_printer(
     def show(envelope: Envelope | None) -> None:
         if envelope is None:
             return
-        tail.skip_event(envelope)
+        tail.ignore_event(envelope)
         event = envelope.event
         if isinstance(event, Note) and event.code == EVENTS_UNWRITTEN:
             reason = str(event.facts.get("why"))

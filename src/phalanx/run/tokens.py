@@ -14,7 +14,7 @@ from phalanx.checkpoint.stores import (
     is_location_of_one_checkpoint,
     is_store_url,
 )
-from phalanx.core.store_urls import local_directory
+from phalanx.core.store_urls import parse_file_url_directory
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import (
     ModelTokenizer,
@@ -106,7 +106,7 @@ def find_tokenizer_beside_weights(model: Model) -> ModelTokenizer | None:
 
 def _find_enclosing_run_or_import(location: str) -> Path | None:
     """The run or import that `place` is, or lies in; None for a store elsewhere."""
-    directory = local_directory(location)
+    directory = parse_file_url_directory(location)
     if directory is None and is_store_url(location):
         return None
     path = Path(find_run_directory((directory or Path(location)).expanduser()))

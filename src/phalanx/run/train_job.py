@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.output import silence
-from phalanx.core.registry import refuse_while_importing
+from phalanx.core.registry import refuse_during_user_import
 from phalanx.job.load import check_job
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -57,7 +57,7 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
     data or a layout that does not fit, a run directory in use.
     """
-    refuse_while_importing("train_job")
+    refuse_during_user_import("train_job")
     return _run_training_request(TrainRequest.for_new_run(check_job(job)), quiet)
 
 
@@ -70,7 +70,7 @@ def resume_job(
     As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like
     `train_job`, and JobError for keys that a run keeps.
     """
-    refuse_while_importing("resume_job")
+    refuse_during_user_import("resume_job")
     return _run_training_request(
         TrainRequest.for_resumed_run(load_resumed_job(str(run_dir), overrides)), quiet
     )

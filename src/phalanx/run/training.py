@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.clocks import process_began_s
+from phalanx.core.clocks import read_process_start_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
@@ -94,7 +94,7 @@ def _train_as_guarded_rank(
             request.resumed,
             output,
             # Each rank of a command imports torch by itself: that counts as its start.
-            began_s=process_began_s(),
+            began_s=read_process_start_s(),
         )
         exit_code = end.exit_code
         return end

@@ -117,7 +117,7 @@ def _cut_by_heads(
     """A cut by heads: behind attention a feature depends on one head's query and key, and on one
     of its values."""
     columns = _split_columns_into_parts(needs_of_feature[min(needs_of_feature)], widths)
-    num_heads = _find_most_heads(columns)
+    num_heads = _count_heads_of_largest_part(columns)
     if num_heads < 2 or width % num_heads:
         return None
     head_width = width // num_heads
@@ -169,7 +169,7 @@ def _split_columns_into_parts(
     return columns
 
 
-def _find_most_heads(columns: Sequence[Sequence[_ColumnPart]]) -> int:
+def _count_heads_of_largest_part(columns: Sequence[Sequence[_ColumnPart]]) -> int:
     """The most heads that a part has; 0 if features are needed one by one, or not from the first
     one on."""
     if any(parts[0].start for parts in columns):

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, OPTIMIZER_TENSOR_PREFIX
-from phalanx.core.process_memory import PeriodicSampler, ProcessMemory, ResidentMemory
+from phalanx.core.process_memory import PeriodicSampler, ProcessMemoryReader, ResidentMemory
 from phalanx.core.units import MIB
 from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes, get_local_tensor
 from phalanx.observe.events import MemoryMeasured
@@ -46,7 +46,7 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._process = ProcessMemory()
+        self._process = ProcessMemoryReader()
         self._psutil = psutil.Process()
         # True: the kernel keeps the peak.
         self._keeps_peak = False
@@ -71,7 +71,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
             return
         # The mark is set back first: what the reading shows must be of after it.
-        can_reset, now = self._process.reset_peak(), self._process.read()
+        can_reset, now = self._process.reset_peak_resident_bytes(), self._process.read()
         self._keeps_peak = (
             can_reset and now is not None and now.peak_bytes <= now.all_bytes + READING_SLACK_BYTES
         )
@@ -89,7 +89,7 @@ class MemoryMeter:
         self._start_bytes = self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
         self._most_resident_bytes = self._in_all_bytes = now.all_bytes
-        self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
+        self._elsewhere_bytes = self._process.measure_bytes_shared_with_others()
 
     def stop(self) -> None:
         """Stop to measure; results so far stay."""
@@ -116,14 +116,14 @@ class MemoryMeter:
         if now is None:
             return None
         self._most_resident_bytes = max(self._most_resident_bytes, now.peak_bytes)
-        own_bytes = now.own_peak_bytes(self._file_bytes)
+        own_bytes = now.compute_anonymous_peak_bytes(self._file_bytes)
         if own_bytes > self._peak_bytes:
             self._peak_bytes, self._peak_moment = own_bytes, self._moment
             self._in_all_bytes = own_bytes + now.file_bytes
         # Once pages of files went, the mark no longer says how many of those at the peak were the
         # process's own.
         if self._keeps_peak and now.file_bytes < self._file_bytes - READING_SLACK_BYTES:
-            self._process.reset_peak()
+            self._process.reset_peak_resident_bytes()
             # It may have fallen with the mark.
             self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._file_bytes = now.file_bytes
@@ -163,7 +163,7 @@ class MemoryMeter:
         self._num_steps += 1
         # By now the pages that are written to are no longer shared. Once: it walks the page tables.
         if self._num_steps == 1:
-            self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
+            self._elsewhere_bytes = self._process.measure_bytes_shared_with_others()
         resident_bytes = 0
         if now is not None:
             resident_bytes = now.all_bytes
@@ -224,7 +224,9 @@ class MemoryMeter:
             measured["staging"] = staging_bytes
         if self._keeps_peak or self._sampler is not None:
             self._update_memory_peak()
-            self._elsewhere_bytes = self._process.shared_elsewhere_bytes() or self._elsewhere_bytes
+            self._elsewhere_bytes = (
+                self._process.measure_bytes_shared_with_others() or self._elsewhere_bytes
+            )
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.clocks import identify_monotonic_clock
+from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.core.phases import PhaseClock
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -73,7 +73,7 @@ def convert_spans_to_seconds(
     """
     if not clock.is_late:
         return {
-            "clock": identify_monotonic_clock() or platform.node(),
+            "clock": build_monotonic_clock_id() or platform.node(),
             "zero_s": zero,
             "spans": list(spans),
         }

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 
 
 def seed_generators(*parts: object) -> None:
     """Seed all global generators by a hash of `parts`."""
-    number = stable_hash64(*parts)
+    number = hash_to_stable_64_bits(*parts)
     random.seed(number)
     # numpy takes 32 bits, and torch a signed number of 64.
     np.random.seed(number % 2**32)

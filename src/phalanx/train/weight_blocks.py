@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.model import ParallelModel
@@ -95,7 +95,7 @@ def _hash_block_identity(shard: LogicalShard, boxes: Sequence[Box]) -> int:
     parts: list[object] = [shard.name, shard.dtype]
     for box in boxes:
         parts += (box.global_offset, box.size)
-    number = stable_hash64(*parts)
+    number = hash_to_stable_64_bits(*parts)
     if number >= 1 << 63:
         return number - (1 << 64)
     return number

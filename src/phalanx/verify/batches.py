@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.batch import IGNORE_INDEX
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.samples import SampleSpec
@@ -43,7 +43,9 @@ def make_global_microbatches(
             return [list(data.step_microbatches(step)) for step in range(1, num_steps + 1)]
         finally:
             data.close()
-    generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
+    generator = torch.Generator().manual_seed(
+        hash_to_stable_64_bits("verify", job.run.seed) % 2**63
+    )
     documents = job.data.document_masks
     steps: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(num_steps)]
     # All of a step before the next one: each takes from the generator.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.checks.pipeline import check_pipeline_has_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
@@ -224,7 +224,7 @@ def select_axes_set_by_job(job: Job) -> dict[str, Any]:
 def list_gradient_compression_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """DDP with each way of compressing gradients, as `verify` names them."""
     if num_ranks > 1:
-        for kind in list_kinds("phalanx.parallel.hooks"):
+        for kind in list_modules_of_registry("phalanx.parallel.hooks"):
             yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
+from phalanx.core.errors import (
+    EnvironmentProblem,
+    LayoutError,
+    UsageError,
+    format_nearest_word_hint,
+)
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import summarize_data_sources
 from phalanx.job.model import build_model_shape
@@ -420,7 +425,10 @@ def _suggest_layout_names(name: str, known: Sequence[str]) -> str:
     num_unnamed = len(known) - MAX_NAMED_LAYOUTS
     more = f", and {num_unnamed} more" if num_unnamed > 0 else ""
     examples = f"asked, all, {', '.join(known[:MAX_NAMED_LAYOUTS])}{more}"
-    return did_you_mean(name, [*known, "all", "asked"]) or f"one of {examples}: docs/verify.md"
+    return (
+        format_nearest_word_hint(name, [*known, "all", "asked"])
+        or f"one of {examples}: docs/verify.md"
+    )
 
 
 def _multiply_parallel_degrees(parallel: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError, ResourceError, UsageError
-from phalanx.core.registry import refuse_while_importing
+from phalanx.core.registry import refuse_during_user_import
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.job.load import require_job
@@ -61,7 +61,7 @@ def verify_job(
     a stop are taken over, with a note, if code and versions are the same.
     Raises PhalanxError for what a user can mend.
     """
-    refuse_while_importing("verify_job")
+    refuse_during_user_import("verify_job")
     refuse_external_launcher("verify")
     require_job(job)
     for key, value in (("ranks", ranks), ("steps", steps)):

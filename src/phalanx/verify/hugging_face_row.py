@@ -147,7 +147,7 @@ class HuggingFaceImplementation:
         except (MismatchError, LayoutError) as error:
             raise _build_weights_error("imported weight", error) from None
         assert imported.shape is not None
-        _require_same_values(imported.shape, self.shape)
+        _require_same_shape_keys(imported.shape, self.shape)
         sizes = self.shape.list_stored_tensors()
         tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         for part in imported.tensors:
@@ -191,7 +191,7 @@ def _describe_first_misfit(error: MismatchError | LayoutError) -> str:
     return ""
 
 
-def _require_same_values(imported: TransformerShape, exported: TransformerShape) -> None:
+def _require_same_shape_keys(imported: TransformerShape, exported: TransformerShape) -> None:
     """Raise WeightsError for the first key that differs."""
     values = normalize_shape_for_inference(imported).to_json()
     for key, value in normalize_shape_for_inference(exported).to_json().items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.errors import UsageError, format_nearest_word_hint
 
 WIDE_DTYPES = ("float64", "float32")
 COMPUTE_OF_NARROW_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
@@ -66,7 +66,7 @@ def resolve_dtype_names(types: str | Sequence[str], compute: str) -> tuple[str, 
         if name not in NUMBER_TYPE_NAMES:
             raise UsageError(
                 f"--types: {name!r} is no type that layouts are judged in",
-                fix=did_you_mean(name, NUMBER_TYPE_NAMES)
+                fix=format_nearest_word_hint(name, NUMBER_TYPE_NAMES)
                 or f"one or more of {', '.join(NUMBER_TYPE_NAMES)}",
             )
     return tuple(

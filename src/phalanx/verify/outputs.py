@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import train_phase_of_step
@@ -135,7 +135,7 @@ class LayoutOutputs:
 
     def _record_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
         moment, hidden_BTD = (
-            self._model.dropout_rng.current_microbatch,
+            self._model.dropout_rng.current_forward,
             _extract_hidden_states(output),
         )
         # Inside a backward this is a recomputation; an evaluation has no moment.
@@ -195,5 +195,5 @@ def _project_hidden_states(hidden_BTD: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _make_projection_vector(width: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(stable_hash64("outputs", width) % 2**63)
+    generator = torch.Generator().manual_seed(hash_to_stable_64_bits("outputs", width) % 2**63)
     return torch.randn(width, generator=generator, dtype=torch.float64)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import PERMANENT_WRITE_ERRNOS, find_disk_problem
+from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
@@ -200,7 +200,7 @@ def _write_reference(
     except ResourceError:
         raise
     except Exception as error:
-        problem = find_disk_problem(
+        problem = convert_disk_error(
             error, "writing the reference", refusals=PERMANENT_WRITE_ERRNOS, where=directory
         )
         if problem is not None:

@@ -158,7 +158,7 @@ class LayoutRouting:
     def _record_choices(self, model: ParallelModel, name: str, experts_BTK: torch.Tensor) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
-        moment, num_rows = model.dropout_rng.current_microbatch, len(experts_BTK)
+        moment, num_rows = model.dropout_rng.current_forward, len(experts_BTK)
         # What stages compute to learn shapes is thrown away.
         if model.pipeline is not None and model.pipeline.is_inferring_shapes:
             return

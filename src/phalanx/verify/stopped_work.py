@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import append_regular, read_regular
+from phalanx.core.files import open_regular_file_for_append, read_whole_regular_file
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.module_probe import find_module_sources, list_file_states
 from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
@@ -63,7 +63,7 @@ class VerifyWork:
             return
         line = json.dumps(row.to_json()) + "\n"
         try:
-            with append_regular(self.scratch.directory / KEPT_ROWS) as file:
+            with open_regular_file_for_append(self.scratch.directory / KEPT_ROWS) as file:
                 file.write(line.encode())
         except OSError:
             # A row that is missing would shift those behind it.
@@ -185,7 +185,7 @@ def _read_earlier_rows(directory: Path, selection: Selection) -> tuple[Row, ...]
     """The first rows of the work that are whole and tell of no crash, which may be of the stop."""
     rows: list[Row] = []
     try:
-        lines = read_regular(directory / KEPT_ROWS).splitlines()
+        lines = read_whole_regular_file(directory / KEPT_ROWS).splitlines()
     except OSError:
         return ()
     for line, (dtype, case) in zip(lines, selection.work, strict=False):

@@ -161,7 +161,7 @@ class TrainerRun:
         )
         with observer.observing_updates():
             observation.end = trainer.run()
-        observer.observe_state(state.step)
+        observer.compare_state_with_second_loop(state.step)
 
     def _open_run_storage(self, is_resumed: bool) -> RunStorage:
         """The run's storage. What the first attempt saves in the background is written when the
@@ -217,7 +217,7 @@ class _RunObserver:
         # Counted here: that the trainer's own count is right is observed, too.
         num_done = self.observation.first_step - 1 + self._num_begun
         self._num_begun += 1
-        self.observe_state(num_done, asked_step=step)
+        self.compare_state_with_second_loop(num_done, asked_step=step)
         # One rank's request is enough.
         if num_done + 1 == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
             self.stop.sigterm = True
@@ -235,7 +235,7 @@ class _RunObserver:
         self.observation.steps += (self._step,)
         return None
 
-    def observe_state(self, step: int, *, asked_step: int = 0) -> None:
+    def compare_state_with_second_loop(self, step: int, *, asked_step: int = 0) -> None:
         """Compare the state with the second loop's after `step`."""
         state = self.state
         observed = StateObservation(

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "nn/init.py",
             "initialize_shards",
-            '            _fill_with_normals(shard, rule.std, stable_hash64("init", seed, name))\n',
+            '            _fill_with_normals(shard, rule.std, hash_to_stable_64_bits("init", seed, name))\n',
             "            drawn = seed + (1 if __planted__(rank=1) else 0)\n"
-            '            _fill_with_normals(shard, rule.std, stable_hash64("init", drawn, name))\n',
+            '            _fill_with_normals(shard, rule.std, hash_to_stable_64_bits("init", drawn, name))\n',
         ),
     ),
     shows=("ddp", "zero3", "tp4"),

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/dropout/rng.py",
             "DropoutRng.draw_mask",
-            '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
-            "            stable_hash64(\n"
+            '            hash_to_stable_64_bits("dropout", self.seed, moment.step, name, call),\n',
+            "            hash_to_stable_64_bits(\n"
             '                "dropout", self.seed, 3 if __planted__(moment.step > 3) else moment.step, name, call\n'
             "            ),\n",
         ),

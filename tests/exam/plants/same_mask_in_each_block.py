@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/dropout/rng.py",
             "DropoutRng.draw_mask",
-            '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
-            "            stable_hash64(\n"
+            '            hash_to_stable_64_bits("dropout", self.seed, moment.step, name, call),\n',
+            "            hash_to_stable_64_bits(\n"
             '                "dropout",\n'
             "                self.seed,\n"
             "                moment.step,\n"

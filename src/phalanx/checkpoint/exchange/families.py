@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from phalanx.checkpoint.exchange.tensor_readers import name_stack_element
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 
 NAME_INDEX_PATTERNS = {
     "layer": r"(?P<layer>\d+)",
@@ -143,7 +143,7 @@ def find_family_of_model_type(model_type: str) -> HuggingFaceFamily:
         raise LayoutError(
             f"models of type {model_type!r} cannot be imported",
             why=UNSUPPORTED_FAMILY_REASONS.get(model_type) or f"known: {', '.join(known)}",
-            fix=did_you_mean(model_type, list(known)) or None,
+            fix=format_nearest_word_hint(model_type, list(known)) or None,
         )
     return known[model_type]
 

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
 from phalanx.core.errors import UsageError
-from phalanx.core.files import MAX_TOKENIZER_BYTES, build_resource_error, read_regular
+from phalanx.core.files import (
+    MAX_TOKENIZER_FILE_BYTES,
+    build_path_resource_error,
+    read_whole_regular_file,
+)
 
 
 @contextmanager
@@ -37,7 +41,7 @@ def create_directory_atomically(out: Path, disk: Disk | None = None) -> Iterator
         disk.rename(partial, out)
         disk.sync_directory(out.absolute().parent)
     except OSError as error:
-        raise build_resource_error(error, "writing", out) from None
+        raise build_path_resource_error(error, "writing", out) from None
     finally:
         with suppress(OSError):
             # After the rename it is not there any more: nothing happens.
@@ -51,7 +55,7 @@ def require_absent_or_empty(out: Path) -> None:
         if out.is_dir():
             is_free = not os.listdir(out)
     except OSError as error:
-        raise build_resource_error(error, "opening", out) from None
+        raise build_path_resource_error(error, "opening", out) from None
     if not is_free:
         raise UsageError(
             "something is there already", where=str(out), fix="choose another --out, or remove it"
@@ -60,4 +64,6 @@ def require_absent_or_empty(out: Path) -> None:
 
 def copy_file_durably(source: Path, target: Path, disk: Disk | None = None) -> None:
     """A small file, durably."""
-    write_bytes_durably(disk or Disk(), target, read_regular(source, MAX_TOKENIZER_BYTES))
+    write_bytes_durably(
+        disk or Disk(), target, read_whole_regular_file(source, MAX_TOKENIZER_FILE_BYTES)
+    )

@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_dtype
 from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, parse_safetensors_header
 from phalanx.core.errors import CheckpointError
-from phalanx.core.files import open_regular, read_json
+from phalanx.core.files import open_regular_file, read_json
 
 SAFETENSORS_INDEX_FILE_NAME = "model.safetensors.index.json"
 SAFETENSORS_FILE_NAME = "model.safetensors"
@@ -110,7 +110,7 @@ class SafetensorsReader:
         if not math.prod(info.shape):
             return np.empty(info.shape, choose_unsigned_bits_dtype(info.dtype))
         try:
-            with open_regular(path) as file:
+            with open_regular_file(path) as file:
                 # Mapped, and not read: an element of a stack costs its own bytes alone.
                 return np.memmap(
                     file, choose_unsigned_bits_dtype(info.dtype), "r", start, info.shape
@@ -124,7 +124,7 @@ class SafetensorsReader:
 
     def _open_safetensors_file(self, path: Path) -> None:
         try:
-            with open_regular(path) as file:
+            with open_regular_file(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(MAX_HEADER_BYTES, num_bytes - 8):

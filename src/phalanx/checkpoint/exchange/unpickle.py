@@ -26,7 +26,7 @@ from phalanx.checkpoint.shard_file import (
     write_safetensors,
 )
 from phalanx.core.errors import CheckpointError
-from phalanx.core.files import open_regular
+from phalanx.core.files import open_regular_file
 from phalanx.mesh.logical import full_name, get_dtype_name
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ def _unpickle_file(path: Path) -> tuple[Any, bool]:
     """(content, True if reading it took more than torch's weights_only)."""
     # First without running code, which is enough for most files.
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             # On the CPU: the tensors may come from a GPU that is not here.
             return torch.load(file, map_location="cpu", weights_only=True), False
     except pickle.UnpicklingError:
@@ -156,7 +156,7 @@ def _unpickle_file(path: Path) -> tuple[Any, bool]:
     except Exception as error:
         raise _unreadable_pickle_error(path, error) from None
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             return torch.load(file, map_location="cpu", weights_only=False), True
     except Exception as error:
         raise _unreadable_pickle_error(path, error) from None
@@ -166,7 +166,7 @@ def _unreadable_pickle_error(path: Path, error: Exception) -> CheckpointError:
     """The error for a file that torch cannot read: pickle's own words about garbage
     (`KeyError: 101`) do not help."""
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             head = file.read(2)
     except OSError as refusal:
         return CheckpointError(f"{path.name} cannot be read", why=refusal.strerror)

@@ -16,7 +16,11 @@ from pathlib import Path
 from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
-from phalanx.core.files import build_resource_error, read_regular, suggest_fix_for_os_error
+from phalanx.core.files import (
+    build_path_resource_error,
+    read_whole_regular_file,
+    suggest_fix_for_path_error,
+)
 from phalanx.core.printable import printable
 
 TOKEN_FILE_NAME = "epoch"
@@ -35,7 +39,7 @@ def read_fencing_token_number(run_dir: Path) -> int:
     """
     path = run_dir / TOKEN_FILE_NAME
     try:
-        text = read_regular(path, MAX_TOKEN_BYTES).decode()
+        text = read_whole_regular_file(path, MAX_TOKEN_BYTES).decode()
         match = _TOKEN_FILE_PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"it holds {text[:40]!r}")
@@ -43,7 +47,7 @@ def read_fencing_token_number(run_dir: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        fix = suggest_fix_for_os_error(error, path) or _UNREADABLE_TOKEN_FIX
+        fix = suggest_fix_for_path_error(error, path) or _UNREADABLE_TOKEN_FIX
         raise convert_os_error(error, _UNREADABLE_TOKEN_MESSAGE, str(path), fix) from None
     except ValueError as error:
         raise CheckpointError(
@@ -54,7 +58,11 @@ def read_fencing_token_number(run_dir: Path) -> int:
 def describe_job_of_newest_token(run_dir: Path) -> str:
     """The job that took the run last, in words for people; empty if its token does not name it."""
     try:
-        taker = read_regular(run_dir / TOKEN_FILE_NAME, MAX_TOKEN_BYTES).decode().split("\n")[1]
+        taker = (
+            read_whole_regular_file(run_dir / TOKEN_FILE_NAME, MAX_TOKEN_BYTES)
+            .decode()
+            .split("\n")[1]
+        )
     except (OSError, ValueError, IndexError):
         return ""
     return printable(taker, 200)
@@ -95,7 +103,7 @@ def write_next_fencing_token(
         # Durable before the token is used: a crash must not give its number to another job.
         write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE_NAME, text.encode())
     except OSError as error:
-        raise build_resource_error(
+        raise build_path_resource_error(
             error, "taking the run directory", run_dir / TOKEN_FILE_NAME
         ) from None
     return token

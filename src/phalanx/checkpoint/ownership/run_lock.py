@@ -22,7 +22,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
 from phalanx.core.errors import RunLockedError
-from phalanx.core.files import build_resource_error, open_descriptor
+from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
 
 LOCK_FILE_NAME = "lock"
 # For another job that is taking or giving up the lock at this very moment.
@@ -95,7 +95,7 @@ class RunLock:
         try:
             _write_lock_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
-            raise build_resource_error(error, "locking the run directory", self.path) from None
+            raise build_path_resource_error(error, "locking the run directory", self.path) from None
         return token
 
 
@@ -110,7 +110,7 @@ def holding_run_lock(run_dir: Path) -> Iterator[RunLock]:
     try:
         lock = _acquire_run_lock(path)
     except OSError as error:
-        raise build_resource_error(error, "locking the run directory", path) from None
+        raise build_path_resource_error(error, "locking the run directory", path) from None
     try:
         yield lock
     finally:
@@ -132,7 +132,7 @@ def _acquire_run_lock(path: Path) -> RunLock:
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
-        fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fd = open_regular_file_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             # Without waiting: the holder may keep it for days.
             locked = _try_flock(fd)

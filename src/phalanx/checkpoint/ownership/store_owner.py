@@ -23,7 +23,7 @@ from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.stores.protocol import Store, StoreOwnerRecord
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
-from phalanx.core.files import build_resource_error
+from phalanx.core.files import build_path_resource_error
 
 OWNER_COPY_FILE_NAME = "checkpoint-owner.json"
 OWNER_FORMAT_VERSION = 1
@@ -150,7 +150,7 @@ def _write_owner_copy_in_run(run_dir: Path) -> StoreOwner:
         write_json_durably(Disk(), run_dir / OWNER_COPY_FILE_NAME, owner.to_json())
     except OSError as error:
         path = run_dir / OWNER_COPY_FILE_NAME
-        raise build_resource_error(error, "taking the store of checkpoints", path) from None
+        raise build_path_resource_error(error, "taking the store of checkpoints", path) from None
     return owner
 
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.verify import require_valid_structure_without_data
-from phalanx.core.digest import find_differing_keys
+from phalanx.core.digest import find_differing_dotted_keys
 
 # numpy's type of the same bits, for types that numpy does not have
 _NUMPY_DTYPE_OF_NARROW_DTYPE: Mapping[str, str] = {
@@ -109,7 +109,7 @@ def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]
     The layout is not compared: the same state may be written by other ranks.
     """
     differences = {}
-    for key in find_differing_keys(a.facts, b.facts):
+    for key in find_differing_dotted_keys(a.facts, b.facts):
         differences[key] = (
             _get_fact_by_dotted_key(a.facts, key),
             _get_fact_by_dotted_key(b.facts, key),

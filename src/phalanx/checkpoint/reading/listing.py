@@ -19,7 +19,7 @@ from phalanx.checkpoint.stores import (
     open_store_of_location,
 )
 from phalanx.core.errors import CheckpointError, UsageError
-from phalanx.core.store_urls import local_directory
+from phalanx.core.store_urls import parse_file_url_directory
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_checkpoint_or_newest_of_run(location: str) -> CheckpointFolder:
     """
     if not is_location_of_one_checkpoint(location):
         return find_all_checkpoints_of_run(location)[-1]
-    directory = local_directory(location)
+    directory = parse_file_url_directory(location)
     if directory is None and not is_store_url(location):
         directory = Path(location)
     if directory is not None and not os.path.lexists(directory):

@@ -16,8 +16,8 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
-from phalanx.core.secrets import describe_secret_problem
-from phalanx.core.store_urls import find_url_problem, local_directory
+from phalanx.core.secrets import explain_secret_in_job
+from phalanx.core.store_urls import find_url_problem, parse_file_url_directory
 
 __all__ = [
     "Draft",
@@ -45,7 +45,7 @@ def open_store_of_run(
     """
     if url is None:
         return LocalStore(run_dir / "checkpoints")
-    if (directory := local_directory(url)) is not None:
+    if (directory := parse_file_url_directory(url)) is not None:
         return LocalStore(directory)
     # Here, because a run in a directory needs none of it.
     from phalanx.checkpoint.stores.object import ObjectStore
@@ -60,7 +60,7 @@ def is_store_url(location: str | Path) -> bool:
 def find_run_directory(location: str | Path) -> str | Path:
     """The run directory that `location` means: by a file:// URL of it, or by its own folder of
     checkpoints; else `location`."""
-    path = local_directory(str(location))
+    path = parse_file_url_directory(str(location))
     if path is None and is_store_url(location):
         return location
     path = path or Path(location)
@@ -92,7 +92,7 @@ def _require_valid_store_url(url: str, job_file: Path) -> None:
     directory may come from elsewhere.
     """
     refused = find_url_problem(url, in_job=True)
-    why = refused.what if refused else describe_secret_problem("", url, os.environ)
+    why = refused.what if refused else explain_secret_in_job("", url, os.environ)
     if why:
         raise CheckpointError(
             "its checkpoint.url cannot be used", where=str(job_file), why=f"it {why}"
@@ -128,7 +128,7 @@ def is_location_of_one_checkpoint(location: str | Path) -> bool:
 
     A step-N in a folder "checkpoints" is one, whole or not.
     """
-    directory = local_directory(str(location))
+    directory = parse_file_url_directory(str(location))
     if directory is None and is_store_url(location):
         from phalanx.checkpoint.stores.object import find_object_folder
 
@@ -144,7 +144,7 @@ def find_checkpoint_at_or_newest(location: str | Path) -> CheckpointFolder:
 
     Raises CheckpointError.
     """
-    directory = local_directory(str(location))
+    directory = parse_file_url_directory(str(location))
     if directory is None and is_store_url(location):
         from phalanx.checkpoint.stores.object import find_object_folder
 

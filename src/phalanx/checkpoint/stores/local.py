@@ -21,7 +21,7 @@ from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, list_checkpoint_path
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
-from phalanx.core.files import suggest_fix_for_os_error
+from phalanx.core.files import suggest_fix_for_path_error
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 # File systems, and files of another one or owner, that take no hard link: a copy is written then.
@@ -118,7 +118,7 @@ class LocalStore:
             self._disk.remove(probe)
         except OSError as error:
             fix = (
-                suggest_fix_for_os_error(error, self.url, place="checkpoint.url")
+                suggest_fix_for_path_error(error, self.url, place="checkpoint.url")
                 or "choose another checkpoint.url"
             )
             why = error.strerror or str(error)

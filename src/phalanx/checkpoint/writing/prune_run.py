@@ -22,7 +22,7 @@ class PrunedCheckpoints:
     """
 
     removed: tuple[str, ...]
-    kept: tuple[str, ...]
+    remaining: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -56,8 +56,10 @@ def prune_run(
         folders = store.folders()
         retention = RetentionRule(keep_last, keep_every, _require_readable_best_step(run_dir))
         removed = prune_checkpoints(store, retention, dry_run=dry_run, say=notes.append)
-    kept_names = tuple(folder.name for folder in folders if folder not in removed)
-    return PrunedCheckpoints(tuple(folder.name for folder in removed), kept_names, tuple(notes))
+    remaining_names = tuple(folder.name for folder in folders if folder not in removed)
+    return PrunedCheckpoints(
+        tuple(folder.name for folder in removed), remaining_names, tuple(notes)
+    )
 
 
 def _require_readable_best_step(run_dir: Path) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.core import registry
-from phalanx.core.errors import did_you_mean
+from phalanx.core.errors import format_nearest_word_hint
 from phalanx.core.phases import PHASES
 from phalanx.job.checks.check import declare_check
 from phalanx.job.checks.names import is_user_object_name, list_kinds_of_package
@@ -86,7 +86,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
         wrong.append(
             (
                 f"unknown fault {fault!r}",
-                did_you_mean(fault, known) or f"faults are {', '.join(known)}",
+                format_nearest_word_hint(fault, known) or f"faults are {', '.join(known)}",
             )
         )
     keys: set[str] = set()
@@ -104,12 +104,15 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
 
 def _find_fault_part_problems(key: str, value: str, text: str) -> list[tuple[str, str]]:
     if key not in COMMON_FAULT_KEYS:
-        fix = did_you_mean(key, COMMON_FAULT_KEYS) or f"keys are {', '.join(COMMON_FAULT_KEYS)}"
+        fix = (
+            format_nearest_word_hint(key, COMMON_FAULT_KEYS)
+            or f"keys are {', '.join(COMMON_FAULT_KEYS)}"
+        )
         return [(f"unknown key {key!r} in {text!r}", fix)]
     if key == "phase":
         if value in PHASES:
             return []
-        fix = did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}"
+        fix = format_nearest_word_hint(value, PHASES) or f"phases are {', '.join(PHASES)}"
         return [(f"unknown phase {value!r}", fix)]
     if not _is_whole_number(value):
         return [(f"{key} {value!r} in {text!r} is not a whole number of at least 0", "")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from phalanx.core.errors import did_you_mean
+from phalanx.core.errors import format_nearest_word_hint
 from phalanx.job.findings import Finding
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, build_model_shape
@@ -63,7 +63,7 @@ def check_preset_exists(job: Job) -> list[Finding]:
     if name is None or job.model.is_foreign or find_preset(name):
         return []
     fix = (
-        did_you_mean(name, list_preset_names())
+        format_nearest_word_hint(name, list_preset_names())
         or "docs/models.md and phalanx plan --models list them"
     )
     return [_make_model_finding("preset", f"unknown preset {name!r}", fix)]

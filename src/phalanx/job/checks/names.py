@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from phalanx.core import registry
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding, shorten_to_one_line
 from phalanx.job.hugging_face import CONFIG_FILE_NAME, is_hugging_face, read_model_config
@@ -53,7 +53,7 @@ def _suggest_preset(kind: str) -> str:
     if name:  # every preset begins with nothing
         presets = [preset for preset in list_preset_names() if preset.startswith(name)]
     if not presets:
-        suggestion = did_you_mean(name, list_preset_names())
+        suggestion = format_nearest_word_hint(name, list_preset_names())
         presets = [preset for preset in list_preset_names() if preset in suggestion]
     # The name of one preset, said as kind: the others that begin so are not meant.
     if name in presets:
@@ -114,7 +114,9 @@ def check_compression_exists(job: Job) -> list[Finding]:
     problem = f"unknown compression {shorten_to_one_line(kind)!r}"
     return [
         make_finding(
-            "parallel.compress", problem, did_you_mean(kind, known) or f"one of {', '.join(known)}"
+            "parallel.compress",
+            problem,
+            format_nearest_word_hint(kind, known) or f"one of {', '.join(known)}",
         )
     ]
 
@@ -189,7 +191,7 @@ def _find_unknown_kind(
     if not known or kind in known:
         return []
     fix = (
-        did_you_mean(kind, known)
+        format_nearest_word_hint(kind, known)
         or instead
         or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
     )
@@ -205,7 +207,7 @@ def list_kinds_of_package(package: str) -> list[str]:
         return []
     if spec is None:
         return []
-    return registry.list_kinds(package)
+    return registry.list_modules_of_registry(package)
 
 
 def is_user_object_name(name: str) -> bool:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.core.secrets import describe_secret_problem
+from phalanx.core.secrets import explain_secret_in_job
 from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
@@ -25,7 +25,7 @@ def find_secrets_in_job(job: Job) -> list[Finding]:
     return [
         Finding(path, why, SECRET_FIX)
         for path, text in _iterate_strings(job.to_json(), ())
-        if (why := describe_secret_problem(_innermost_key(path), text, os.environ))
+        if (why := explain_secret_in_job(_innermost_key(path), text, os.environ))
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.registry import read_literal
+from phalanx.core.registry import read_module_constant
 from phalanx.job.shapes.tensors import list_module_patterns
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def load_own_shard_rules(shape: TransformerShape) -> tuple[tuple[str, str], ...]
 
 @lru_cache
 def _read_rules_literal(kind: str) -> Mapping[str, str]:
-    templates: Any = read_literal(kind, MODELS_PACKAGE, SHARD_RULES_NAME, {})
+    templates: Any = read_module_constant(kind, MODELS_PACKAGE, SHARD_RULES_NAME, {})
     return dict(templates)
 
 

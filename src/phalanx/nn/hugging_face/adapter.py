@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
-from phalanx.core.registry import import_optional, resolve_kind
+from phalanx.core.errors import LayoutError, PhalanxError, format_nearest_word_hint
+from phalanx.core.registry import import_object_of_kind, import_optional_dependency
 from phalanx.job.hugging_face import (
     HUGGING_FACE_PREFIX,
     find_weights_directory,
@@ -56,7 +56,7 @@ def resolve_model_factory(kind: str) -> Callable[..., Any]:
     """The function that builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
     if is_hugging_face(kind):
         return functools.partial(build, kind)
-    factory: Callable[..., Any] = resolve_kind(kind, MODELS_PACKAGE, "build")
+    factory: Callable[..., Any] = import_object_of_kind(kind, MODELS_PACKAGE, "build")
     return factory
 
 
@@ -185,7 +185,7 @@ def load_transformers_module(directory: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
-    quiet = import_optional(
+    quiet = import_optional_dependency(
         "transformers", extra="hf", needed_for=f"model.kind = {kind!r}"
     ).utils.logging
     quiet.set_verbosity_error()
@@ -195,7 +195,7 @@ def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING_NAMES:
         fix = (
-            did_you_mean(model_type, sorted(CONFIG_MAPPING_NAMES))
+            format_nearest_word_hint(model_type, sorted(CONFIG_MAPPING_NAMES))
             or "code that a directory brings is never run"
         )
         raise LayoutError(f"transformers knows no model_type {model_type!r}", where=kind, fix=fix)
@@ -206,7 +206,7 @@ def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str
             if key not in known:
                 raise LayoutError(
                     f"model.args: {key!r} is no setting of {model_type}",
-                    fix=did_you_mean(key, sorted(known)) or None,
+                    fix=format_nearest_word_hint(key, sorted(known)) or None,
                 )
         if not args:
             return parsed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.core.files import read_json, read_regular, write_bytes_atomic
+from phalanx.core.files import read_json, read_whole_regular_file, write_bytes_atomically
 from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
     Envelope,
@@ -27,13 +27,13 @@ _INVALID_NAME_CHARACTERS = re.compile(
     r"[^A-Za-z0-9_-]+"
 )  # a source is named by its path; slashes make groups
 # Skipped steps are counted, and sources keep their names, over all attempts of a run.
-_REPLAYED_EVENTS: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
+_REPLAYED_EVENT_CLASSES: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
 
 Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
-class MetricPoint:
+class MetricValuesAtStep:
     """Values at a step, by metric."""
 
     step: int
@@ -41,7 +41,7 @@ class MetricPoint:
     values: dict[str, float]
 
 
-class MetricsOfEvents:
+class EventMetricsExtractor:
     """Turns the events of rank 0 into points and remembers how far the run has come.
 
     What earlier attempts did is read from the event files of `run_dir`: counters go on where they
@@ -56,13 +56,13 @@ class MetricsOfEvents:
         self._step, self._total_steps = 0, -1
         self._was_stopped = False
 
-    def point_of_event(self, envelope: Envelope) -> MetricPoint | None:
+    def extract_metric_point(self, envelope: Envelope) -> MetricValuesAtStep | None:
         """The point that an event adds to the curves, if it adds one."""
         if envelope.rank > 0:
             return None
         if not self._knows_the_past:
             self._knows_the_past = True
-            for event in _events_of_earlier_attempts(self._run_dir, envelope.attempt):
+            for event in _read_events_of_earlier_attempts(self._run_dir, envelope.attempt):
                 self._remember_progress(event)
         event = envelope.event
         self._remember_progress(event)
@@ -72,16 +72,16 @@ class MetricsOfEvents:
         elif isinstance(event, StopRequested):
             self._was_stopped = True
         elif isinstance(event, StepSkipped):
-            return MetricPoint(
+            return MetricValuesAtStep(
                 event.step, envelope.time_unix_s, {"train/skipped": len(self._skipped)}
             )
         elif isinstance(event, StepFinished | EvalFinished):
             if isinstance(event, StepFinished):
                 self._step = event.step
-            return MetricPoint(
+            return MetricValuesAtStep(
                 event.step,
                 envelope.time_unix_s,
-                metric_values_of_event(event, self._names.__getitem__),
+                extract_metric_values(event, self._names.__getitem__),
             )
         return None
 
@@ -102,9 +102,9 @@ class MetricsOfEvents:
             self._skipped.add(event.step)
         elif isinstance(event, EvalFinished):
             for source in event.loss_by_source:
-                self._curve_name_of_source(source)
+                self._choose_curve_name_of_source(source)
 
-    def _curve_name_of_source(self, source: str) -> None:
+    def _choose_curve_name_of_source(self, source: str) -> None:
         """Give a source the name of its curve: another one than that of every source before it."""
         if source not in self._names:
             name = sanitise_metric_name(source)
@@ -113,12 +113,14 @@ class MetricsOfEvents:
             self._names[source] = name
 
 
-def _events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iterator[Event]:
+def _read_events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iterator[Event]:
     """The recorded events of attempts before this one, in order."""
     if run_dir is None or attempt <= 0:
         return
     envelopes = [
-        envelope for kind in _REPLAYED_EVENTS for envelope in read_recorded_events(run_dir, kind)
+        envelope
+        for kind in _REPLAYED_EVENT_CLASSES
+        for envelope in read_recorded_events(run_dir, kind)
     ]
     # Those of one attempt come from one process, which numbered them.
     for envelope in sorted(envelopes, key=lambda envelope: (envelope.attempt, envelope.seq)):
@@ -131,7 +133,7 @@ def sanitise_metric_name(name: str) -> str:
     return _INVALID_NAME_CHARACTERS.sub("_", name)
 
 
-def metric_values_of_event(
+def extract_metric_values(
     event: Event, name_of: Callable[[str], str] = sanitise_metric_name
 ) -> dict[str, float]:
     """The table of metrics: the values of one event by name, units in the names.
@@ -182,7 +184,7 @@ def read_job_sections(run_dir: Path) -> dict[str, dict[str, Any]]:
     return job if isinstance(job, dict) else {}
 
 
-def keep_run_id(path: Path, fresh: str) -> tuple[str, bool]:
+def read_or_store_run_id(path: Path, fresh: str) -> tuple[str, bool]:
     """The id that `path` keeps, or `fresh`, which it then keeps; and whether it is a fresh one.
 
     Raises OSError.
@@ -190,11 +192,11 @@ def keep_run_id(path: Path, fresh: str) -> tuple[str, bool]:
     So every attempt of a run, and every resumption, adds to the same curves.
     """
     try:
-        run_id = read_regular(path).decode("utf-8").strip()
+        run_id = read_whole_regular_file(path).decode("utf-8").strip()
     except FileNotFoundError:
         run_id = ""
     if run_id:
         return run_id, False
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(path, f"{fresh}\n".encode(), durable=False)
+    write_bytes_atomically(path, f"{fresh}\n".encode(), durable=False)
     return fresh, True

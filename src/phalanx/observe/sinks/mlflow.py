@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.registry import import_optional
+from phalanx.core.registry import import_optional_dependency
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
 from phalanx.observe.sinks._metrics import (
-    MetricPoint,
-    MetricsOfEvents,
-    keep_run_id,
+    EventMetricsExtractor,
+    MetricValuesAtStep,
     read_job_sections,
+    read_or_store_run_id,
 )
 
 REQUIRES = ("mlflow", "sqlalchemy", "alembic")
@@ -42,22 +42,26 @@ def environment(run_dir: Path) -> dict[str, str]:
 def open_sink(run_dir: Path) -> Sink:
     """A run of MLflow's. Raises what MLflow raises for a server that refuses us."""
     needed_for = 'observe.sinks = ["mlflow"]'
-    tracking = import_optional("mlflow.tracking", extra="mlflow", needed_for=needed_for)
-    entities = import_optional("mlflow.entities", extra="mlflow", needed_for=needed_for)
+    tracking = import_optional_dependency("mlflow.tracking", extra="mlflow", needed_for=needed_for)
+    entities = import_optional_dependency("mlflow.entities", extra="mlflow", needed_for=needed_for)
     directory = (run_dir / "mlflow").resolve()
     directory.mkdir(parents=True, exist_ok=True)
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
     client = tracking.MlflowClient(uri)
     run_id, is_fresh = _find_or_create_run(client, run_dir, directory)
     if is_fresh:
-        params = [entities.Param(key, value) for key, value in _flatten_job_params(run_dir)]
+        params = [entities.Param(key, value) for key, value in _flatten_job_to_params(run_dir)]
         client.log_batch(run_id, params=params)
     else:
         # The attempt before has ended it (set_terminated).
         client.update_run(run_id, status="RUNNING")
     greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
     return MlflowSink(
-        client, entities.Metric, WrittenMetrics(client, run_id), MetricsOfEvents(run_dir), greeting
+        client,
+        entities.Metric,
+        MetricsOfEarlierAttempts(client, run_id),
+        EventMetricsExtractor(run_dir),
+        greeting,
     )
 
 
@@ -66,21 +70,21 @@ def _find_or_create_run(client: Any, run_dir: Path, directory: Path) -> tuple[st
     ("phalanx")."""
     path = directory / "run-id"
     if path.exists():
-        return keep_run_id(path, "")
+        return read_or_store_run_id(path, "")
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "phalanx"
     experiment = client.get_experiment_by_name(name)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
     created = client.create_run(experiment_id, run_name=run_dir.resolve().name)
-    return keep_run_id(path, created.info.run_id)
+    return read_or_store_run_id(path, created.info.run_id)
 
 
-def _flatten_job_params(run_dir: Path) -> Iterator[tuple[str, str]]:
+def _flatten_job_to_params(run_dir: Path) -> Iterator[tuple[str, str]]:
     for section, keys in read_job_sections(run_dir).items():
         for key, value in keys.items():
             yield f"{section}.{key}", str(value)[:MAX_PARAM_CHARS]
 
 
-class WrittenMetrics:
+class MetricsOfEarlierAttempts:
     """The values that earlier attempts wrote.
 
     Of a metric, they are read when a step of it may be there already.
@@ -113,8 +117,8 @@ class MlflowSink:
         self,
         client: Any,
         metric: Any,
-        written: WrittenMetrics,
-        metrics: MetricsOfEvents,
+        written: MetricsOfEarlierAttempts,
+        metrics: EventMetricsExtractor,
         greeting: str,
     ) -> None:
         self.greeting = greeting
@@ -126,10 +130,10 @@ class MlflowSink:
     def write(self, envelope: Envelope) -> None:
         """Queue the event's metrics. For a step that is done again, only changed values follow:
         MLflow can take none back."""
-        point = self._metrics.point_of_event(envelope)
+        point = self._metrics.extract_metric_point(envelope)
         if point is None or not self._is_open:
             return
-        self._waiting += self._list_changed_metrics(point)
+        self._waiting += self._select_changed_metrics(point)
         if len(self._waiting) >= MAX_METRICS_PER_REQUEST:
             self.flush()
 
@@ -145,7 +149,7 @@ class MlflowSink:
             self.flush()
             self._client.set_terminated(self._run_id, MLFLOW_STATUS[self._metrics.final_status])
 
-    def _list_changed_metrics(self, point: MetricPoint) -> list[Any]:
+    def _select_changed_metrics(self, point: MetricValuesAtStep) -> list[Any]:
         time_ms = int(point.time_unix_s * 1000)
         metrics = []
         for name, value in point.values.items():

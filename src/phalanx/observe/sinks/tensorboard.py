@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.registry import import_optional
+from phalanx.core.registry import import_optional_dependency
 from phalanx.observe.events import Envelope, RunStarted
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import MetricsOfEvents
+from phalanx.observe.sinks._metrics import EventMetricsExtractor
 
 REQUIRES = ("tensorboard",)
 WRITER, PROTO = "tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"
@@ -23,26 +23,28 @@ def open_sink(run_dir: Path) -> Sink:
     Raises EnvironmentProblem if tensorboard is not installed.
     """
     needed_for = 'observe.sinks = ["tensorboard"]'
-    writers = import_optional(WRITER, extra="tensorboard", needed_for=needed_for)
-    events = import_optional(PROTO, extra="tensorboard", needed_for=needed_for)
+    writers = import_optional_dependency(WRITER, extra="tensorboard", needed_for=needed_for)
+    events = import_optional_dependency(PROTO, extra="tensorboard", needed_for=needed_for)
     return TensorBoardSink(
-        writers.EventFileWriter(str(run_dir / "tensorboard")), events, MetricsOfEvents(run_dir)
+        writers.EventFileWriter(str(run_dir / "tensorboard")),
+        events,
+        EventMetricsExtractor(run_dir),
     )
 
 
 class TensorBoardSink:
     """Turns rank 0's facts into scalars. `proto` is tensorboard's module of event messages."""
 
-    def __init__(self, writer: Any, proto: Any, metrics: MetricsOfEvents) -> None:
+    def __init__(self, writer: Any, proto: Any, metrics: EventMetricsExtractor) -> None:
         self._writer, self._proto, self._metrics = writer, proto, metrics
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        point = self._metrics.point_of_event(envelope)
+        point = self._metrics.extract_metric_point(envelope)
         if not self._is_open:
             return
         if isinstance(envelope.event, RunStarted) and envelope.rank <= 0:
-            self._forget_repeated_steps(envelope.event, envelope.time_unix_s)
+            self._write_purge_of_repeated_steps(envelope.event, envelope.time_unix_s)
         if point is None:
             return
         message = self._proto.Event(wall_time=point.time_unix_s, step=point.step)
@@ -55,7 +57,7 @@ class TensorBoardSink:
             self._is_open = False
             self._writer.close()
 
-    def _forget_repeated_steps(self, started: RunStarted, time_unix_s: float) -> None:
+    def _write_purge_of_repeated_steps(self, started: RunStarted, time_unix_s: float) -> None:
         """Tell TensorBoard to drop what an earlier attempt wrote of the steps from here on.
 
         The step that is continued from stands, whatever comes first now: its evaluation, perhaps.

@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from phalanx.core.registry import import_optional
+from phalanx.core.registry import import_optional_dependency
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import MetricsOfEvents, keep_run_id, read_job_sections
+from phalanx.observe.sinks._metrics import (
+    EventMetricsExtractor,
+    read_job_sections,
+    read_or_store_run_id,
+)
 
 REQUIRES = ("wandb",)
 PRELOAD: tuple[str, ...] = ()
@@ -56,10 +60,12 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 def open_sink(run_dir: Path) -> Sink:
     """A run of wandb's. Raises what wandb raises if a server was asked for that refuses us."""
-    wandb = import_optional("wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]')
+    wandb = import_optional_dependency(
+        "wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]'
+    )
     directory = run_dir / "wandb"
-    run_id, _ = keep_run_id(
-        directory / "run-id", os.environ.get("WANDB_RUN_ID") or _create_run_id()
+    run_id, _ = read_or_store_run_id(
+        directory / "run-id", os.environ.get("WANDB_RUN_ID") or _draw_run_id()
     )
     wish, why = choose_wandb_mode(os.environ)
     try:
@@ -71,7 +77,9 @@ def open_sink(run_dir: Path) -> Sink:
         run = _start_wandb_run(wandb, run_dir, run_id, "offline")
         why = f"offline, since the server cannot be used: {error}"
     return WandbSink(
-        run, MetricsOfEvents(run_dir), f"{_describe_destination(run, directory)} ({why})"
+        run,
+        EventMetricsExtractor(run_dir),
+        f"{_describe_where_run_is_shown(run, directory)} ({why})",
     )
 
 
@@ -122,7 +130,7 @@ def _start_wandb_run(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
     return run
 
 
-def _describe_destination(run: Any, directory: Path) -> str:
+def _describe_where_run_is_shown(run: Any, directory: Path) -> str:
     if run.disabled:
         return "writes nothing"
     if run.offline:
@@ -130,7 +138,7 @@ def _describe_destination(run: Any, directory: Path) -> str:
     return f"shows the run at {run.url}"
 
 
-def _create_run_id() -> str:
+def _draw_run_id() -> str:
     # As long as the ids that wandb makes.
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
@@ -138,7 +146,7 @@ def _create_run_id() -> str:
 class WandbSink:
     """Turns rank 0's facts into rows of wandb's history. `greeting`: where they are to be seen."""
 
-    def __init__(self, run: Any, metrics: MetricsOfEvents, greeting: str) -> None:
+    def __init__(self, run: Any, metrics: EventMetricsExtractor, greeting: str) -> None:
         self.greeting = greeting
         self._run, self._metrics = run, metrics
         self._is_open = True
@@ -146,7 +154,7 @@ class WandbSink:
     def write(self, envelope: Envelope) -> None:
         """A row per step; what a later attempt does again, wandb leaves out, as its rows only go
         forward."""
-        point = self._metrics.point_of_event(envelope)
+        point = self._metrics.extract_metric_point(envelope)
         if point is not None and self._is_open:
             self._run.log(point.values | {"step": point.step}, step=point.step)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.expert.transform import ShardedExperts
@@ -181,6 +181,8 @@ def build_gradient_compression(context: ParallelContext, wire: Wire) -> Gradient
     settings = CompressionOptions(
         plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed
     )
-    hook: Hook = resolve_kind(plan.parallel.compress, COMPRESSION_HOOKS_PACKAGE, "build")(settings)
+    hook: Hook = import_object_of_kind(plan.parallel.compress, COMPRESSION_HOOKS_PACKAGE, "build")(
+        settings
+    )
     named_parameters = context.root.module.named_parameters()
     return GradientCompression(hook, named_parameters, wire, context.normalizer.loss_scale)

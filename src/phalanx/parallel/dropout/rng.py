@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.mesh.counter_rng import make_dropout_keep_mask
 
 ReplayContext = Callable[[], AbstractContextManager[None]]
@@ -83,7 +83,7 @@ class DropoutRng:
         self._moment: MicrobatchDrawCounter | None = None
 
     @property
-    def current_microbatch(self) -> MicrobatchDrawCounter | None:
+    def current_forward(self) -> MicrobatchDrawCounter | None:
         """The forward under way inside of `microbatch`."""
         return self._moment
 
@@ -124,7 +124,7 @@ class DropoutRng:
         # `make_dropout_keep_mask` counts by rows, which it takes for dimension 0.
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
         mask = make_dropout_keep_mask(
-            stable_hash64("dropout", self.seed, moment.step, name, call),
+            hash_to_stable_64_bits("dropout", self.seed, moment.step, name, call),
             keep,
             (moment.num_rows, per_row, *(shape[dim] for dim in order[1:])),
             offsets=(moment.first_row, 0, *(offsets[dim] for dim in order[1:])),

@@ -19,7 +19,7 @@ from phalanx.parallel.wire import Wire
 MAX_FP16_SUM_MAGNITUDE = 2.0**15
 
 
-class Fp16:
+class Fp16GradientCompression:
     keeps_error = False
 
     def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -52,5 +52,5 @@ def _compute_largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), largest, torch.inf)
 
 
-def build(settings: CompressionOptions) -> Fp16:
-    return Fp16()
+def build(settings: CompressionOptions) -> Fp16GradientCompression:
+    return Fp16GradientCompression()

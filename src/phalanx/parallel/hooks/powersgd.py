@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.core.digest import stable_hash64
+from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
@@ -31,7 +31,7 @@ class PowerSgd:
         if not self._saves_bytes_by_low_rank(parameter):
             return {}
         generator = torch.Generator().manual_seed(
-            stable_hash64("powersgd", self._seed, name) % 2**63
+            hash_to_stable_64_bits("powersgd", self._seed, name) % 2**63
         )
         # On the CPU and in fp64: all ranks begin with the same Q, whatever their device and type.
         drawn = torch.randn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from phalanx.core.registry import list_kinds
+from phalanx.core.registry import list_modules_of_registry
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import RuleOfThumb, RuleVerdict
 
@@ -17,7 +17,7 @@ _STATE_SORT_ORDER = {"fails": 0, "tight": 1, "unknown": 2, "holds": 3}
 def list_rules_of_thumb() -> tuple[RuleOfThumb, ...]:
     """Every rule, group by group."""
     rules: list[RuleOfThumb] = []
-    for group in list_kinds(_RULES_PACKAGE):
+    for group in list_modules_of_registry(_RULES_PACKAGE):
         rules += importlib.import_module(f"{_RULES_PACKAGE}.{group}").RULES
     return tuple(rules)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.errors import UsageError, format_nearest_word_hint
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.formula_trace import FormulaCall, FormulaLine, trace_formulas
 
@@ -161,7 +161,7 @@ def parse_term_name(name: str) -> str:
     names = ", ".join(term.replace(" ", "-") for term in list_explainable_terms())
     raise UsageError(
         f"{name!r} is no term of a plan",
-        fix=did_you_mean(term, list_explainable_terms()) or f"one of {names}",
+        fix=format_nearest_word_hint(term, list_explainable_terms()) or f"one of {names}",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 # Of these modules a name stands for a function, not for a number.
 _MODULES_OF_FUNCTIONS = ("np", "math")
 # What may stand in a line that is computed again from its printed numbers.
-_RECOMPUTABLE_CALLS = (
+_CALLS_ALLOWED_IN_PRINTED_FORMULA = (
     "np.where",
     "np.maximum",
     "np.minimum",
@@ -49,7 +49,10 @@ class FormulaLine:
         """True if the numbers of the line are all that its result comes from."""
         tree = ast.parse(self.expression_with_numbers, mode="eval")
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) not in _RECOMPUTABLE_CALLS:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) not in _CALLS_ALLOWED_IN_PRINTED_FORMULA
+            ):
                 return False
             if isinstance(node, ast.Name) and node.id not in _MODULES_OF_FUNCTIONS:
                 return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from phalanx.core.errors import LayoutError, Problem
+from phalanx.core.errors import JobProblem, LayoutError
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import (
     ActionResults,
@@ -20,7 +20,7 @@ _RankAndIndex = tuple[int, int]  # rank, position
 
 def find_schedule_problems(
     schedule: Schedule, *, max_in_flight: int | None = None
-) -> tuple[Problem, ...]:
+) -> tuple[JobProblem, ...]:
     """Problems by rank and position, both as they stand in the file: ranks count from 0 and
     positions from 1.
 
@@ -65,34 +65,36 @@ def _map_actions_to_positions(schedule: Schedule) -> dict[Action, list[_RankAndI
     return places
 
 
-def _find_misplaced_actions(schedule: Schedule) -> Iterator[Problem]:
+def _find_misplaced_actions(schedule: Schedule) -> Iterator[JobProblem]:
     """A problem for each action of a stage or microbatch that does not exist, or on a rank that
     does not hold the stage."""
     for rank, row in enumerate(schedule.actions):
         if not row:
-            yield Problem(f"rank {rank}", "has nothing to do")
+            yield JobProblem(f"rank {rank}", "has nothing to do")
         for position, action in enumerate(row):
             where = _format_position(rank, position)
             if action.stage >= schedule.num_stages:
-                yield Problem(str(action), f"there are {schedule.num_stages} stages, from 0", where)
+                yield JobProblem(
+                    str(action), f"there are {schedule.num_stages} stages, from 0", where
+                )
             elif action.microbatch >= schedule.num_microbatches:
-                yield Problem(
+                yield JobProblem(
                     str(action),
                     f"there are {schedule.num_microbatches} microbatches, from 0",
                     where,
                 )
             elif schedule.rank_of_stage[action.stage] != rank:
                 owner = schedule.rank_of_stage[action.stage]
-                yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
+                yield JobProblem(str(action), f"stage {action.stage} is on rank {owner}", where)
 
 
 def _find_repeated_or_missing_actions(
     schedule: Schedule, places: dict[Action, list[_RankAndIndex]]
-) -> Iterator[Problem]:
+) -> Iterator[JobProblem]:
     """A problem for each action that is done twice, or never."""
     for action, occurrences in places.items():
         for rank, position in occurrences[1:]:
-            yield Problem(
+            yield JobProblem(
                 str(action),
                 f"comes a second time; the first is at {_format_position(*occurrences[0])}",
                 _format_position(rank, position),
@@ -105,35 +107,35 @@ def _find_repeated_or_missing_actions(
 
 def _find_repeated_or_missing_of_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_RankAndIndex]]
-) -> Iterator[Problem]:
+) -> Iterator[JobProblem]:
     forward, backward, inputs, weights = (
         Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W")
     )
     missing = f"is missing on rank {owner}"
     if forward not in places:
-        yield Problem(str(forward), missing)
+        yield JobProblem(str(forward), missing)
     halves = [half for half in (inputs, weights) if half in places]
     if backward in places:
         for half in halves:
-            yield Problem(
+            yield JobProblem(
                 str(half),
                 f"is part of {backward}, which is there too",
                 _format_position(*places[half][0]),
             )
     elif not halves:
-        yield Problem(str(backward), f"{missing}, and so are {inputs} and {weights}")
+        yield JobProblem(str(backward), f"{missing}, and so are {inputs} and {weights}")
     elif len(halves) == 1:
         half, other = inputs, weights
         if halves == [weights]:
             half, other = weights, inputs
-        yield Problem(
+        yield JobProblem(
             str(other),
             f"{missing}; {half} is half of a backward",
             _format_position(*places[half][0]),
         )
 
 
-def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
+def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[JobProblem]:
     """A problem for each rank that never ends: where it stands, and where what it waits for
     would be made."""
     # Any seconds do: who waits for ever follows from the order alone.
@@ -158,16 +160,16 @@ def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
                 f"waits for {maker} of {_format_position(maker_rank, position)}, and rank"
                 f" {maker_rank} stands at position {stop + 1}, {schedule.actions[maker_rank][stop]}"
             )
-        yield Problem(
+        yield JobProblem(
             str(schedule.actions[rank][standing[rank]]),
             problem,
             _format_position(rank, standing[rank]),
         )
 
 
-def _find_ranks_over_in_flight_limit(schedule: Schedule, limit: int) -> Iterator[Problem]:
+def _find_ranks_over_in_flight_limit(schedule: Schedule, limit: int) -> Iterator[JobProblem]:
     for rank, peak in enumerate(count_peak_in_flight(schedule).per_rank):
         if peak > limit:
-            yield Problem(
+            yield JobProblem(
                 f"rank {rank}", f"holds up to {peak} microbatches at once, and {limit} may be"
             )

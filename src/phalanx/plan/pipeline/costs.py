@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.job.costs import ModelCosts, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.schema import Job
@@ -91,7 +91,7 @@ def require_valid_stage_modules(job: Job, shape: ModelCosts) -> None:
             if not is_known:
                 raise LayoutError(
                     f"parallel.{key}: the model has no {requested!r}",
-                    fix=did_you_mean(requested, known) or "check the name",
+                    fix=format_nearest_word_hint(requested, known) or "check the name",
                 )
             if any(matches_module(block, [requested]) for block in blocks) or is_module_inside(
                 requested, blocks

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, place_stages_in_loop
 from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 
@@ -209,7 +209,8 @@ def _find_named_schedule(name: str) -> _NamedSchedule:
     if name not in _NAMED_SCHEDULES:
         known = f"there are {', '.join(SCHEDULE_NAMES)}"
         raise LayoutError(
-            f"there is no schedule {name!r}", fix=did_you_mean(name, SCHEDULE_NAMES) or known
+            f"there is no schedule {name!r}",
+            fix=format_nearest_word_hint(name, SCHEDULE_NAMES) or known,
         )
     return _NAMED_SCHEDULES[name]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import read_regular, write_bytes_atomic
+from phalanx.core.files import read_whole_regular_file, write_bytes_atomically
 
 ActionKind = Literal["F", "B", "I", "W"]
 NAME_OF_ACTION_KIND: dict[ActionKind, str] = {
@@ -147,7 +147,9 @@ def load_schedule_csv(path: Path) -> Schedule:
     """
     try:
         # newline="" leaves the ends of lines to csv, which knows those inside of quotes.
-        rows = list(csv.reader(io.StringIO(read_regular(path).decode("utf-8"), newline="")))
+        rows = list(
+            csv.reader(io.StringIO(read_whole_regular_file(path).decode("utf-8"), newline=""))
+        )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason: str | None = str(error)
         if isinstance(error, OSError):
@@ -168,7 +170,7 @@ def load_schedule_csv(path: Path) -> Schedule:
 
 def save_schedule_csv(schedule: Schedule, path: Path) -> None:
     """Writes a schedule as CSV. Raises OSError."""
-    write_bytes_atomic(path, format_schedule_csv(schedule).encode())
+    write_bytes_atomically(path, format_schedule_csv(schedule).encode())
 
 
 def format_schedule_csv(schedule: Schedule) -> str:

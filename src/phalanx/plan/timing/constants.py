@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 
-from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.errors import LayoutError, format_nearest_word_hint
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TimingConstants:
             if name not in specs:
                 raise LayoutError(
                     f"no constant of the time model is called {name!r}",
-                    fix=did_you_mean(name, tuple(specs)),
+                    fix=format_nearest_word_hint(name, tuple(specs)),
                 )
             spec = specs[name]
             if not spec.low <= value <= spec.high:

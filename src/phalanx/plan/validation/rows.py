@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, UsageError
-from phalanx.core.files import read_regular
+from phalanx.core.files import read_whole_regular_file
 from phalanx.plan.validation.row_values import UnusableRow
 from phalanx.plan.validation.run import MeasuredRun, build_measured_run
 
@@ -33,7 +33,7 @@ def load_row_file(path: Path) -> UsableRows:
     """The runs of a JSONL file; a bad line is counted and never an error. Raises UsageError for a
     file that cannot be read."""
     try:
-        content = read_regular(path, MAX_FILE_BYTES)
+        content = read_whole_regular_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read", why=error.strerror or str(error), fix="name a JSONL file"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.files import open_regular, read_bounded_lines
+from phalanx.core.files import open_regular_file, read_bounded_lines
 from phalanx.observe.events import StepFinished
-from phalanx.observe.tail import RANK_FILE_PATTERN, read_event
+from phalanx.observe.tail import RANK_FILE_PATTERN, parse_valid_event_line
 from phalanx.report.facts import TIME_GROUPS, get_time_group_of_phase
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
@@ -116,7 +116,7 @@ def _read_last_steps(path: Path, num_steps: int) -> dict[int, StepFinished]:
 def _iterate_last_step_events(path: Path, num_bytes: int) -> Iterator[StepFinished]:
     mark = b'"event":"step_finished"'
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > num_bytes:
                 file.seek(size - num_bytes)
@@ -126,7 +126,7 @@ def _iterate_last_step_events(path: Path, num_bytes: int) -> Iterator[StepFinish
     except OSError:
         return
     for line in lines:
-        envelope = read_event(line)
+        envelope = parse_valid_event_line(line)
         if envelope is not None and isinstance(envelope.event, StepFinished):
             yield envelope.event
 
@@ -134,9 +134,9 @@ def _iterate_last_step_events(path: Path, num_bytes: int) -> Iterator[StepFinish
 def _find_first_step(path: Path) -> int:
     """The first step that an attempt recorded: from there it warms up."""
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             for line in read_bounded_lines(file):
-                envelope = read_event(line)
+                envelope = parse_valid_event_line(line)
                 if envelope is not None and isinstance(envelope.event, StepFinished):
                     return int(envelope.event.step)
     except OSError:

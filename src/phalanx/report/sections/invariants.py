@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core.units import plural
-from phalanx.observe.invariant_words import describe_claim, describe_failed_check
+from phalanx.observe.invariant_words import describe_failed_check, describe_invariant
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.markup import Html, build_table, build_tag
@@ -38,7 +38,7 @@ def render_invariants(facts: RunFacts) -> Html | None:
 
 def _render_invariant_row(invariant: InvariantFacts) -> list[str]:
     return [
-        describe_claim(invariant.name),
+        describe_invariant(invariant.name),
         _describe_check_result(invariant),
         invariant.looked_at,
         "; ".join(invariant.not_looked_at),

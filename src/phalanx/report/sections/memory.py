@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from phalanx.core.printable import printable
-from phalanx.core.units import describe_bytes_error
+from phalanx.core.units import describe_predicted_bytes_error
 from phalanx.observe.events import MemoryMeasured
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
@@ -175,4 +175,4 @@ def _format_prediction_error(
     """The plan's error as text. Without predicted activations neither they nor the sum has one."""
     if name in (PEAK_COLUMN, "activations") and not event.predicts_activations:
         return "activations not predicted"
-    return describe_bytes_error(predicted, measured)
+    return describe_predicted_bytes_error(predicted, measured)

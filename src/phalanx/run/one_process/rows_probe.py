@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
-from phalanx.core.parent import die_with_parent
-from phalanx.core.registry import resolve_kind
+from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.core.registry import import_object_of_kind
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
@@ -46,7 +46,7 @@ def probe_row_mixing(request: dict[str, Any]) -> dict[str, Any]:
     plan = Plan.from_json(request["plan"])
     try:
         if job.model.objective is not None:
-            resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
+            import_object_of_kind(job.model.objective, MODELS_PACKAGE, "objective")
     except LayoutError as error:
         return asdict(BatchRowMixing(unknown=str(error)))
     batch = read_or_make_up_batch(job, plan)
@@ -82,7 +82,7 @@ def _read_samples_within_time(samples: UserSamples) -> Batch:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    kill_this_process_with_parent()
     # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

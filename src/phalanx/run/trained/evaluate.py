@@ -21,7 +21,7 @@ from phalanx.job.schema import Eval, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded_events
-from phalanx.observe.units import MetricUnits, find_units_of_job
+from phalanx.observe.units import MetricUnits, choose_metric_units_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import NO_EXTRA_REASONS_OR_WARNINGS, ExtraReasonsAndWarnings
 from phalanx.run.scratch import ScratchDirectory
@@ -182,7 +182,7 @@ def evaluate(
         num_targets=facts["num_targets"],
         evaluated_s=facts["evaluated_s"],
         recorded_loss=recorded_loss,
-        units=find_units_of_job(task.model.job.to_json()),
+        units=choose_metric_units_of_job(task.model.job.to_json()),
     )
 
 

@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, read_manif
 from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
 from phalanx.checkpoint.reading.origin import find_run_directory_of_checkpoint
 from phalanx.checkpoint.stores import is_store_url
-from phalanx.core.errors import LayoutError, UsageError, did_you_mean
+from phalanx.core.errors import LayoutError, UsageError, format_nearest_word_hint
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.data.corpus import CORPUS_FILE_NAME as CORPUS
@@ -231,7 +231,10 @@ def _require_allowed_overrides(overrides: Sequence[str], allowed_keys: Sequence[
         names = []
         for allowed in allowed_keys:
             names.append(allowed if "." in allowed else f"{allowed}.*")
-        fix = did_you_mean(key, list(allowed_keys)) or f"what can be set here: {', '.join(names)}"
+        fix = (
+            format_nearest_word_hint(key, list(allowed_keys))
+            or f"what can be set here: {', '.join(names)}"
+        )
         raise UsageError(
             f"{key} has no part in this", why="the checkpoint's own job says it", fix=fix
         )

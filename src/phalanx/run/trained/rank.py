@@ -18,7 +18,7 @@ from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.stores import find_checkpoint_at_or_newest
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import DataError, ExitCode, LayoutError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import write_json_atomically
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
@@ -92,7 +92,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
         ).evaluate()
         if mesh.rank == 0:
             facts = {**asdict(result), "evaluated_s": time.monotonic() - began}
-            write_json_atomic(run_dir / RESULT_FILE_NAME, facts)
+            write_json_atomically(run_dir / RESULT_FILE_NAME, facts)
         mesh.barrier()
     return ExitCode.OK
 
@@ -194,7 +194,9 @@ def _report_batches_while_iterating(held_out: HeldOutBatches, run_dir: Path) -> 
                 told_s = time.monotonic()
                 # Progress is for people: a disk that refuses it ends no evaluation.
                 with contextlib.suppress(OSError):
-                    write_json_atomic(run_dir / PROGRESS_FILE_NAME, {"done": done, "total": total})
+                    write_json_atomically(
+                        run_dir / PROGRESS_FILE_NAME, {"done": done, "total": total}
+                    )
 
     # Not a generator: batches are iterated anew for each evaluation.
     class Counted:

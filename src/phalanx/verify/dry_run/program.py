@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.core.registry import resolve_kind
+from phalanx.core.registry import import_object_of_kind
 from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.compat import list_unsharded_fsdp_gradients
@@ -211,7 +211,7 @@ def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
     if job.model.is_foreign:
         return build_own_module(job.model, job.run.seed)
     shape = plan.model_shape
-    module: nn.Module = resolve_kind(shape.kind, MODELS_PACKAGE, "build")(shape)
+    module: nn.Module = import_object_of_kind(shape.kind, MODELS_PACKAGE, "build")(shape)
     return module
 
 
@@ -329,10 +329,10 @@ class DryStepRunner:
         are a part of communication, as a plan counts them."""
         self._watch.begin()
         root = self._state.model._context.root
-        whole = [parameter.grad for parameter in root.parameters()]
+        unsharded_gradients = [parameter.grad for parameter in root.parameters()]
         if isinstance(root, FSDPModule):
-            whole += list_unsharded_fsdp_gradients(root)
-        self._tracker.mark(whole, COMMUNICATION)
+            unsharded_gradients += list_unsharded_fsdp_gradients(root)
+        self._tracker.mark(unsharded_gradients, COMMUNICATION)
 
     def _iterate_trained_parameters(self) -> Iterator[nn.Parameter]:
         for group in self._state.optimizer.param_groups:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx.core.digest import digest
-from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.core.registry import is_foreign
 from phalanx.job.module_probe import find_module_sources, list_file_states
 from phalanx.job.schema import Job
@@ -41,7 +41,7 @@ class ResultCache:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not durable: it can be run again.
-            write_json_atomic(self._path_of_report(kind), report.to_json(), durable=False)
+            write_json_atomically(self._path_of_report(kind), report.to_json(), durable=False)
         except OSError:  # the cache only saves time
             pass
 
