@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.core import phases as phases_module
 from phalanx.core.black_box import BlackBox
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.phases import HostClock, PhaseClock, PhaseTimer
 from phalanx.mesh.event_clock import CudaEventClock, create_phase_clock_for_device
 from phalanx.train.pipeline_record import align_rank_clocks, convert_spans_to_seconds
@@ -136,8 +136,8 @@ def test_a_collective_that_is_only_queued_claims_no_seconds(
         machine.work(2.0)
         with phases.collective("all_gather parameters"):
             machine.work(1.0)  # by a clock of events: what was queued on its own stream
-            inside = read_last_recorded_place(tmp_path / "box")
-        after = read_last_recorded_place(tmp_path / "box")
+            inside = read_last_position(tmp_path / "box")
+        after = read_last_position(tmp_path / "box")
     machine.queue.wait()
     found = {name: round(s, 1) for name, s in phases.take().items() if round(s, 1)}
     assert found == (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.black_box import BlackBox, RankIdentity
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.phases import PhaseTimer
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import read_rank_states
@@ -169,10 +169,10 @@ def _call_everything(rank: int, run_dir: Path) -> list[tuple[str, str, int]]:
         sharded(torch.ones(2, 6)).sum().backward()
         box.write(2, "forward")
         assert recorder.num_errors == 0
-    before = read_last_recorded_place(black_box_path(run_dir, rank))
+    before = read_last_position(black_box_path(run_dir, rank))
     # Behind the block nothing is written any more.
     dist.barrier()
-    assert read_last_recorded_place(black_box_path(run_dir, rank)) == before
+    assert read_last_position(black_box_path(run_dir, rank)) == before
     assert before is not None
     return [(each.op, each.state, each.num_bytes) for each in before.collectives]
 

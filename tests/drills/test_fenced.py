@@ -29,7 +29,7 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.ownership.fence import FENCE_CHECK_INTERVAL_S
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.launch.paths import black_box_path
 from phalanx.observe.events import CheckpointSaved
 from phalanx.observe.tail import read_recorded_events
@@ -284,7 +284,7 @@ def require_fenced(done: Done, before: LeftFiles) -> None:
 
 
 def _phase(run_dir: Path) -> str:
-    place = read_last_recorded_place(black_box_path(run_dir, 0))
+    place = read_last_position(black_box_path(run_dir, 0))
     return place.phase if place is not None else ""
 
 

@@ -13,13 +13,13 @@ from phalanx.core.black_box import BlackBox, PostedCollective, RankIdentity, for
 from phalanx.core.black_box_reader import (
     BlackBoxVersionError,
     LastPosition,
-    read_last_recorded_place,
+    read_last_position,
 )
 from phalanx.core.call_site import CallSite, CallSiteFinder
 
 
 def _read(path: Path) -> LastPosition:
-    position = read_last_recorded_place(path)
+    position = read_last_position(path)
     assert position is not None
     return position
 
@@ -129,14 +129,14 @@ def test_a_truncated_or_foreign_file_is_none(tmp_path: Path, num_bytes: int) -> 
     if num_bytes == 128:
         # As long as a box of before version 2, and not one.
         path.write_bytes(bytes(128))
-    assert read_last_recorded_place(path) is None
+    assert read_last_position(path) is None
     path.write_bytes(os.urandom(num_bytes * 3 + 40))
-    assert read_last_recorded_place(path) is None
+    assert read_last_position(path) is None
 
 
 def test_a_box_without_a_position_is_none(tmp_path: Path) -> None:
     BlackBox(tmp_path / "box")
-    assert read_last_recorded_place(tmp_path / "box") is None
+    assert read_last_position(tmp_path / "box") is None
 
 
 def test_a_box_of_before_version_2_is_read(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_box_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     BlackBox(path).write(5, "forward")
     _patch(path, len(layout.MAGIC), struct.pack("<I", layout.VERSION + 1))
     with pytest.raises(BlackBoxVersionError, match="newer than this"):
-        read_last_recorded_place(path)
+        read_last_position(path)
 
 
 def test_a_second_box_leaves_the_memory_of_the_first_one_alone(tmp_path: Path) -> None:

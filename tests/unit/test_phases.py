@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.core import phases as phases_module
 from phalanx.core.black_box import BlackBox
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.phases import PHASES, PhaseTimer
 
 
@@ -159,16 +159,16 @@ def test_an_unknown_phase_is_a_bug() -> None:
 def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     path = tmp_path / "a" / "box"
     phases = PhaseTimer(BlackBox(path))
-    assert read_last_recorded_place(path) is None
+    assert read_last_position(path) is None
     phases.step = 3
     began = time.monotonic()
     with phases("backward"):
         with phases("collective", "all_reduce gradients"):
-            place = read_last_recorded_place(path)
+            place = read_last_position(path)
             assert place is not None
             assert place[:4] == (3, place.monotonic_s, "collective", "all_reduce gradients")
             assert began <= place.monotonic_s <= time.monotonic()
-        outer = read_last_recorded_place(path)
+        outer = read_last_position(path)
         assert outer is not None
         assert (outer.phase, outer.collective) == ("backward", "")
 
@@ -176,7 +176,7 @@ def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
 def test_long_names_are_cut_and_still_read(tmp_path: Path) -> None:
     box = BlackBox(tmp_path / "box")
     box.write(1, "forward", "é" * 79)
-    place = read_last_recorded_place(tmp_path / "box")
+    place = read_last_position(tmp_path / "box")
     assert place is not None
     assert place.collective.startswith("é" * 39)
 
@@ -185,7 +185,7 @@ def test_long_names_are_cut_and_still_read(tmp_path: Path) -> None:
 def test_no_box_is_none(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "box").write_bytes(content)
-    assert read_last_recorded_place(tmp_path / "box") is None
+    assert read_last_position(tmp_path / "box") is None
 
 
 def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
     os.close(reader)
     os.close(writer)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    place = read_last_recorded_place(tmp_path / "box")
+    place = read_last_position(tmp_path / "box")
     assert place is not None
     assert (place.step, place.phase, place.collective) == (
         41,
@@ -220,7 +220,7 @@ def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
     phases.step = 3
 
     def told() -> tuple[str, str]:
-        place = read_last_recorded_place(tmp_path / "box")
+        place = read_last_position(tmp_path / "box")
         assert place is not None
         return place.phase, place.collective
 

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box import BlackBox, PostedCollective, format_ranks
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.call_site import CallSite
 from phalanx.observe.process_status import ProcessStatus
 from phalanx.observe.rank_waits import RankState, WaitVerdict, judge_ranks, parse_ranks
@@ -66,7 +66,7 @@ class Ranks:
     def states(self) -> dict[int, RankState]:
         states = {}
         for rank, process in self.processes.items():
-            position = read_last_recorded_place(self._folder / str(rank))
+            position = read_last_position(self._folder / str(rank))
             states[rank] = RankState(rank, position, process)
         return states
 

@@ -119,7 +119,7 @@ class BlackBoxVersionError(ValueError):
     """A black box of a newer phalanx than this one."""
 
 
-def read_last_recorded_place(path: Path) -> LastPosition | None:
+def read_last_position(path: Path) -> LastPosition | None:
     """The last position a rank wrote; None if it never wrote one, or the file is no black box.
 
     Raises BlackBoxVersionError for a box of a newer version.

@@ -62,7 +62,7 @@ class SecretSpellings:
         reach = max(map(len, self.texts))
         grams = np.frombuffer(data, "<u4", len(data) // _GRAM_BYTES)
         hashes = _hash_grams(grams)
-        short, long = (known[hashes] for known in self._build_gram_hash_tables)
+        short, long = (known[hashes] for known in self._known_gram_tables)
         # A long one has two beside each other.
         short[:-1] |= long[:-1] & long[1:]
         stretches = []
@@ -74,7 +74,7 @@ class SecretSpellings:
         return _merge_spans(stretches)
 
     @cached_property
-    def _build_gram_hash_tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def _known_gram_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Two tables by hash, for short spellings and for long ones: True if one of them has such
         a gram."""
         short, long = [], []
@@ -87,14 +87,14 @@ class SecretSpellings:
         return _build_gram_table(_list_byte_grams(short)), _build_gram_table(_list_byte_grams(long))
 
     @cached_property
-    def _build_line_break_gram_table(self) -> frozenset[bytes]:
+    def _known_line_break_grams(self) -> frozenset[bytes]:
         return frozenset(
             _list_byte_grams(text.translate(None, _LINE_BREAK_BYTES) for text in self.texts)
         )
 
     def _find_line_breaks(self, data: bytes) -> Iterator[int]:
         """Ends of lines across which a spelling may go on."""
-        known, at = self._build_line_break_gram_table, data.find(b"\n")
+        known, at = self._known_line_break_grams, data.find(b"\n")
         while at >= 0:
             before = data[max(at - _LINE_BREAK_WINDOW_BYTES, 0) : at].translate(
                 None, _LINE_BREAK_BYTES

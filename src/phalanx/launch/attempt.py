@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.black_box_reader import LastPosition, read_last_recorded_place
+from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
@@ -343,7 +343,7 @@ class AttemptWatch:
             if rank not in heard_of:
                 self.end.silent[rank] = read_process_state(pid)
         for rank in self.end.silent:
-            last_seen = read_last_recorded_place(black_box_path(self._run_dir, rank))
+            last_seen = read_last_position(black_box_path(self._run_dir, rank))
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
         self._stacks_until = now + WRITE_STACKS_WINDOW_S
@@ -352,7 +352,7 @@ class AttemptWatch:
 
     def _has_begun_training(self) -> bool:
         for rank in range(self._num_ranks):
-            last_seen = read_last_recorded_place(black_box_path(self._run_dir, rank))
+            last_seen = read_last_position(black_box_path(self._run_dir, rank))
             if last_seen is not None and last_seen.step >= 1:
                 return True
         return False

@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import ExitCode
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
@@ -83,7 +83,7 @@ def _choose_guard_exit_code(rank: int, run_dir: Path, code: int, record: EndReco
     box = black_box_path(run_dir, rank)
     where = ""
     if box.exists():
-        where = f" {describe_rank_position(read_last_recorded_place(box))}"
+        where = f" {describe_rank_position(read_last_position(box))}"
     if code < 0:
         _print_line_to_stderr(f"rank {rank} was killed by {format_signal_name(-code)}{where}")
         # By the same signal, so that the launcher sees it, too.

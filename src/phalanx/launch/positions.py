@@ -10,7 +10,7 @@ from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import (
     BlackBoxVersionError,
     LastPosition,
-    read_last_recorded_place,
+    read_last_position,
 )
 from phalanx.core.errors import UsageError
 from phalanx.launch.paths import BLACK_BOXES
@@ -48,7 +48,7 @@ def read_rank_states(run_dir: Path, sample_s: float = SAMPLE_S) -> dict[int, Ran
 
 def _read_position(path: Path) -> LastPosition | None:
     try:
-        return read_last_recorded_place(path)
+        return read_last_position(path)
     except BlackBoxVersionError as error:
         raise UsageError(
             "a newer phalanx wrote this run", where=str(path), why=str(error), fix="update phalanx"

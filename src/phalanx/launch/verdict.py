@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.core.black_box_reader import LastPosition, read_last_recorded_place
+from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.errors import ExitCode
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
@@ -71,9 +71,7 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
         if absence is not None:
             return _blame_absent_rank(absence, end, run_dir)
     rank = earliest.rank
-    blamed = _BlamedRank(
-        rank, end, run_dir, read_last_recorded_place(black_box_path(run_dir, rank))
-    )
+    blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
     if report is not None and report.is_phalanx_error:
         return _blame_phalanx_error(blamed, report)
@@ -174,7 +172,7 @@ def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastPosition]
     """The place where each rank was last seen, as far as its black box says."""
     last_seen_of: dict[int, LastPosition] = {}
     for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
-        last_seen = read_last_recorded_place(black_box_path(run_dir, rank))
+        last_seen = read_last_position(black_box_path(run_dir, rank))
         if last_seen is not None:
             last_seen_of[rank] = last_seen
     # As they were before their stacks were asked for, which may have woken them.
@@ -211,7 +209,7 @@ def _blame_server_or_store_process(end: AttemptEnd, run_dir: Path) -> RankFailur
     # The place of the rank that had come furthest.
     newest = None
     for box in (run_dir / BLACK_BOXES).glob("rank-*"):
-        last_seen = read_last_recorded_place(box)
+        last_seen = read_last_position(box)
         if last_seen is not None and (newest is None or last_seen[:2] > newest[:2]):
             newest = last_seen
     step, phase = _read_step_and_phase(newest)

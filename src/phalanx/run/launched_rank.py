@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.core.black_box_reader import read_last_recorded_place
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
@@ -96,7 +96,7 @@ class DecisionStore:
                 raise
             report = build_error_report(error, run.run_dir)
             where = describe_rank_position(
-                read_last_recorded_place(black_box_path(run.run_dir, run.rank))
+                read_last_position(black_box_path(run.run_dir, run.rank))
             )
             print(
                 f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}",
