@@ -93,9 +93,7 @@ def weights() -> dict[str, np.ndarray]:
         f"{layer}.mlp.up_proj.weight": (12, 8),
         f"{layer}.mlp.down_proj.weight": (8, 12),
     }
-    return {
-        name: random.make_standard_normals(size).astype(np.float32) for name, size in sizes.items()
-    }
+    return {name: random.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ ALONE = f"{LAYER}.block_sparse_moe.experts"
 def ours(shape: DecoderShape) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {
-        name: random.make_standard_normals(size).astype(np.float32)
+        name: random.standard_normal(size).astype(np.float32)
         for name, size in shape.list_stored_tensors().items()
     }
 

@@ -35,11 +35,9 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     "scalar#0": np.full((), 2.5, np.float32),
     "empty#0": np.zeros((0, 3), np.int64),
     "flags#0": RANDOM.random(17) < 0.5,
-    "half#0": RANDOM.make_standard_normals((5, 3)).astype(np.float16),
-    "cube#0": RANDOM.make_standard_normals((7, 6, 5)),
-    "large#0": RANDOM.make_standard_normals((1500, 1000)).astype(
-        np.float32
-    ),  # 6 MB: over a chunk's edge
+    "half#0": RANDOM.standard_normal((5, 3)).astype(np.float16),
+    "cube#0": RANDOM.standard_normal((7, 6, 5)),
+    "large#0": RANDOM.standard_normal((1500, 1000)).astype(np.float32),  # 6 MB: over a chunk's edge
 }
 
 
