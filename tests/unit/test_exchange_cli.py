@@ -429,6 +429,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
         (f"data.tokenizer={d}", "--explain"),
     ],
     ("report",): lambda d: [(d,)],
+    ("where",): lambda d: [(d,)],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [
         (d, "--prompt", "a"),
