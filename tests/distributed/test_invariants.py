@@ -103,7 +103,7 @@ def drift_on_rank_1(trainer: Trainer) -> None:
 
 def lose_loads_of_rank_1(trainer: Trainer) -> None:
     loads = trainer.state.model._loads
-    reduce = loads.reduce
+    reduce = loads.reduce_counts_over_ranks
 
     def reduce_without_rank_1() -> None:
         if trainer.mesh.rank == 1:
@@ -111,7 +111,7 @@ def lose_loads_of_rank_1(trainer: Trainer) -> None:
                 router.load.take(4, torch.device("cpu"))  # type: ignore[operator, union-attr]
         reduce()
 
-    loads.reduce = reduce_without_rank_1  # type: ignore[method-assign]
+    loads.reduce_counts_over_ranks = reduce_without_rank_1  # type: ignore[method-assign]
 
 
 def train_spoiled(rank: int, case: Case, folder: Path, bug: Any) -> None:

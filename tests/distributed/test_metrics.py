@@ -236,7 +236,7 @@ def measure(mesh: Mesh, given: Any) -> dict[str, tuple[float, float]] | str:
     sums = MetricAccumulator(Given(given), mesh)
     try:
         sums(None, {})
-        return sums.reduce()
+        return sums.reduce_over_ranks()
     except LayoutError as error:
         return str(error)
 

@@ -215,7 +215,7 @@ def evaluated(rank: int) -> dict[str, Any]:
         with in_evaluation_mode(model, mesh, seed=1):
             inside = [buffer.tolist() for buffer in buffers]
         return {
-            "metrics": metrics.reduce(), "loss": model.reduce_sums(sums), "inside": inside,
+            "metrics": metrics.reduce_over_ranks(), "loss": model.reduce_sums(sums), "inside": inside,
             "unchanged": before == [buffer.tolist() for buffer in buffers],
         }  # fmt: skip
 
