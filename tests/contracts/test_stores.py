@@ -147,7 +147,8 @@ def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
         saved = save_in(store, step, tensors(step))
         assert (
             saved.num_bytes
-            == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST_FILE_NAME]
+            == sum(saved.folder.file_sizes().values())
+            - saved.folder.file_sizes()[MANIFEST_FILE_NAME]
         )
     assert (steps(store), find_newest_readable_step(store)) == ([9, 20, 100], 100)
     for folder in store.folders():
@@ -522,7 +523,7 @@ def test_of_one_step_the_last_commit_counts_while_the_older_is_still_there() -> 
     """As after a crash between the two."""
     store = ObjectStore.open("memory://test/two")
     old = save_in(store, 1, tensors(1)).folder
-    files = {name: old.read(name) for name in old.sizes()}
+    files = {name: old.read(name) for name in old.file_sizes()}
     save_in(store, 1, tensors(2))
     for name, data in files.items():
         overwrite(old, name, data)

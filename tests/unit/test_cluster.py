@@ -16,11 +16,11 @@ LOOK = """
 import json, sys
 from phalanx.core.errors import PhalanxError
 from phalanx.plan import nvidia
-from phalanx.plan.cluster import compute_capability, detect_cluster
+from phalanx.plan.cluster import detect_least_compute_capability, detect_cluster
 nvidia.NVIDIA_SMI_TIMEOUT_S = float(sys.argv[2])
 try:
     found = detect_cluster(sys.argv[1])
-    assert found.capability == (compute_capability() if found.device == "cuda" else None)
+    assert found.capability == (detect_least_compute_capability() if found.device == "cuda" else None)
     facts = (found.device, found.num_devices, found.memory_bytes, found.name, found.capability)
     print(json.dumps(facts))
 except PhalanxError as error:

@@ -9,6 +9,8 @@ are in allocated bytes. Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from phalanx.core.units import MIB
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.layout import Layout
@@ -23,6 +25,8 @@ RETAINED_ACTIVATION_SHARE = 0.4
 RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
 # Of the activations of tensor parallelism, whose blocks of 1 MiB and more go back to the system.
 RETAINED_SHARE_WITH_TENSOR_PARALLEL = 0.05
+# Of what is alive at other moments of a step than the highest: holes that its tensors left.
+RETAINED_SHARE_OF_OTHER_MOMENTS = 1.0
 # Graphs and code of torch.compile in a rank. Measured in one configuration.
 COMPILER_BYTES = 56 * MIB
 # Larger blocks are mapped, and returned as they are freed: mallopt(3), MALLOPT_MMAP_THRESHOLD.
@@ -58,6 +62,14 @@ def estimate_retained_bytes(
         share = RETAINED_SHARE_WITH_TENSOR_PARALLEL
     compiler = COMPILER_BYTES if work.is_compiled else 0
     return LIBRARY_BYTES + share * activations + compiler
+
+
+def estimate_retained_bytes_of_other_moments(largest: Iterable[float], highest: float) -> float:
+    """Bytes that a CPU rank's allocator keeps of what is freed before the highest moment of a step.
+
+    `largest`: by category, the most bytes at any moment; `highest`: bytes at the highest moment.
+    """
+    return RETAINED_SHARE_OF_OTHER_MOMENTS * max(sum(largest) - highest, 0.0)
 
 
 def estimate_retained_gradient_bytes(shape: ModelCosts, work: Workload, zero_stage: int) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 from phalanx.core.units import MIB
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
+from phalanx.plan.host_allocator import estimate_retained_bytes_of_other_moments
 from phalanx.plan.memory import (
     StateBytes,
     activation_bytes,
@@ -310,6 +311,15 @@ def predict_rank_memory_by_phase(
         phases[phase] = adjust_memory_for_device(
             memory, shape, work, device, zero_stage, activations=kept_activation_bytes
         )
+    if device == "cpu":
+        largest = [
+            max(getattr(moment, name) for moment in highest.values()) for name in MOVING_CATEGORIES
+        ]
+        total = max(moment.total for moment in highest.values())
+        retained = round(estimate_retained_bytes_of_other_moments(largest, total))
+        # Holes of one moment are there from the second step on, in all of them.
+        for memory_of_phase in phases.values():
+            memory_of_phase["allocator"] += retained
     return phases
 
 

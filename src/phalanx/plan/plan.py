@@ -52,7 +52,11 @@ class Candidate:
         return sum(self.predicted_bytes.values())
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"layout": self.layout.to_json(), "total_bytes": self.total_bytes}
+        body = asdict(self) | {"layout": self.layout.to_json(), "total_bytes": self.total_bytes}
+        # A plan of before has none, and is written as it was read.
+        if not self.phases:
+            del body["phases"]
+        return body
 
 
 @dataclass(frozen=True)
