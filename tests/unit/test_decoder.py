@@ -171,7 +171,7 @@ def test_flops_are_those_torch_counts(a_shape: DecoderShape) -> None:
     assert counts.get("aten.mm", 0) + counts.get("aten.addmm", 0) == wanted["matmul"]
     # Of all pairs that torch counts, the mask keeps these.
     pairs = [
-        causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_from_stage_of_this_rank(n))
+        causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n))
         for n in range(a_shape.num_layers)
     ]
     useful = counts["aten.bmm"] * sum(pairs)

@@ -191,9 +191,7 @@ def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
 
 def test_a_window_and_the_blocks_without_it():
     shape = preset_shape("gemma3-270m")
-    assert [
-        layer for layer in range(shape.num_layers) if not shape.is_from_stage_of_this_rank(layer)
-    ] == [5, 11, 17]
+    assert [layer for layer in range(shape.num_layers) if not shape.is_local(layer)] == [5, 11, 17]
     assert preset_shape("mistral-7b").num_local_layers == 32
     assert preset_shape("llama2-7b").num_local_layers == 0
 
