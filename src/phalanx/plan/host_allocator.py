@@ -27,6 +27,9 @@ RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
 RETAINED_SHARE_WITH_TENSOR_PARALLEL = 0.05
 # Of what is alive at other moments of a step than the highest: holes that its tensors left.
 RETAINED_SHARE_OF_OTHER_MOMENTS = 1.0
+# Of the gradients that microbatches add up in DDP's buckets: true peaks are that much higher, in
+# the second step (5 rows of benchmarks/memory_truth.py: 0.4 to 1.2). A dry run has none of it.
+RETAINED_SHARE_OF_BUCKETS = 0.7
 # Graphs and code of torch.compile in a rank. Measured in one configuration.
 COMPILER_BYTES = 56 * MIB
 # Larger blocks are mapped, and returned as they are freed: mallopt(3), MALLOPT_MMAP_THRESHOLD.

@@ -15,7 +15,10 @@ from functools import cached_property
 from phalanx.core.units import MIB
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
-from phalanx.plan.host_allocator import estimate_retained_bytes_of_other_moments
+from phalanx.plan.host_allocator import (
+    RETAINED_SHARE_OF_BUCKETS,
+    estimate_retained_bytes_of_other_moments,
+)
 from phalanx.plan.memory import (
     StateBytes,
     activation_bytes,
@@ -317,6 +320,8 @@ def predict_rank_memory_by_phase(
         ]
         total = max(moment.total for moment in highest.values())
         retained = round(estimate_retained_bytes_of_other_moments(largest, total))
+        if has_buckets and work.num_microbatches > 1:
+            retained += round(RETAINED_SHARE_OF_BUCKETS * states["gradients"])
         # Holes of one moment are there from the second step on, in all of them.
         for memory_of_phase in phases.values():
             memory_of_phase["allocator"] += retained
