@@ -54,7 +54,7 @@ def print_prune_result(result: PrunedCheckpoints, *, dry_run: bool) -> None:
     if dry_run:
         remove, keep = "would remove", "would keep"
     print_line(f"{remove}  {', '.join(result.removed) or 'nothing'}")
-    print_line(f"{keep}  {', '.join(result.remaining)}")
+    print_line(f"{keep}  {', '.join(result.kept)}")
 
 
 def print_exported_model(result: ExportResult) -> None:

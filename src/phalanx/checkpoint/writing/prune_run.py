@@ -22,7 +22,7 @@ class PrunedCheckpoints:
     """
 
     removed: tuple[str, ...]
-    remaining: tuple[str, ...]
+    kept: tuple[str, ...]
     notes: tuple[str, ...]
 
 
