@@ -155,7 +155,9 @@ def test_a_loss_over_several_chunks_holds_one_of_them(
         )
         loss.backward()
     shape = DecoderShape(1, dim, 1, 1, dim, dim, vocab, True)
-    planned = shape.activations.count_loss_bytes(Workload(1, num_tokens, precision, "none", chunk)).at_once
+    planned = shape.activations.count_loss_bytes(
+        Workload(1, num_tokens, precision, "none", chunk)
+    ).at_once
     # What went in: views of it are counted as made. In bf16 the head's cast counts as communication
     # in a plan.
     given = hidden.untyped_storage().nbytes() + vocab * dim * (4 if precision == "fp32" else 2)
