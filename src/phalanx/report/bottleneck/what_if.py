@@ -1,4 +1,4 @@
-"""The measured steps again, with one cause removed_s out.
+"""The measured steps again, with one cause taken out.
 
 Ranks go in step: a step ends when the slowest of them has done its own part and what they send is
 there. So what a step gains is what the largest of the ranks' own seconds loses.
@@ -35,7 +35,7 @@ def calculate_speedup(table: StepTable, seconds: float) -> float:
 
 
 class EditedSeconds:
-    """Own seconds of ranks, of which some are removed_s out one after the other."""
+    """Own seconds of ranks, of which some are taken out one after the other."""
 
     def __init__(self, table: StepTable) -> None:
         self._table = table
