@@ -173,6 +173,8 @@ def targets() -> dict[Path, str]:
     with_rules = runpy.run_path(str(HERE / "rules_table.py"))["with_rules"]
     with_clusters = runpy.run_path(str(HERE / "cluster_tables.py"))["with_clusters"]
     plan = HERE / "plan.md"
+    metrics = HERE / "metrics.md"
+    with_metrics = runpy.run_path(str(HERE / "metrics_table.py"))["with_metrics"]
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
@@ -185,6 +187,7 @@ def targets() -> dict[Path, str]:
         rules: with_rules(rules.read_text(encoding="utf-8")),
         plan: with_clusters(plan.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
+        metrics: with_metrics(metrics.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }
 

@@ -15,7 +15,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from phalanx.job.schema import Job, Observe
 from phalanx.observe.bus import CLOSE_TIMEOUT_S, Bus, OpenSink, build_event_file_path
 from phalanx.observe.events import (
     EVENT_CLASS_OF_KIND,
+    CheckpointSaved,
     Envelope,
     EvalFinished,
     Event,
+    ExpertsLoaded,
+    InvariantChecked,
     Note,
     RunStarted,
     StepFinished,
@@ -314,6 +317,41 @@ def told(
     bus.close()
     points = [metrics.extract_metric_point(Envelope(event, 0, attempt, 1.0)) for event in found]
     return {point.step: point.values for point in points if point is not None}
+
+
+def test_facts_that_come_late_are_points_of_the_newest_step(tmp_path: Path) -> None:
+    """What a save took is known steps later; W&B takes nothing of steps before."""
+    found = [
+        started(0),
+        step(1),
+        step(2),
+        ExpertsLoaded(3, {"blocks.0": [30, 10]}, {"blocks.0": 4}),
+        replace(step(3), phases_s={"forward": 0.04, "collective": 0.05}, cpu_s=0.07),
+        CheckpointSaved(1, "checkpoints/step-1", 2**31, 4.0, 0.5, 2**30),
+        InvariantChecked(3, "replicas_equal", True, is_summary=True, num_checks=2),
+    ]
+    points = told(EventMetricsExtractor(tmp_path), tmp_path, 0, found[:5])
+    assert points[3]["time/wait_s"] == pytest.approx(0.05)
+    assert points[3]["time/self_s"] == pytest.approx(0.05)
+    assert points[3]["time/cpu_s"] == 0.07
+    metrics = EventMetricsExtractor()
+    late = [metrics.extract_metric_point(Envelope(event, 0, 0, 1.0)) for event in found]
+    assert [(point.step, point.values) for point in late if point is not None and point.step == 3][
+        ::2
+    ] == [
+        (3, {"experts/busiest_ratio": 1.5, "experts/dropped_ratio": 0.1}),
+        (
+            3,
+            {
+                "checkpoint/save_s": 4.0,
+                "checkpoint/stall_s": 0.5,
+                "checkpoint/size_gib": 2.0,
+                "checkpoint/written_gib": 1.0,
+            },
+        ),
+    ]
+    assert late[-1] is not None
+    assert late[-1].values == {"invariants/replicas_equal_failed": 0}
 
 
 def skipped(at: int) -> StepSkipped:

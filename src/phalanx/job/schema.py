@@ -574,6 +574,33 @@ class Observe(Section):
     The first step and the last are checked, too, and sums of targets and of experts' loads in
     every step. 0 checks nothing.
     """
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on which the run's metrics are served for Prometheus, at /metrics, by a process of its
+    own (docs/metrics.md). 0 takes a free one, which RUN/metrics-target.json names.
+
+    Default: none are served; `phalanx metrics RUN` does it for any run.
+    """
+    metrics_host: Text = "127.0.0.1"
+    """Address that the metrics are served on; "0.0.0.0" for all of this machine, to whoever
+    reaches it."""
+    alert_webhook: Text | None = None
+    """URL that alerts (docs/alerts.md) are POSTed to as JSON; $NAME takes it from that environment
+    variable, where it belongs if whoever has it may write there."""
+    alert_command: tuple[Text, ...] = ()
+    """Program and arguments that are run for each alert, which comes as JSON on standard input."""
+    hang_alert_s: PositiveFloat = 300.0
+    """Seconds without progress of any rank, in steps, evaluations or saves, after which a hang is
+    alerted. A collective that takes longer than resilience.collective_timeout_s ends the
+    attempt."""
+
+    @property
+    def has_observer(self) -> bool:
+        """True where metrics are to be served or somebody is to be alerted."""
+        return (
+            self.metrics_port is not None
+            or self.alert_webhook is not None
+            or bool(self.alert_command)
+        )
 
 
 class Link(Section):

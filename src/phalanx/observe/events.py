@@ -121,6 +121,12 @@ class StepFinished(Event):
             "pp": self.sent_pp_bytes,
         }
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in collectives and for other stages: sending, and waiting for other ranks."""
+        waits = (self.phases_s.get("collective", 0.0), self.phases_s.get("pipeline", 0.0))
+        return sum(seconds for seconds in waits if math.isfinite(seconds))
+
 
 @dataclass(frozen=True)
 class WorkProgressed(Event):

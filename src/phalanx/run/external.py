@@ -29,6 +29,7 @@ from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report
 from phalanx.run.decision import RankZeroDecision
 from phalanx.run.directory import JOB_FILE
 from phalanx.run.finished import conclude_without_training, is_finished
+from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.rank_run import RankRunInputs
@@ -129,7 +130,10 @@ def _train_and_conclude_as_rank_zero(
     console = output.open_console(run.job)
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
     bus = open_supervisor_event_bus(run.run_dir, run.attempt, console.write, fence)
-    with contextlib.ExitStack() as stack:
+    with (
+        observing_run(run.job, run.run_dir, run.attempt, bus),
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(bus.close)
         if resumed is not None:
             bus.emit(Note(RESUMED, resumed.facts()))

@@ -76,6 +76,11 @@ def require_packages(job: Job, device: str) -> None:
             if missing:
                 fix = f"pip install 'phalanx[{kind}]'"
                 raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)
+    if job.observe.has_observer:
+        # Here: a job without one does not pay for its imports.
+        from phalanx.run.observer.requirements import require_observer_can_start
+
+        require_observer_can_start(job)
     if job.precision.compute == "fp8":
         _refuse_fp8_where_unsupported(device)
     compiler = os.environ.get("CXX") or "g++"

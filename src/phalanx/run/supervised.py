@@ -37,6 +37,7 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import EventTail, parse_valid_event_line
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.needs import list_modules_to_preload
+from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload
@@ -91,7 +92,10 @@ def train_in_supervised_ranks(
             raise fence.run_taken_error()
         _print_new_events(console, tail)
 
-    with contextlib.ExitStack() as stack:
+    with (
+        observing_run(job, run_dir, attempt, bus),
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(bus.close)
         stack.callback(console.close)
         outcome = supervise_ranks(

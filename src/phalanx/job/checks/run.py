@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ranks, training
+from phalanx.job.checks import (
+    checkpoint,
+    experts,
+    faults,
+    names,
+    observe,
+    pipeline,
+    ranks,
+    training,
+)
 from phalanx.job.checks.check import JobCheck, split_dotted_key
 from phalanx.job.checks.data import DATA_CHECKS as DATA_QUESTIONS
 from phalanx.job.checks.model import MODEL_CHECKS as MODEL_QUESTIONS
@@ -29,6 +38,7 @@ CHECKS: tuple[JobCheck, ...] = (
     *training.CHECKS,
     *checkpoint.CHECKS,
     *faults.CHECKS,
+    *observe.CHECKS,
 )
 
 

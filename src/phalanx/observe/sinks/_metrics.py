@@ -4,6 +4,7 @@ follows has ended."""
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ from typing import Any, Literal
 from phalanx.core.files import read_json, read_whole_regular_file, write_bytes_atomically
 from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
+    CheckpointSaved,
     Envelope,
     EvalFinished,
     Event,
+    ExpertsLoaded,
+    InvariantChecked,
+    PipelineMeasured,
     RunStarted,
     StepFinished,
     StepSkipped,
@@ -28,6 +33,9 @@ _INVALID_NAME_CHARACTERS = re.compile(
 )  # a source is named by its path; slashes make groups
 # Skipped steps are counted, and sources keep their names, over all attempts of a run.
 _REPLAYED_EVENT_CLASSES: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
+
+# They speak of a step that is over when they are told, or of one before.
+_LATE_EVENT_CLASSES = (CheckpointSaved, ExpertsLoaded, InvariantChecked, PipelineMeasured)
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -83,6 +91,10 @@ class EventMetricsExtractor:
                 envelope.time_unix_s,
                 extract_metric_values(event, self._names.__getitem__),
             )
+        elif isinstance(event, _LATE_EVENT_CLASSES):
+            # Never behind the newest step: W&B takes no rows of steps before.
+            step = max(self._step, int(event.step))
+            return MetricValuesAtStep(step, envelope.time_unix_s, extract_metric_values(event))
         return None
 
     @property
@@ -162,7 +174,14 @@ def extract_metric_values(
                 values[f"throughput/sent_{axis}_mib"] = sent_bytes / MIB
         if event.loss_scale:
             values["train/loss_scale"] = event.loss_scale
+        if event.cpu_s:
+            values["time/cpu_s"] = event.cpu_s
+        if event.waiting_s:
+            values["time/wait_s"] = event.waiting_s
+            values["time/self_s"] = event.step_s - event.waiting_s
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}
+    if isinstance(event, _LATE_EVENT_CLASSES):
+        return _extract_values_told_late(event)
     if isinstance(event, EvalFinished):
         by_source = {
             f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()
@@ -173,6 +192,34 @@ def extract_metric_values(
         # The loss comes after the metrics: one that a user calls "loss" cannot take its place.
         return metrics | {"eval/loss": event.loss} | by_source
     return {}
+
+
+def _extract_values_told_late(
+    event: CheckpointSaved | ExpertsLoaded | InvariantChecked | PipelineMeasured,
+) -> dict[str, float]:
+    match event:
+        case CheckpointSaved():
+            values = {
+                "checkpoint/save_s": event.wall_s,
+                "checkpoint/stall_s": event.stall_s,
+                "checkpoint/size_gib": event.num_bytes / GIB,
+            }
+            if event.num_new_bytes >= 0:
+                values["checkpoint/written_gib"] = event.num_new_bytes / GIB
+        case ExpertsLoaded():
+            values = {
+                "experts/busiest_ratio": event.worst[1],
+                "experts/dropped_ratio": event.dropped_share,
+            }
+        case InvariantChecked():
+            values = {f"invariants/{event.name}_failed": event.num_failed}
+        case PipelineMeasured():
+            values = {
+                "pipeline/bubble_measured": event.bubble_measured,
+                "pipeline/bubble_predicted": event.bubble_predicted,
+                "pipeline/bubble_planned": event.bubble_planned,
+            }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def read_job_sections(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Alerts: what of a run a person should hear of at once, and how it is sent."""

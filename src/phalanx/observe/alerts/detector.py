@@ -1,0 +1,100 @@
+"""Finds what a person should hear of in the events of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from phalanx.observe import events
+from phalanx.observe.alerts.alert import Alert, AlertKind
+from phalanx.observe.events import Envelope
+from phalanx.observe.loss_spikes import LossSpikeDetector
+from phalanx.observe.words import describe_event
+
+MIN_INTERVAL_S = 60.0  # between two alerts of one kind that may come with every step
+_REPEATED_KINDS: frozenset[AlertKind] = frozenset(
+    ("step_skipped", "loss_spike", "invariant_failed", "checkpoint_failed")
+)
+_ORDINARY_ENDS = ("finished", "preempted", "interrupted")
+
+
+class AlertDetector:
+    """Turns events into alerts. Events of attempts before `attempt_from` are history: they tell
+    what is ordinary, and alert nobody."""
+
+    def __init__(self, attempt_from: int = 0) -> None:
+        self._attempt_from = attempt_from
+        self._spikes = LossSpikeDetector()
+        self._failure = ""
+        self._sent_s: dict[AlertKind, float] = {}
+        self._num_held: dict[AlertKind, int] = {}
+
+    def find_alert(self, envelope: Envelope, now_s: float) -> Alert | None:
+        """The alert that an event gives, if any. `now_s` (monotonic) is when it is read."""
+        alert = self._make_alert(envelope)
+        if alert is None or envelope.attempt < self._attempt_from:
+            return None
+        if alert.kind in _REPEATED_KINDS:
+            return self._hold_repetition(alert, now_s)
+        return alert
+
+    def _make_alert(self, envelope: Envelope) -> Alert | None:
+        event = envelope.event
+        match event:
+            case events.RankFailed():
+                # What comes of it is told by the next event: a restart, or the end.
+                self._failure = describe_event(envelope) or ""
+            case events.RestartScheduled():
+                return self._build_alert("restart", envelope, self._failure, event.from_step)
+            case events.RunFinished() if event.status not in _ORDINARY_ENDS:
+                return self._build_alert("run_failed", envelope, self._failure, event.step)
+            case events.StepSkipped() if event.reason != "overflow":
+                # An overflow of fp16 is how its loss scale finds its height.
+                return self._build_alert("step_skipped", envelope, "", event.step)
+            case events.CheckpointFailed():
+                return self._build_alert("checkpoint_failed", envelope, "", event.step)
+            case events.InvariantChecked() if not event.ok and not event.is_summary:
+                return self._build_alert("invariant_failed", envelope, "", event.step)
+            case events.StepFinished() if envelope.rank == 0:
+                return self._find_spike(envelope, event)
+        return None
+
+    def _find_spike(self, envelope: Envelope, event: events.StepFinished) -> Alert | None:
+        median = self._spikes.add_loss(event.loss)
+        if median is None:
+            return None
+        text = (
+            f"loss {event.loss:.4g} at step {event.step}, where the median of the steps before is"
+            f" {median:.4g}"
+        )
+        facts = _convert_event_to_json(envelope) | {"median_loss": median}
+        return Alert(
+            "loss_spike", text, envelope.time_unix_s, envelope.attempt, int(event.step), facts=facts
+        )
+
+    def _build_alert(self, kind: AlertKind, envelope: Envelope, before: str, step: int) -> Alert:
+        rank = None
+        if kind in ("restart", "run_failed"):
+            self._failure = ""
+        elif envelope.rank > 0:
+            rank = envelope.rank
+        text = "; ".join(filter(None, (before, describe_event(envelope))))
+        facts = _convert_event_to_json(envelope)
+        return Alert(kind, text, envelope.time_unix_s, envelope.attempt, int(step), rank, 0, facts)
+
+    def _hold_repetition(self, alert: Alert, now_s: float) -> Alert | None:
+        """The alert, unless one of its kind went out a moment ago: then it is counted for the
+        next."""
+        sent_s = self._sent_s.get(alert.kind)
+        if sent_s is not None and now_s - sent_s < MIN_INTERVAL_S:
+            self._num_held[alert.kind] = self._num_held.get(alert.kind, 0) + 1
+            return None
+        self._sent_s[alert.kind] = now_s
+        return replace(alert, num_repeated=self._num_held.pop(alert.kind, 0))
+
+
+def _convert_event_to_json(envelope: Envelope) -> dict[str, Any]:
+    """The event as its file has it: strict JSON, in which NaN is null."""
+    body: dict[str, Any] = json.loads(envelope.to_line())
+    return body

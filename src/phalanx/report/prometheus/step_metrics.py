@@ -1,0 +1,105 @@
+"""What the steps of a run add to its metrics."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from phalanx.observe.events import Envelope, RunStarted, StepFinished, StepSkipped
+from phalanx.observe.loss_spikes import LossSpikeDetector
+from phalanx.report.facts import get_time_group_of_phase
+from phalanx.report.formats import finite_or_zero
+from phalanx.report.prometheus.values import MetricValues
+
+LEAD_RANK = 0
+# What a step's seconds are spent on beside training it.
+_UNPRODUCTIVE_GROUPS = ("data", "checkpoint", "evaluate")
+
+
+class StepMetrics:
+    """Adds steps to `values`. Facts of all ranks alike (loss, tokens, ...) are taken from rank 0.
+
+    Of rank 0's steps those that stand are kept, eight bytes each for number and seconds: a restart
+    takes back what came after its checkpoint.
+    """
+
+    def __init__(self, values: MetricValues) -> None:
+        self._values = values
+        self._spikes = LossSpikeDetector()
+        self._newest_step = 0
+        self._overflow_step = -1
+        self._standing_steps = array("q")
+        self._standing_s = array("d")
+        self.productive_s = 0.0
+        """Seconds of the steps that stand, without their waiting for data, saving and
+        evaluating."""
+
+    def add_event(self, envelope: Envelope) -> None:
+        event = envelope.event
+        if isinstance(event, StepFinished):
+            self._add_step_of_rank(event, str(envelope.rank))
+            if envelope.rank == LEAD_RANK:
+                self._add_step(event)
+        elif isinstance(event, StepSkipped):
+            self._values.add("phalanx_skipped_steps_total", 1, event.reason)
+            if event.reason == "overflow":
+                # How fp16's loss scale finds its height, and said before the step's own event.
+                self._overflow_step = int(event.step)
+        elif isinstance(event, RunStarted):
+            self._values.set("phalanx_target_steps", event.total_steps)
+            self._values.set("phalanx_step", event.step)
+
+    def _add_step_of_rank(self, event: StepFinished, rank: str) -> None:
+        values = self._values
+        for phase, seconds in event.phases_s.items():
+            values.add("phalanx_phase_seconds_total", seconds, rank, phase)
+        values.add("phalanx_phase_seconds_total", event.unaccounted_s, rank, "unaccounted")
+        values.add("phalanx_wait_seconds_total", event.waiting_s, rank)
+        values.add("phalanx_self_seconds_total", event.step_s - event.waiting_s, rank)
+        if event.cpu_s:
+            values.add("phalanx_cpu_seconds_total", event.cpu_s, rank)
+        for axis, num_bytes in {"dp": event.sent_bytes, **event.sent_by_axis}.items():
+            if num_bytes:
+                values.add("phalanx_sent_bytes_total", num_bytes, rank, axis)
+        values.set("phalanx_memory_resident_bytes", event.rss_bytes, rank)
+        if event.peak_bytes:
+            values.set("phalanx_memory_peak_bytes", event.peak_bytes, rank)
+        if event.reserved_bytes:
+            values.set("phalanx_memory_reserved_bytes", event.reserved_bytes, rank)
+
+    def _add_step(self, event: StepFinished) -> None:
+        values, step = self._values, int(event.step)
+        values.add("phalanx_steps_total", 1)
+        values.add("phalanx_steps_redone_total", step <= self._newest_step)
+        self._newest_step = max(self._newest_step, step)
+        values.add("phalanx_tokens_total", event.num_targets)
+        values.set("phalanx_step", step)
+        values.set("phalanx_loss", event.loss)
+        values.set("phalanx_grad_norm", event.grad_norm)
+        values.set("phalanx_learning_rate", event.learning_rate)
+        if event.loss_scale:
+            values.set("phalanx_loss_scale", event.loss_scale)
+        values.add("phalanx_nonfinite_steps_total", self._is_nonfinite(event))
+        values.add("phalanx_loss_spikes_total", self._spikes.add_loss(event.loss) is not None)
+        if math.isfinite(event.step_s) and event.step_s >= 0:
+            values.observe_step_seconds(event.step_s)
+            self._add_standing_step(step, event)
+
+    def _is_nonfinite(self, event: StepFinished) -> bool:
+        if math.isfinite(event.loss) and math.isfinite(event.grad_norm):
+            return False
+        return event.num_targets > 0 and event.step != self._overflow_step
+
+    def _add_standing_step(self, step: int, event: StepFinished) -> None:
+        # What an attempt did at or after the next one's first step is undone.
+        while self._standing_steps and self._standing_steps[-1] >= step:
+            self._standing_steps.pop()
+            self.productive_s -= self._standing_s.pop()
+        unproductive_s = 0.0
+        for phase, seconds in event.phases_s.items():
+            if get_time_group_of_phase(phase) in _UNPRODUCTIVE_GROUPS:
+                unproductive_s += finite_or_zero(seconds)
+        productive_s = max(event.step_s - unproductive_s, 0.0)
+        self._standing_steps.append(step)
+        self._standing_s.append(productive_s)
+        self.productive_s += productive_s

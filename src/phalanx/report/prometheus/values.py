@@ -1,0 +1,76 @@
+"""The values of all metrics at a moment: what events add up to, without any format."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.report.prometheus.definitions import METRIC_BY_NAME, STEP_SECONDS_BUCKETS
+
+LabelValues = tuple[str, ...]
+"""Values of a metric's labels, in the order of its definition."""
+
+
+@dataclass(frozen=True)
+class HistogramValue:
+    """`counts[i]` observations are at most `STEP_SECONDS_BUCKETS[i]` and above the bound before;
+    the last count is of those above all bounds. `total` is their sum."""
+
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True)
+class MetricSnapshot:
+    """Values at one moment, by metric name and label values. `run`: the label of all of them."""
+
+    run: str
+    values: Mapping[str, Mapping[LabelValues, float]]
+    step_seconds: HistogramValue
+
+    def find_value(self, name: str, *labels: str) -> float | None:
+        """The value of a metric, or None where it has none yet."""
+        return self.values.get(name, {}).get(labels)
+
+
+class MetricValues:
+    """Counters, gauges and the histogram of step seconds, as they stand."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[LabelValues, float]] = {}
+        self._bucket_counts = [0] * (len(STEP_SECONDS_BUCKETS) + 1)
+        self._step_seconds_total = 0.0
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter. A negative or missing amount adds nothing: counters never fall."""
+        of_name = self._require_metric(name)
+        if not amount > 0:
+            amount = 0.0
+        of_name[labels] = of_name.get(labels, 0.0) + amount
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self._require_metric(name)[labels] = value
+
+    def clear(self, name: str) -> None:
+        """Take a metric out: its value is not known any more."""
+        self._values.pop(name, None)
+
+    def observe_step_seconds(self, seconds: float) -> None:
+        self._bucket_counts[bisect_left(STEP_SECONDS_BUCKETS, seconds)] += 1
+        self._step_seconds_total += seconds
+
+    def build_snapshot(self, run: str) -> MetricSnapshot:
+        return MetricSnapshot(
+            run=run,
+            values={name: dict(of_name) for name, of_name in self._values.items()},
+            step_seconds=HistogramValue(tuple(self._bucket_counts), self._step_seconds_total),
+        )
+
+    def _require_metric(self, name: str) -> dict[LabelValues, float]:
+        of_name = self._values.get(name)
+        if of_name is None:
+            # A metric that is not in the table would have no type and no meaning.
+            assert name in METRIC_BY_NAME, name
+            of_name = self._values[name] = {}
+        return of_name
