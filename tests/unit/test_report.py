@@ -23,8 +23,7 @@ from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
-from phalanx.report import write_report
-from phalanx.report.page import CONTENT_SECURITY_POLICY
+from phalanx.report.page import CONTENT_SECURITY_POLICY, write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
