@@ -100,7 +100,7 @@ class MetricsServer:
         served = self._snapshot
         if served is None:
             return _send_text(start_response, "503 Service Unavailable", "reading the run")
-        answer = self._render(environ, start_response)
+        answer: Iterable[bytes] = self._render(environ, start_response)
         with self._condition:
             self._scraped_s = [*self._scraped_s, time.monotonic()][-2:]
             self._scraped_snapshot = served
