@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box_format import encode_tail, encode_text
@@ -58,14 +58,29 @@ class PostedCollective(NamedTuple):
     is_foreground: bool
 
 
+class CollectiveObserver(Protocol):
+    """Told of each collective of a rank, by the number of its record, also from other threads."""
+
+    def post_collective(self, number: int, call: PostedCollective) -> None: ...
+
+    def begin_wait(self, number: int) -> None: ...
+
+    def end_collective(self, number: int, end_seen: str) -> None:
+        """`end_seen`: see CollectiveSpan in phalanx.observe.trace_rows; the first end counts."""
+        ...
+
+
 class BlackBox:
     """Writes where a rank is.
 
-    `on_progress`, if set, is called before each position is written.
+    `on_progress`, if set, is called before each position is written. `observer`, if set, is told of
+    collectives: a trace is being recorded. `groups` are (key, label, ranks) by number.
     """
 
     def __init__(self, path: Path, identity: RankIdentity | None = None) -> None:
         self.on_progress: Callable[[], None] | None = None
+        self.observer: CollectiveObserver | None = None
+        self.groups: list[tuple[str, str, str]] = []
         self.sites = CallSiteFinder()
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = 0
@@ -109,6 +124,7 @@ class BlackBox:
         if number >= layout.NUM_GROUPS:
             return -1
         self._num_groups += 1
+        self.groups.append((key, label, ranks))
         layout.GROUP.pack_into(
             self._map,
             layout.GROUPS_AT + number * layout.GROUP.size,
@@ -158,17 +174,27 @@ class BlackBox:
         if call.group >= 0 and call.tag < 0:
             at = layout.GROUPS_AT + call.group * layout.GROUP.size + layout.GROUP_NUM_POSTED_AT
             layout.GROUP_NUM_POSTED.pack_into(self._map, at, call.sequence)
+        if self.observer is not None:
+            self.observer.post_collective(number, call)
         return number
 
     def begin_wait(self, number: int) -> None:
         """Write that the rank now waits for collective `number`."""
         self._write_state(number, layout.WAITING, layout.WAIT_BEGAN_AT)
+        if self.observer is not None:
+            self.observer.begin_wait(number)
 
-    def end_collective(self, number: int, *, has_failed: bool = False) -> None:
-        """Write that collective `number` has ended on this rank."""
+    def end_collective(
+        self, number: int, *, has_failed: bool = False, end_seen: str = "noticed"
+    ) -> None:
+        """Write that collective `number` has ended on this rank; `end_seen` is how that was
+        learned."""
         state = layout.FINISHED
         if has_failed:
             state = layout.FAILED
+            end_seen = "failed"
+        if self.observer is not None:
+            self.observer.end_collective(number, end_seen)
         self._write_state(number, state, layout.ENDED_AT)
 
     def close(self) -> None:

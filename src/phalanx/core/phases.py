@@ -68,6 +68,17 @@ class PhaseClock(Protocol):
         ...
 
 
+class SpanObserver(Protocol):
+    """Told of each phase of a PhaseTimer, with the marks of its clock that its seconds are counted
+    by."""
+
+    def begin_span(self, name: str, words: str, mark: Any) -> None: ...
+
+    def end_span(self, mark: Any) -> None:
+        """End the innermost span that is open."""
+        ...
+
+
 class HostClock:
     """The host's own time: right where work is done when the call that asks for it returns."""
 
@@ -106,6 +117,8 @@ class PhaseTimer:
         self.clock: PhaseClock = clock or HostClock()
         self._black_box = black_box
         self._listeners, self._of_training = (*of_training, *listeners), of_training
+        # Empty unless a trace is recorded.
+        self.observers: tuple[SpanObserver, ...] = ()
         self._seconds: dict[str, float] = {}
         self._stack: list[tuple[str, str]] = []
         self._since: Any = 0.0
@@ -185,6 +198,8 @@ class PhaseTimer:
         self._stack.append((name, collective))
         self._since = now
         self._write_position(name, collective)
+        for observer in self.observers:
+            observer.begin_span(name, collective, now)
         for listener in self._listeners:
             listener(self.step, name)
 
@@ -206,8 +221,11 @@ class PhaseTimer:
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge_to_innermost_phase(now)
         # Phases inside that an exception left open end with it.
-        while self._stack.pop()[0] != name:
-            pass
+        is_open = True
+        while is_open:
+            is_open = self._stack.pop()[0] != name
+            for observer in self.observers:
+                observer.end_span(now)
         self._since = now
         if self._stack:
             # The enclosing phase goes on.
@@ -232,6 +250,11 @@ class PhaseTimer:
                 break
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             self._queued.popleft()
+
+    @property
+    def black_box(self) -> BlackBox | None:
+        """The box that positions are written to, where there is one."""
+        return self._black_box
 
     @property
     def current(self) -> str:

@@ -142,3 +142,27 @@ class PeriodicSampler:
     def stop(self) -> None:
         self._ended.set()
         self._thread.join()
+
+
+class ResidentBytesReader:
+    """Reads all resident bytes of this process, in a microsecond or two: fit for every phase."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        try:
+            self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            # No Linux.
+            pass
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def read_resident_bytes(self) -> int:
+        """Resident bytes, shared pages counted whole; -1 where the kernel does not say."""
+        if self._fd < 0:
+            return -1
+        return int(os.pread(self._fd, 128, 0).split()[1]) * self._page_bytes
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -592,6 +592,18 @@ class Observe(Section):
     """Seconds without progress of any rank, in steps, evaluations or saves, after which a hang is
     alerted. A collective that takes longer than resilience.collective_timeout_s ends the
     attempt."""
+    trace_steps: tuple[Positive | Text, ...] = ()
+    """Steps that all ranks trace, as numbers or ranges: [100, "200:203"]; at most 100.
+
+    `phalanx trace RUN` makes the trace a file for Perfetto (docs/traces.md).
+    """
+    profile_steps: tuple[Positive | Text, ...] = ()
+    """Steps that are traced with every operator and kernel that torch.profiler sees; at most 10.
+
+    They are slower than others.
+    """
+    nvtx: bool = False
+    """On a GPU, name phases as NVTX ranges, for Nsight Systems."""
 
     @property
     def has_observer(self) -> bool:

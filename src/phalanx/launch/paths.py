@@ -13,6 +13,7 @@ from phalanx.core.errors import ResourceError
 from phalanx.core.files import read_json, write_json_atomically
 from phalanx.core.logs import overwrite_secrets_in_file
 from phalanx.core.secrets import find_secret_values_by_variable
+from phalanx.observe.trace_part import TRACES
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
 # Among the logs: how many bytes of each were searched.
@@ -54,7 +55,7 @@ def refuse_symlinked_run_folders(run_dir: Path, *, more: Sequence[str] = ()) -> 
     A run may come from anywhere, and a link in it may lead to anybody's files. RUN and
     RUN/checkpoints may be links. `more`: other folders of the run that are about to be filled.
     """
-    for name in (LOGS, EVENTS, BLACK_BOXES, *more):
+    for name in (LOGS, EVENTS, BLACK_BOXES, TRACES, *more):
         folder = run_dir / name
         if os.path.islink(folder):
             raise ResourceError(

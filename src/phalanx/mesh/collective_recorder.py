@@ -22,7 +22,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core import black_box_format as layout
-from phalanx.core.black_box import BlackBox, PostedCollective, format_ranks
+from phalanx.core.black_box import (
+    BlackBox,
+    CollectiveObserver,
+    PostedCollective,
+    format_ranks,
+)
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
@@ -171,7 +176,7 @@ class CollectiveRecorder:
             result = result[-1]
         if result is None:
             # monitored_barrier, which has ended when it returns.
-            self._box.end_collective(number)
+            self._box.end_collective(number, end_seen="waited")
             return
         first = _find_first_tensor(args)
         if not first.is_cpu:
@@ -183,6 +188,8 @@ class CollectiveRecorder:
             # The oldest stays "posted" in the box.
             self._open.pop(next(iter(self._open)), None)
         self._open[id(work)] = _OpenWork(work, number, first.data_ptr())
+        if self._box.observer is not None:
+            _tell_observer_when_completed(self._box.observer, work, number)
 
     def update(self) -> None:
         """Write the end of collectives that have ended since."""
@@ -216,7 +223,7 @@ class CollectiveRecorder:
             raise
         # Not asked whether it has ended: gloo's reduce_scatter never says so.
         if self._open.pop(key, None) is not None:
-            self._box.end_collective(waited_for.number)
+            self._box.end_collective(waited_for.number, end_seen="waited")
         return result
 
     def _end(self, key: int, each: _OpenWork) -> None:
@@ -325,6 +332,20 @@ def _find_first_tensor(args: Sequence[Any]) -> torch.Tensor:
         if isinstance(each, torch.Tensor):
             return each
     raise TypeError("an operator of c10d without a tensor")
+
+
+def _tell_observer_when_completed(
+    observer: CollectiveObserver, work: dist.Work, number: int
+) -> None:
+    """Tell `observer` of the moment at which a transfer is done: DDP waits for its buckets in C++,
+    where nobody sees it. Called by the thread that transfers, and so only while a trace is
+    recorded."""
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError):
+        # Sends and receives have none.
+        return
+    future.add_done_callback(lambda _: observer.end_collective(number, "completed"))
 
 
 def _has_failed(work: dist.Work) -> bool:

@@ -17,6 +17,8 @@ from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
+from phalanx.report.trace.merge import list_traced_steps
+from phalanx.report.trace.words import list_windows_in_words
 from phalanx.run.baselines import compute_ngram_baseline_losses
 from phalanx.run.next_command import build_next_line_after_training, format_program_command
 from phalanx.run.output import RunOutput
@@ -98,10 +100,21 @@ def _write_page_and_print_conclusion(
     folders = _list_run_checkpoints(run)
     if folders and not is_finished:
         output.say(*_build_resume_command_lines(run, outcome, folders[-1]))
-    output.say(page_line)
+    output.say(page_line, *_list_trace_lines_of_run(run.run_dir))
     if folders and is_finished:
         output.say(build_next_line_after_training(run.job, run.plan, run.corpus, run.run_dir))
     output.say(f"run     {run.run_dir}")
+
+
+def _list_trace_lines_of_run(run_dir: Path) -> list[str]:
+    """The line that says which steps were traced; none where none were."""
+    traced = list(list_traced_steps(run_dir))
+    if not traced:
+        return []
+    command = (
+        f"{format_program_command()} trace {shlex.quote(str(run_dir))} --steps {traced[-1][1]}"
+    )
+    return [f"traces  of steps {list_windows_in_words(traced)}: {command} shows them"]
 
 
 def _build_resume_command_lines(

@@ -36,6 +36,7 @@ from phalanx.mesh.determinism import (
 )
 from phalanx.mesh.event_clock import create_phase_clock_for_device
 from phalanx.mesh.mesh import Mesh, abandon_mesh, open_mesh
+from phalanx.mesh.nvtx import NvtxRanges
 from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, SUPERVISED_RENDEZVOUS_TIMEOUT_S
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import (
@@ -189,6 +190,8 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
     with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.replace_clock(create_phase_clock_for_device(mesh.device))
+        if run.job.observe.nvtx and mesh.device.type == "cuda":
+            rank.phases.observers += (NvtxRanges(),)
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
         _require_same_inputs_on_ranks(run, mesh, corpus)

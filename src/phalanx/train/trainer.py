@@ -41,6 +41,7 @@ from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
 from phalanx.train.step_recorder import StepRecorder
+from phalanx.train.step_tracer import StepTracer
 from phalanx.train.stop import StopRequestedError, StopSignalFlags
 from phalanx.train.training_data import TrainingData
 
@@ -85,6 +86,7 @@ class Trainer:
         self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
+        self._tracer = self._build_tracer()
         self._schedule = self._build_checkpoint_schedule()
         self._best = BestCheckpointRecorder(job, self.mesh, bus, storage)
         self._evaluator = self._build_evaluator()
@@ -107,6 +109,8 @@ class Trainer:
             if self._schedule is not None:
                 self._schedule.abandon(self.job.resilience.grace_s)
             raise
+        finally:
+            self._tracer.close()
 
     def _run_steps(self) -> str:
         if self._evaluator is not None:
@@ -121,6 +125,7 @@ class Trainer:
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
+            self._tracer.begin_step(self.state.step + 1)
             facts, skipped = self.step()
             self._recorder.hold_step_facts(facts, skipped)
             gather_and_emit_pipeline_spans(
@@ -129,14 +134,16 @@ class Trainer:
             if skipped is None:
                 # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
                 self._require_state_is_saveable()
-            sigterm, sigint, is_fenced, *save_flags = facts.flags
+            sigterm, sigint, is_fenced, trace_request, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
             if is_fenced and self._get_storage_fence is not None:
                 raise self._get_storage_fence.run_taken_error()
+            self._tracer.accept_request(trace_request, self.state.step)
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
             self._recorder.record_last_step()
+            self._tracer.end_step(self.state.step)
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
             else:
@@ -197,14 +204,26 @@ class Trainer:
         self._is_saveable = True
 
     def _build_step_flags(self) -> tuple[float, ...]:
-        """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
+        """This rank's flags in the reduction of a step: stops, a lost run, a request to trace, and
+        saves."""
         if self._schedule is not None:
             save_flags = self._schedule.status_flags()
         else:
             save_flags = (0.0, 0.0, 0.0)
         # Rank 0 alone looks at the files: the sum of the flags tells all.
         is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
-        return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
+        stops = float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced)
+        return *stops, self._tracer.look_for_request(), *save_flags
+
+    def _build_tracer(self) -> StepTracer:
+        return StepTracer(
+            self.job,
+            self.state.model,
+            self.bus,
+            None if self.storage is None else self.storage.run_dir,
+            self._recorder.exclude_seconds_from_next_step,
+            may_write=lambda: self.storage is None or not self.storage.is_lost(),
+        )
 
     @property
     def _get_storage_fence(self) -> RunOwnershipWatch | None:

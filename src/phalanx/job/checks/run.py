@@ -19,6 +19,7 @@ from phalanx.job.checks import (
     observe,
     pipeline,
     ranks,
+    traces,
     training,
 )
 from phalanx.job.checks.check import JobCheck, split_dotted_key
@@ -39,6 +40,7 @@ CHECKS: tuple[JobCheck, ...] = (
     *checkpoint.CHECKS,
     *faults.CHECKS,
     *observe.CHECKS,
+    *traces.CHECKS,
 )
 
 

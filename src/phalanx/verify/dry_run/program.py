@@ -45,8 +45,9 @@ from phalanx.verify.dry_run.tracker import StorageTracker
 
 NUM_DIFFERENT = 3
 """Microbatches of a step that can differ: the first, one in the middle, and the last."""
-NUM_FLAGS = 6
-"""Flags that travel with the facts of a step (train/trainer.py): three of stops, three of saves."""
+NUM_FLAGS = 7
+"""Flags that travel with the facts of a step (train/trainer.py): three of stops, a request to
+trace, three of saves."""
 
 
 class TrackedPhases(PhaseTimer):

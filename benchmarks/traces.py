@@ -1,0 +1,184 @@
+"""What traces cost: a step while nothing is traced, and a step that is.
+
+    python benchmarks/traces.py [--steps N] [--turn N] [--out FILE]
+
+Two ranks train the default model over gloo in one process each. Steps with a recorder attached and
+without take turns, so that both see the same machine; the mean difference of the turns' medians is
+given with a 95 % interval (bootstrap). What a step pays without a trace is timed by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.core.black_box import BlackBox, RankIdentity
+from phalanx.core.phases import PhaseTimer
+from phalanx.core.process_memory import ResidentBytesReader
+from phalanx.mesh.collective_recorder import record_collectives
+from phalanx.mesh.mesh import open_mesh
+from phalanx.nn.build import build_model, build_objective
+from phalanx.observe.bus import Bus
+from phalanx.observe.trace_recorder import TraceRecorder
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.parallelize import parallelize
+from phalanx.train.step_tracer import StepTracer
+
+NUM_WARM_UP = 20
+NUM_RESAMPLES = 2000
+NUM_RANKS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1000, help="traced, and without")
+    parser.add_argument("--turn", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for rank in range(NUM_RANKS):
+            pid = os.fork()
+            if pid == 0:
+                _run_rank(rank, args, Path(folder))
+            pids.append(pid)
+        for pid in pids:
+            if os.waitpid(pid, 0)[1]:
+                raise SystemExit("a rank failed")
+        results = json.loads((Path(folder) / "result.json").read_text())
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    for name, value in results.items():
+        print(f"{name:<28}{value}")
+
+
+def _run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    code = 1
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
+        )
+        result = _measure(rank, args, folder)
+        if rank == 0:
+            (folder / "result.json").write_text(json.dumps(result))
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        # Without torch's teardown of groups that other ranks may have left.
+        os._exit(code)
+
+
+def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    job = phalanx.load_job(None, ["train.global_batch_size=2"])
+    plan = phalanx.make_plan(job, num_ranks=NUM_RANKS, vocab_size=256)
+    box = BlackBox(folder / f"box-{rank}", RankIdentity(rank, NUM_RANKS, 0, "cpu"))
+    phases, memory = PhaseTimer(box), ResidentBytesReader()
+    with open_mesh(plan.layout, device="cpu") as mesh, record_collectives(box):
+        model = parallelize(build_model(job, plan.model_shape), plan, mesh, phases=phases, seed=0)
+        optimizer = build_optimizer(model, job.optim)
+        tokens = torch.randint(256, (1, job.data.seq_len + 1))
+        batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+        objective = build_objective(job)
+
+        def take_step() -> float:
+            began = time.perf_counter()
+            loss = model.forward_backward([batch], objective)
+            model.reduce_and_clip(loss, max_norm=1.0)
+            with phases("optimizer"):
+                model.update(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+            phases.step += 1
+            phases.take()
+            return time.perf_counter() - began
+
+        turns, num_rows = _alternate(args, phases, box, memory, take_step)
+        tracer = StepTracer(job, model, Bus(rank=rank), folder, lambda seconds: None)
+        off_us = _time_untraced_step(tracer)
+        dist.barrier()
+    off_s = statistics.median(turns["off"])
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "steps each way": len(turns["off"]) * args.turn,
+        "step untraced, ms": round(off_s * 1e3, 3),
+        "step traced, ms": round(statistics.median(turns["on"]) * 1e3, 3),
+        "traced adds, %": _compare(turns["on"], turns["off"]),
+        "rows a step": round(num_rows, 1),
+        "untraced pays, us a step": off_us,
+        "untraced pays, %": round(off_us / 1e4 / off_s, 5),
+    }
+
+
+def _alternate(
+    args: argparse.Namespace,
+    phases: PhaseTimer,
+    box: BlackBox,
+    memory: ResidentBytesReader,
+    take_step: Any,
+) -> tuple[dict[str, list[float]], float]:
+    """Median seconds of a step of each turn, and the rows that a traced step leaves."""
+    for _ in range(NUM_WARM_UP):
+        take_step()
+    medians: dict[str, list[float]] = {"on": [], "off": []}
+    num_rows = num_traced = 0
+    for turn in range(2 * args.steps // args.turn):
+        # on, off, off, on: neither way always follows the other.
+        way = "on" if turn % 4 in (0, 3) else "off"
+        recorder = TraceRecorder(phases, box, lambda: (memory.read_resident_bytes(), -1))
+        if way == "on":
+            recorder.attach()
+        medians[way].append(statistics.median(take_step() for _ in range(args.turn)))
+        if way == "on":
+            recorder.detach()
+            num_rows += sum(map(len, recorder.take_rows(is_last=True)))
+            num_traced += args.turn
+    return medians, num_rows / num_traced
+
+
+def _time_untraced_step(tracer: StepTracer) -> float:
+    """Microseconds of what a step calls where nothing is traced: the smallest mean of ten loops."""
+    means = []
+    for _ in range(10):
+        began = time.perf_counter()
+        for step in range(2000):
+            tracer.begin_step(step)
+            tracer.accept_request(tracer.look_for_request(), step)
+            tracer.end_step(step)
+        means.append((time.perf_counter() - began) / 2000)
+    return round(min(means) * 1e6, 3)
+
+
+def _compare(on: list[float], off: list[float]) -> dict[str, float]:
+    """Percent of the median of `off` that `on` adds in the mean, and its 95 % interval."""
+    differences = [one - other for one, other in zip(on, off, strict=True)]
+    draw = random.Random(0)
+    means = []
+    for _ in range(NUM_RESAMPLES):
+        means.append(statistics.mean(draw.choices(differences, k=len(differences))))
+    means.sort()
+    values = {
+        "mean": statistics.mean(differences),
+        "low": means[int(0.025 * NUM_RESAMPLES)],
+        "high": means[int(0.975 * NUM_RESAMPLES)],
+    }
+    scale = 100 / statistics.median(off)
+    return {name: round(value * scale, 2) for name, value in values.items()}
+
+
+if __name__ == "__main__":
+    main()

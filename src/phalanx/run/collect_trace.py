@@ -1,0 +1,137 @@
+"""Finds the parts of the steps that somebody wants to see, or asks the run for them; and writes the
+trace. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import UsageError
+from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.step_ranges import StepRange
+from phalanx.observe.trace_part import TracePartError, TracePartPath
+from phalanx.report.trace.merge import (
+    TraceFacts,
+    find_parts_of_steps,
+    list_traced_steps,
+    merge_trace_parts,
+)
+from phalanx.report.trace.words import list_windows_in_words
+from phalanx.run.live_trace import (
+    TellProgress,
+    are_parts_complete,
+    is_run_live,
+    request_trace,
+    wait_for_parts,
+)
+
+
+@dataclass(frozen=True)
+class WantedTrace:
+    """What a trace is to show: `steps`, or the next `num_next` of a run that goes on; with neither
+    the only steps that were traced, or the next `default_next`."""
+
+    steps: StepRange | None = None
+    num_next: int | None = None
+    has_operators: bool = False
+    timeout_s: float = 600.0
+    default_next: int = 3
+
+
+def find_or_request_parts(
+    run_dir: Path, wanted: WantedTrace, tell: TellProgress
+) -> tuple[StepRange, list[TracePartPath]]:
+    """The steps, and the parts of the ranks that have them.
+
+    Raises UsageError for steps that were not traced and cannot be any more, EnvironmentProblem for
+    a run that does not answer or ends before them.
+    """
+    is_live = is_run_live(run_dir)
+    if wanted.steps is None:
+        return _find_or_request_without_steps(run_dir, wanted, tell, is_live=is_live)
+    parts = find_parts_of_steps(run_dir, wanted.steps)
+    if not is_live:
+        if not parts:
+            raise _untraced_steps_error(run_dir, wanted.steps)
+        return wanted.steps, parts
+    if are_parts_complete(parts):
+        return wanted.steps, parts
+    if parts:
+        # The run is at them.
+        deadline = time.monotonic() + wanted.timeout_s
+        attempt, window = parts[0].attempt, parts[0].steps
+        return wanted.steps, wait_for_parts(run_dir, window, attempt, deadline, tell)
+    return _request(run_dir, wanted, wanted.steps.first, wanted.steps.num_steps, tell)
+
+
+def _find_or_request_without_steps(
+    run_dir: Path, wanted: WantedTrace, tell: TellProgress, *, is_live: bool
+) -> tuple[StepRange, list[TracePartPath]]:
+    if is_live:
+        num_steps = wanted.num_next or wanted.default_next
+        return _request(run_dir, wanted, 0, num_steps, tell)
+    if wanted.num_next is not None:
+        raise UsageError(
+            "the run has ended: it has no next steps",
+            where=str(run_dir),
+            fix="--steps A:B shows steps that were traced",
+        )
+    traced = list_traced_steps(run_dir)
+    if not traced:
+        raise _untraced_steps_error(run_dir, None)
+    (_, steps), parts = list(traced.items())[-1]
+    if len({window for _, window in traced}) > 1:
+        raise UsageError(
+            "the run has traces of several steps",
+            where=str(run_dir),
+            fix=f"choose with --steps: {list_windows_in_words(list(traced))}",
+        )
+    return steps, parts
+
+
+def _request(
+    run_dir: Path, wanted: WantedTrace, first_step: int, num_steps: int, tell: TellProgress
+) -> tuple[StepRange, list[TracePartPath]]:
+    return request_trace(
+        run_dir,
+        first_step,
+        num_steps,
+        has_operators=wanted.has_operators,
+        timeout_s=wanted.timeout_s,
+        tell=tell,
+    )
+
+
+def _untraced_steps_error(run_dir: Path, steps: StepRange | None) -> UsageError:
+    traced = list_traced_steps(run_dir)
+    example = f'["{steps}"]' if steps is not None else '["100:103"]'
+    fix = f"train again with observe.trace_steps={example}, or ask with phalanx trace while it runs"
+    if traced:
+        fix = f"there are traces of steps {list_windows_in_words(list(traced))}; or {fix}"
+    return UsageError(
+        f"no trace of steps {steps} is there" if steps is not None else "no trace is there",
+        where=str(run_dir),
+        why="the run has ended",
+        fix=fix,
+    )
+
+
+def write_trace_file(
+    path: Path, parts: list[TracePartPath], steps: StepRange
+) -> tuple[int, TraceFacts]:
+    """Write the trace of `steps` to `path`; returns its bytes and its facts.
+
+    Raises UsageError if no part can be read, ResourceError if the file cannot be written.
+    """
+    try:
+        trace, facts = merge_trace_parts(parts, steps)
+    except TracePartError as error:
+        raise UsageError(
+            "no part of the trace can be read", where=str(parts[0].path.parent), why=str(error)
+        ) from None
+    try:
+        write_bytes_atomically(path, trace, durable=False)
+    except OSError as error:
+        raise build_path_resource_error(error, "writing the trace", path) from None
+    return len(trace), facts
