@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import TINY, Done, environment, events, finish, start, wait_until, write_text
+from commands import (
+    TINY,
+    Done,
+    environment,
+    events,
+    finish,
+    start,
+    wait_until,
+    watching,
+    write_text,
+)
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import UsageError
 from phalanx.job.load import load_job
@@ -251,7 +263,7 @@ def list_observers() -> list[psutil.Process]:
     return [child for child in children if "phalanx.run.observer.process" in child.cmdline()]
 
 
-def test_a_process_of_its_own_that_ends_with_the_run(live_run: Path) -> None:
+def test_a_process_of_its_own_whose_death_is_said(live_run: Path) -> None:
     told: list[str] = []
 
     class Heard(Bus):
@@ -266,6 +278,26 @@ def test_a_process_of_its_own_that_ends_with_the_run(live_run: Path) -> None:
         assert child.nice() > 0
         (target,) = json.loads((live_run / METRICS_TARGET_FILE).read_text())[0]["targets"]
         assert told == [f"metrics for Prometheus at http://{target}/metrics"]
-    assert not child.is_running()
+        child.kill()
+        wait_until(lambda: len(told) == 2)
+        assert "has ended (exit code -9), and with it metrics and alerts" in told[1]
     with observing_run(load_job(None, []), live_run, 0, Heard(rank=-1)):
         assert list_observers() == []
+
+
+def test_the_command_serves_any_run_until_it_is_interrupted() -> None:
+    golden = Path(__file__).parents[1] / "golden" / "2026-11-23" / "run"
+    with watching(start("metrics", str(golden), cwd=golden)) as served:
+        url = served.wait_for("metrics of run at").split()[4].rstrip(";")
+        server_address = url.removesuffix("/metrics")
+
+        def answers() -> bool:
+            with contextlib.suppress(urllib.error.HTTPError):
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    return b'phalanx_step{run="run"} 4.0' in answer.read()
+            return False
+
+        wait_until(answers)
+        assert server_address.startswith("http://127.0.0.1:")
+        served.process.send_signal(signal.SIGINT)
+        assert served.finish().code == 0

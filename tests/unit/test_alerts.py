@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_a_failure_is_told_with_what_came_of_it() -> None:
     assert (end.kind, end.severity) == ("run_failed", "critical")
     assert "killed by SIGKILL" in end.text
     assert "exit code 10" in end.text
+
+
+def test_ranks_that_another_launcher_starts_again_are_told_and_a_resume_is_not() -> None:
+    detector = AlertDetector(attempt_from=1)
+    start = events.RunStarted("r", "d", 2, 0, 10, "cpu", {})
+    assert find(detector, start) is None
+    again = find(detector, replace(start, step=4), attempt=1)
+    assert again is not None
+    assert (again.kind, again.step) == ("restart", 4)
+    assert again.text.startswith("its launcher has started it again")
+    assert find(detector, events.Note(events.RESUMED), attempt=2) is None
+    assert find(detector, replace(start, step=6), attempt=2) is None
 
 
 @pytest.mark.parametrize("status", ["finished", "preempted", "interrupted"])

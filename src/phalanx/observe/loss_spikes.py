@@ -38,6 +38,10 @@ class LossSpikeDetector:
         self._losses.append(loss)
         return median
 
+    def forget(self) -> None:
+        """Begin anew: ranks that go back to a checkpoint go back to its loss, too."""
+        self._losses.clear()
+
     def _find_exceeded_median(self, loss: float) -> float | None:
         median = _find_median(self._losses)
         # Most steps are below the median or near it: the deviations are computed for the rest.

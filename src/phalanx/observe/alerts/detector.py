@@ -27,6 +27,9 @@ class AlertDetector:
         self._attempt_from = attempt_from
         self._spikes = LossSpikeDetector()
         self._failure = ""
+        self._newest_attempt = -1
+        # Why the next attempt begins, once that was said.
+        self._is_next_start_known = True
         self._sent_s: dict[AlertKind, float] = {}
         self._num_held: dict[AlertKind, int] = {}
 
@@ -45,7 +48,12 @@ class AlertDetector:
             case events.RankFailed():
                 # What comes of it is told by the next event: a restart, or the end.
                 self._failure = describe_event(envelope) or ""
+            case events.Note(code=events.RESUMED):
+                self._is_next_start_known = True
+            case events.RunStarted() if envelope.rank == 0:
+                return self._find_start_by_launcher(envelope, event)
             case events.RestartScheduled():
+                self._is_next_start_known = True
                 return self._build_alert("restart", envelope, self._failure, event.from_step)
             case events.RunFinished() if event.status not in _ORDINARY_ENDS:
                 return self._build_alert("run_failed", envelope, self._failure, event.step)
@@ -59,6 +67,18 @@ class AlertDetector:
             case events.StepFinished() if envelope.rank == 0:
                 return self._find_spike(envelope, event)
         return None
+
+    def _find_start_by_launcher(self, envelope: Envelope, event: events.RunStarted) -> Alert | None:
+        """Under another launcher nobody says that ranks are started again: they just come."""
+        self._spikes.forget()
+        is_restart = envelope.attempt > self._newest_attempt >= 0 and not self._is_next_start_known
+        self._newest_attempt = max(envelope.attempt, self._newest_attempt)
+        self._is_next_start_known = False
+        if not is_restart:
+            return None
+        return self._build_alert(
+            "restart", envelope, "its launcher has started it again", event.step
+        )
 
     def _find_spike(self, envelope: Envelope, event: events.StepFinished) -> Alert | None:
         median = self._spikes.add_loss(event.loss)

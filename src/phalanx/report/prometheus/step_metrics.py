@@ -28,7 +28,7 @@ class StepMetrics:
         self._spikes = LossSpikeDetector()
         self._newest_step = 0
         self._overflow_step = -1
-        self._standing_steps = array("q")
+        self._standing_steps = array("d")
         self._standing_s = array("d")
         self.productive_s = 0.0
         """Seconds of the steps that stand, without their waiting for data, saving and
@@ -48,6 +48,7 @@ class StepMetrics:
         elif isinstance(event, RunStarted):
             self._values.set("phalanx_target_steps", event.total_steps)
             self._values.set("phalanx_step", event.step)
+            self._spikes.forget()
 
     def _add_step_of_rank(self, event: StepFinished, rank: str) -> None:
         values = self._values

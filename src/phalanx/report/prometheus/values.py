@@ -50,7 +50,7 @@ class MetricValues:
         of_name[labels] = of_name.get(labels, 0.0) + amount
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        self._require_metric(name)[labels] = value
+        self._require_metric(name)[labels] = float(value)
 
     def clear(self, name: str) -> None:
         """Take a metric out: its value is not known any more."""

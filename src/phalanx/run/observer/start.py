@@ -25,9 +25,15 @@ _END_TIMEOUT_S = LAST_ALERTS_TIMEOUT_S + MAX_LAST_SCRAPE_WAIT_S + 10.0
 
 
 @contextlib.contextmanager
-def observing_run(job: Job, run_dir: Path, attempt: int, bus: Bus) -> Iterator[None]:
+def observing_run(
+    job: Job,
+    run_dir: Path,
+    attempt: int,
+    bus: Bus,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[None]:
     """Have the run observed during the body, if its job asks for metrics or alerts; alerts are of
-    attempts from `attempt` on. What the observer has to say, `bus` takes.
+    attempts from `attempt` on. What the observer has to say, `bus` and `say` take.
 
     It ends by itself soon after the body; a second interrupt does not wait for it. Where it cannot
     be started, that is said, and training goes on.
@@ -35,7 +41,12 @@ def observing_run(job: Job, run_dir: Path, attempt: int, bus: Bus) -> Iterator[N
     if not job.observe.has_observer:
         yield
         return
-    process = _start_process(build_observer_settings(job, run_dir, attempt), bus)
+
+    def tell(line: str) -> None:
+        bus.emit(Note(OBSERVER_NOTE, {"why": line}))
+        say(line)
+
+    process = _start_process(build_observer_settings(job, run_dir, attempt), tell)
     last_words = "it ended"
     try:
         yield
@@ -44,55 +55,72 @@ def observing_run(job: Job, run_dir: Path, attempt: int, bus: Bus) -> Iterator[N
         raise
     finally:
         if process is not None:
-            _end_process(process, last_words)
+            process.end(last_words)
 
 
-def _start_process(settings: ObserverSettings, bus: Bus) -> subprocess.Popen[bytes] | None:
+def _start_process(
+    settings: ObserverSettings, tell: Callable[[str], None]
+) -> _ObserverProcess | None:
     # -P: the folder we happen to stand in is not searched for modules.
     command = [sys.executable, "-P", "-m", "phalanx.run.observer.process"]
     try:
-        process = subprocess.Popen(
+        popen = subprocess.Popen(
             [*command, json.dumps(settings.to_json())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
     except OSError as error:
-        bus.emit(Note(OBSERVER_NOTE, {"why": f"cannot be started: {error.strerror}"}))
+        tell(f"the observer of the run cannot be started: {error.strerror}")
         return None
-    threading.Thread(
-        target=_forward_messages,
-        args=(process, lambda line: bus.emit(Note(OBSERVER_NOTE, {"why": line}))),
-        name="phalanx-hear-observer",
-        daemon=True,
-    ).start()
+    process = _ObserverProcess(popen, tell)
+    process.start_hearing()
     return process
 
 
-def _forward_messages(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                say(str(json.loads(line)["say"]))
+class _ObserverProcess:
+    """The observer, as the process that holds the run sees it. `tell` takes what it says."""
 
+    def __init__(self, popen: subprocess.Popen[bytes], tell: Callable[[str], None]) -> None:
+        self._popen, self._tell = popen, tell
+        self._is_ending = False
 
-def _end_process(process: subprocess.Popen[bytes], last_words: str) -> None:
-    """Tell it that this process ends, and wait until it has sent and served what is left.
+    def start_hearing(self) -> None:
+        threading.Thread(
+            target=self._hear_until_it_ends, name="phalanx-hear-observer", daemon=True
+        ).start()
 
-    From the end of its input alone it takes it that this process was killed.
-    """
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        # One line: its end is told, too, as a process that user code forked may hold the pipe open.
-        line = " ".join(last_words.split()) + "\n"
-        process.stdin.write(line.encode("utf-8", "replace"))
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(_END_TIMEOUT_S)
-    except BaseException as error:
-        # Ctrl-C while it waits for a last scrape: it has nothing that could be lost.
-        process.kill()
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+    def end(self, last_words: str) -> None:
+        """Tell it that this process ends, and wait until it has sent and served what is left.
+
+        From the end of its input alone it takes it that this process was killed.
+        """
+        self._is_ending = True
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):
+            # One line, whose end says enough: user code may have forked a process that holds the
+            # pipe open.
+            line = " ".join(last_words.split()) + "\n"
+            self._popen.stdin.write(line.encode("utf-8", "replace"))
+        with contextlib.suppress(OSError):
+            self._popen.stdin.close()
+        try:
+            self._popen.wait(_END_TIMEOUT_S)
+        except BaseException as error:
+            # Ctrl-C while it waits for a last scrape: it has nothing that could be lost.
+            self._popen.kill()
+            self._popen.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+
+    def _hear_until_it_ends(self) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    self._tell(str(json.loads(line)["say"]))
+        code = self._popen.wait()
+        if not self._is_ending:
+            self._tell(
+                f"the observer of the run has ended (exit code {code}), and with it metrics and"
+                " alerts; RUN/logs/observer.log may say why"
+            )
