@@ -4,7 +4,8 @@
 
 Two ranks train the default model over gloo in one process each. Steps with a recorder attached and
 without take turns, so that both see the same machine; the mean difference of the turns' medians is
-given with a 95 % interval (bootstrap). What a step pays without a trace is timed by itself.
+given with a 95 % interval (bootstrap). What a step pays without a trace, and a phase and a
+collective with one, is timed by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,8 @@ def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         turns, num_rows = _alternate(args, phases, box, memory, take_step)
         tracer = StepTracer(job, model, Bus(rank=rank), folder, lambda seconds: None)
         off_us = _time_untraced_step(tracer)
+        recorder = TraceRecorder(phases, box, lambda: (memory.read_resident_bytes(), -1))
+        costs = _time_single_rows(phases, recorder, dist.new_group([0]), rank)
         dist.barrier()
     off_s = statistics.median(turns["off"])
     return {
@@ -121,6 +125,7 @@ def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         "rows a step": round(num_rows, 1),
         "untraced pays, us a step": off_us,
         "untraced pays, %": round(off_us / 1e4 / off_s, 5),
+        **costs,
     }
 
 
@@ -152,15 +157,50 @@ def _alternate(
 
 def _time_untraced_step(tracer: StepTracer) -> float:
     """Microseconds of what a step calls where nothing is traced: the smallest mean of ten loops."""
+
+    def take_untraced_step() -> None:
+        tracer.begin_step(1)
+        tracer.accept_request(tracer.look_for_request(), 1)
+        tracer.end_step(1)
+
+    return round(_time_loop(take_untraced_step), 3)
+
+
+def _time_loop(call: Callable[[], object]) -> float:
+    """Microseconds of `call`: the smallest mean of ten loops, so that other load counts least."""
     means = []
     for _ in range(10):
         began = time.perf_counter()
-        for step in range(2000):
-            tracer.begin_step(step)
-            tracer.accept_request(tracer.look_for_request(), step)
-            tracer.end_step(step)
-        means.append((time.perf_counter() - began) / 2000)
-    return round(min(means) * 1e6, 3)
+        for _ in range(500):
+            call()
+        means.append((time.perf_counter() - began) / 500)
+    return min(means) * 1e6
+
+
+def _time_single_rows(
+    phases: PhaseTimer, recorder: TraceRecorder, group: Any, rank: int
+) -> dict[str, float]:
+    """Microseconds that a phase, and a collective of one rank, take longer while they are
+    recorded."""
+    if rank:
+        return {}
+    x = torch.ones(1)
+
+    def pass_phase() -> None:
+        with phases("optimizer"):
+            pass
+
+    def reduce() -> None:
+        dist.all_reduce(x, group=group)
+
+    plain_us = [_time_loop(pass_phase), _time_loop(reduce)]
+    recorder.attach()
+    traced_us = [_time_loop(pass_phase), _time_loop(reduce)]
+    recorder.detach()
+    return {
+        "a phase pays, us": round(traced_us[0] - plain_us[0], 2),
+        "a collective pays, us": round(traced_us[1] - plain_us[1], 2),
+    }
 
 
 def _compare(on: list[float], off: list[float]) -> dict[str, float]:

@@ -138,7 +138,6 @@ class TraceRecorder:
 
     def begin_span(self, name: str, words: str, mark: Any) -> None:
         self._stack.append((self._phases.step, self._phases.microbatch, name, words, mark))
-        self._sample_memory()
 
     def end_span(self, mark: Any) -> None:
         # One that was open when tracing began has no beginning here.

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.run_lock import refuse_run_of_live_job
-from phalanx.core.black_box_reader import BlackBoxVersionError, read_last_position
+from phalanx.core.black_box_reader import (
+    BlackBoxVersionError,
+    LastPosition,
+    read_last_position,
+)
 from phalanx.core.errors import EnvironmentProblem, RunLockedError, UsageError
 from phalanx.core.files import build_path_resource_error
 from phalanx.core.step_ranges import StepRange
@@ -61,13 +65,25 @@ def is_run_live(run_dir: Path) -> bool:
 
 def read_current_step(run_dir: Path) -> int:
     """The step that rank 0 is in; -1 where its black box does not say."""
-    try:
-        position = read_last_position(black_box_path(run_dir, 0))
-    except BlackBoxVersionError:
-        return -1
+    position = _read_position_of_first_rank(run_dir)
     if position is None:
         return -1
     return position.step
+
+
+def is_attempt_over(run_dir: Path, attempt: int) -> bool:
+    """True if the ranks were started again since `attempt`."""
+    position = _read_position_of_first_rank(run_dir)
+    if position is None or position.header is None:
+        return False
+    return position.header.incarnation > attempt
+
+
+def _read_position_of_first_rank(run_dir: Path) -> LastPosition | None:
+    try:
+        return read_last_position(black_box_path(run_dir, 0))
+    except BlackBoxVersionError:
+        return None
 
 
 def request_trace(
@@ -140,10 +156,11 @@ def wait_for_parts(
 ) -> list[TracePartPath]:
     """The parts of `window` once all ranks have written theirs, or the run has ended.
 
-    Raises EnvironmentProblem at the deadline, or if the run has ended and left none.
+    Raises EnvironmentProblem at the deadline, or if the run has ended, or its ranks were started
+    again, and there is none.
     """
     while True:
-        is_live = is_run_live(run_dir)
+        is_live = is_run_live(run_dir) and not is_attempt_over(run_dir, attempt)
         parts = []
         for part in list_trace_parts(run_dir):
             if part.attempt == attempt and part.steps == window:
@@ -154,7 +171,8 @@ def wait_for_parts(
             if parts:
                 return parts
             raise EnvironmentProblem(
-                f"the run has ended before step {window.first}", where=str(run_dir)
+                f"the run, or this attempt of it, has ended before step {window.first}",
+                where=str(run_dir),
             )
         if time.monotonic() > deadline:
             raise EnvironmentProblem(

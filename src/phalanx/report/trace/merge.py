@@ -49,8 +49,8 @@ class TraceFacts(JsonRecord):
     unfinished_ranks: tuple[int, ...]
     unaligned_ranks: tuple[int, ...]
     unreadable: tuple[UnreadablePart, ...]
-    has_operators: bool
     num_spans: int
+    num_operators: int
     num_collectives: int
     num_arrows: int
     num_dropped: int
@@ -144,8 +144,8 @@ def _collect_facts(
             rank for rank, each in sorted(alignments.items()) if not each.is_aligned
         ),
         unreadable=unreadable,
-        has_operators=any(part.of_kind("operator") for part in parts.values()),
         num_spans=sum(each.num_spans for each in tracks.values()),
+        num_operators=sum(each.num_operators for each in tracks.values()),
         num_collectives=num_collectives,
         num_arrows=num_arrows,
         num_dropped=sum(part.num_dropped for part in parts.values()),

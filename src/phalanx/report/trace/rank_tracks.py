@@ -33,7 +33,7 @@ class RankTracks:
         alignment: ClockAlignment,
         messages: Mapping[MessageKey, int],
     ) -> None:
-        self.num_spans = 0
+        self.num_spans = self.num_operators = 0
         self._part, self._steps = part, steps
         self._alignment, self._messages = alignment, messages
         self._packets = RankPackets(part.header.rank + 1)
@@ -150,6 +150,10 @@ class RankTracks:
 
     def _name_collective_track(self, row: CollectiveSpan) -> str:
         name = f"collectives of {self._find_group(row).label}"
+        axes = self._part.header.coordinates.split(", ")
+        if self._find_group(row).label == "world" and len(axes) == 1 and axes[0]:
+            # An axis of all ranks has no group of its own.
+            name += f" ({axes[0].split()[0]})"
         if not row.is_foreground:
             name += ", beside training"
         return name
@@ -226,6 +230,7 @@ class RankTracks:
                 span = TrackSpan(self._align(row.start_ns), self._align(row.end_ns), row.name)
                 by_lane.setdefault(row.lane, []).append(span)
         for lane, spans in sorted(by_lane.items()):
+            self.num_operators += len(spans)
             self._add_spans(self._add_track(lane), spans)
 
     def _add_memory(self) -> None:

@@ -17,6 +17,8 @@ def list_trace_lines(path: Path, num_bytes: int, facts: TraceFacts) -> list[str]
     else:
         steps = f"steps {facts.first_step} to {facts.last_step}"
     counts = [plural(facts.num_spans, "span"), plural(facts.num_collectives, "collective")]
+    if facts.num_operators:
+        counts.append(plural(facts.num_operators, "operator"))
     if facts.num_arrows:
         counts.append(f"{facts.num_arrows} arrows from a send to its receive")
     lines = [
