@@ -131,7 +131,7 @@ def _train_and_conclude_as_rank_zero(
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
     bus = open_supervisor_event_bus(run.run_dir, run.attempt, console.write, fence)
     with (
-        observing_run(run.job, run.run_dir, run.attempt, bus, console.say),
+        observing_run(run.job, run.run_dir, run.attempt, bus, output.say, console.say),
         contextlib.ExitStack() as stack,
     ):
         stack.callback(bus.close)

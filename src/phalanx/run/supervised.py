@@ -93,7 +93,7 @@ def train_in_supervised_ranks(
         _print_new_events(console, tail)
 
     with (
-        observing_run(job, run_dir, attempt, bus),
+        observing_run(job, run_dir, attempt, bus, output.say),
         contextlib.ExitStack() as stack,
     ):
         stack.callback(bus.close)

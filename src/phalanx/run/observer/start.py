@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from phalanx.core.units import format_seconds
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
@@ -21,6 +22,7 @@ from phalanx.run.observer.settings import (
 )
 
 OBSERVER_NOTE = "observer"  # code of the notes with what it says
+_SILENT_WAIT_S = 2.0
 _END_TIMEOUT_S = LAST_ALERTS_TIMEOUT_S + MAX_LAST_SCRAPE_WAIT_S + 10.0
 
 
@@ -30,10 +32,12 @@ def observing_run(
     run_dir: Path,
     attempt: int,
     bus: Bus,
+    say_at_end: Callable[[str], None],
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[None]:
     """Have the run observed during the body, if its job asks for metrics or alerts; alerts are of
-    attempts from `attempt` on. What the observer has to say, `bus` and `say` take.
+    attempts from `attempt` on. What the observer has to say, `bus` and `say` take; `say_at_end` is
+    for lines after the run's own last ones.
 
     It ends by itself soon after the body; a second interrupt does not wait for it. Where it cannot
     be started, that is said, and training goes on.
@@ -55,7 +59,7 @@ def observing_run(
         raise
     finally:
         if process is not None:
-            process.end(last_words)
+            process.end(last_words, say_at_end)
 
 
 def _start_process(
@@ -89,8 +93,9 @@ class _ObserverProcess:
             target=self._hear_until_it_ends, name="phalanx-hear-observer", daemon=True
         ).start()
 
-    def end(self, last_words: str) -> None:
+    def end(self, last_words: str, say: Callable[[str], None]) -> None:
         """Tell it that this process ends, and wait until it has sent and served what is left.
+        `say` is told if that takes a while.
 
         From the end of its input alone it takes it that this process was killed.
         """
@@ -104,13 +109,21 @@ class _ObserverProcess:
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
         try:
-            self._popen.wait(_END_TIMEOUT_S)
-        except BaseException as error:
-            # Ctrl-C while it waits for a last scrape: it has nothing that could be lost.
+            self._wait_until_it_ends(say)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            # The run has ended, and is on record: Ctrl-C says no more than not to wait.
             self._popen.kill()
             self._popen.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+
+    def _wait_until_it_ends(self, say: Callable[[str], None]) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_SILENT_WAIT_S)
+            return
+        say(
+            "waiting until the last alerts are sent and the end of the run is scraped, at most"
+            f" {format_seconds(_END_TIMEOUT_S)}; Ctrl-C does not wait"
+        )
+        self._popen.wait(_END_TIMEOUT_S)
 
     def _hear_until_it_ends(self) -> None:
         assert self._popen.stdout is not None
