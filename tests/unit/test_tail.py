@@ -51,6 +51,38 @@ def test_nothing_before_the_directory_exists(tmp_path: Path) -> None:
     assert EventTail(tmp_path / "absent").read_new_events() == []
 
 
+def test_what_is_there_is_read_attempt_by_attempt_and_what_follows_behind_it(
+    tmp_path: Path,
+) -> None:
+    """The order of the supervisor's file and of the ranks' is kept where one follows the other."""
+    supervisor = build_event_file_path(tmp_path, -1, 0)
+    for attempt in (0, 1):
+        told = [Note(f"begin {attempt}")]
+        told += [RestartScheduled(1, 3, 0)] if attempt == 0 else []
+        append(supervisor, b"".join(line(event, rank=-1, attempt=attempt) for event in told))
+        for rank in (0, 1):
+            path = build_event_file_path(tmp_path, rank, attempt)
+            append(path, line(Note(f"rank {rank} of {attempt}"), rank=rank, attempt=attempt))
+    append(path, b'{"event":"note"')
+    tail = EventTail(tmp_path, all_ranks=True)
+    past = list(tail.iterate_past_events())
+    assert [
+        envelope.event.code if isinstance(envelope.event, Note) else "restart" for envelope in past
+    ] == [
+        "begin 0",
+        "rank 0 of 0",
+        "rank 1 of 0",
+        "restart",
+        "begin 1",
+        "rank 0 of 1",
+        "rank 1 of 1",
+    ]
+    assert tail.read_new_events() == [], "the last line is torn"
+    append(path, b"}\n" + line(Note("new"), rank=1, attempt=1))
+    assert codes(tail.read_new_events()) == ["new"]
+    assert tail.num_unreadable == 1
+
+
 def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
     path, whole = build_event_file_path(tmp_path, 0, 0), line(Note("second"))
     append(path, line(Note("first")) + whole[:20])

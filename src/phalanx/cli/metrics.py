@@ -118,6 +118,7 @@ def _serve(follower: RunFollower, host: str, port: int) -> None:
     server.start()
     try:
         print(f"metrics of {follower.run_name} at {server.url}; Ctrl-C ends it", flush=True)
+        follower.read_all()
         while True:
             follower.read_news()
             server.publish(follower.build_snapshot())

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from phalanx.observe.events import (
     BaselineMeasured,
     Envelope,
+    Event,
     MonotonicClockReading,
     RankFailed,
     RanksStarted,
@@ -26,6 +27,11 @@ _EVENT_CLASSES_AFTER_ATTEMPT = (RankFailed, RestartScheduled, BaselineMeasured, 
 # Of files whose clocks have no name: ranks start together, so first events that are further apart
 # show two machines.
 _MIN_CORRECTED_CLOCK_SHIFT_S = 3600.0
+
+
+def is_after_attempt(event: Event) -> bool:
+    """True for what a supervisor says once the ranks of an attempt are gone."""
+    return isinstance(event, _EVENT_CLASSES_AFTER_ATTEMPT)
 
 
 class AttemptCounter:
@@ -148,7 +154,7 @@ def _merge_events_without_steady_clock(by_rank: dict[int, list[Envelope]]) -> It
     for index, envelope in enumerate(of_supervisor):
         if isinstance(envelope.event, RanksStarted):
             first = index + 1
-        elif isinstance(envelope.event, _EVENT_CLASSES_AFTER_ATTEMPT):
+        elif is_after_attempt(envelope.event):
             end = min(end, index)
     beyond = max(first, end)
     yield from of_supervisor[:first]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.core.files import (
     skip_to_next_line,
 )
 from phalanx.observe.events import Envelope, Event, MonotonicClockReading, parse_event_line
-from phalanx.observe.order import sort_events
+from phalanx.observe.order import AttemptCounter, is_after_attempt, sort_events
 
 RANK_FILE_PATTERN = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE_NAME = "supervisor.jsonl"
@@ -174,10 +174,37 @@ class EventTail:
         envelopes: list[Envelope] = []
         for name, size in self._list_followed_files():
             if size > self._offsets.get(name, 0):
-                envelopes += self._read_new_envelopes(name)
+                envelopes += self._iterate_new_envelopes(name)
         if self._seen:
             envelopes = [e for e in envelopes if (e.rank, e.attempt, e.seq) not in self._seen]
         return sort_events(envelopes)
+
+    def iterate_past_events(self) -> Iterator[Envelope]:
+        """The events that are there when it begins, one attempt after the other, without holding
+        more of them than the supervisor's: a long run has millions.
+
+        Within an attempt come the supervisor's until its ranks have ended, then rank by rank all
+        of theirs, then what the supervisor said of the end. `read_new_events` goes on behind them.
+        """
+        names = [name for name, _ in self._list_followed_files()]
+        of_supervisor = _group_supervisor_events_by_attempt(
+            self._iterate_new_envelopes(SUPERVISOR_FILE_NAME)
+        )
+        names_of_attempt: dict[int, list[str]] = {}
+        for name in names:
+            if match := RANK_FILE_PATTERN.fullmatch(name):
+                names_of_attempt.setdefault(int(match[2]), []).append(name)
+        for attempt in sorted(names_of_attempt.keys() | of_supervisor.keys()):
+            supervised = of_supervisor.get(attempt, [])
+            num_before_end = 0
+            while num_before_end < len(supervised) and not is_after_attempt(
+                supervised[num_before_end].event
+            ):
+                num_before_end += 1
+            yield from supervised[:num_before_end]
+            for name in names_of_attempt.get(attempt, []):
+                yield from self._iterate_new_envelopes(name)
+            yield from supervised[num_before_end:]
 
     def _list_followed_files(self) -> list[tuple[str, int]]:
         """Names and sizes of the files to follow; none before the run has made its directory."""
@@ -199,9 +226,8 @@ class EventTail:
             return False
         return self._all_ranks or int(match[1]) == 0
 
-    def _read_new_envelopes(self, name: str) -> list[Envelope]:
-        envelopes = []
-        for line in self._read_whole_lines(name):
+    def _iterate_new_envelopes(self, name: str) -> Iterator[Envelope]:
+        for line in self._iterate_whole_lines(name):
             envelope = parse_valid_event_line(line, self._clocks.get(name))
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
@@ -209,26 +235,37 @@ class EventTail:
             # Only a file's first line names its clock: kept also where the event is left out.
             self._clocks[name] = envelope.clock
             if envelope.attempt >= self._attempt_from:
-                envelopes.append(envelope)
-        return envelopes
+                yield envelope
 
-    def _read_whole_lines(self, name: str) -> list[bytes]:
+    def _iterate_whole_lines(self, name: str) -> Iterator[bytes]:
         """Whole ones, and the beginning of an overlong one, which does not wait for its end."""
         try:
             with open_regular_file(self._directory / name) as file:
                 file.seek(self._offsets.get(name, 0))
-                lines: list[bytes] = []
                 # The rest of an overlong line is passed over first, and may still have no end.
-                if name not in self._is_inside or skip_to_next_line(file):
+                if name in self._is_inside:
+                    is_over = skip_to_next_line(file)
+                    self._offsets[name] = file.tell()
+                    if not is_over:
+                        return
                     self._is_inside.discard(name)
-                    lines = list(read_bounded_lines(file))
-                end = file.tell()
+                for line in read_bounded_lines(file):
+                    if line == OVERLONG_LINE_MARKER:
+                        self._is_inside.add(name)
+                    elif not line.endswith(b"\n"):
+                        # The line is torn: the next call begins with its first byte again.
+                        return
+                    self._offsets[name] = file.tell()
+                    yield line
         except OSError:
-            return []
-        if lines and lines[-1] == OVERLONG_LINE_MARKER:
-            self._is_inside.add(name)
-        elif lines and not lines[-1].endswith(b"\n"):
-            # The line is torn: the next call begins with its first byte again.
-            end -= len(lines.pop())
-        self._offsets[name] = end
-        return lines
+            return
+
+
+def _group_supervisor_events_by_attempt(
+    of_supervisor: Iterable[Envelope],
+) -> dict[int, list[Envelope]]:
+    attempts = AttemptCounter()
+    by_attempt: dict[int, list[Envelope]] = {}
+    for envelope in of_supervisor:
+        by_attempt.setdefault(attempts.attempt_of_event(envelope), []).append(envelope)
+    return by_attempt

@@ -7,6 +7,7 @@ and attempts, under every launcher, and reading them costs training nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ class RunFollower:
         """Seconds since this reader last saw progress of any rank: by its own steady clock."""
         return time.monotonic() - self._progress_s
 
+    def iterate_past(self) -> Iterator[Envelope]:
+        """Add what the run has written so far, event by event, and give each; first of all."""
+        for envelope in self._tail.iterate_past_events():
+            self.metrics.add_event(envelope)
+            yield envelope
+        self._progress_s = time.monotonic()
+
     def read_news(self) -> list[Envelope]:
         """Add what the run has written since the last call, and return its events, oldest
         first."""
@@ -56,7 +64,8 @@ class RunFollower:
 
     def read_all(self) -> None:
         """Add all that the run has written so far, and where its ranks are now."""
-        self.read_news()
+        for _ in self.iterate_past():
+            pass
         self._read_black_boxes(time.monotonic())
 
     def build_snapshot(self) -> MetricSnapshot:

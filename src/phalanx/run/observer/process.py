@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,7 @@ from phalanx.core.secrets import Redactor
 from phalanx.observe.alerts.alert import Alert
 from phalanx.observe.alerts.detector import AlertDetector
 from phalanx.observe.alerts.sender import AlertSender
+from phalanx.observe.events import Envelope
 from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_server
 from phalanx.run.observer.follower import SILENCE_S, RunFollower
 from phalanx.run.observer.hang_watch import HangWatch
@@ -83,6 +84,9 @@ class Observer:
 
     def observe_until_end_of_input(self, handle: int) -> None:
         self._sender.start()
+        self._open_server_if_due()
+        # Until it is read, the server says that it is not ready.
+        self._tell_of_alerts(self._follower.iterate_past())
         last_words = b""
         while not last_words.endswith(b"\n"):
             self._open_server_if_due()
@@ -111,17 +115,19 @@ class Observer:
             (self._settings.run_dir / METRICS_TARGET_FILE).unlink()
 
     def _read_news(self) -> None:
-        now_s = time.monotonic()
-        for envelope in self._follower.read_news():
-            alert = self._detector.find_alert(envelope, now_s)
-            if alert is not None:
-                self._sender.queue_alert(alert)
+        self._tell_of_alerts(self._follower.read_news())
         if self._settings.has_alerts:
             hang = self._hang.find_alert(self._follower)
             if hang is not None:
                 self._sender.queue_alert(hang)
         if self._server is not None:
             self._server.publish(self._follower.build_snapshot())
+
+    def _tell_of_alerts(self, envelopes: Iterable[Envelope]) -> None:
+        for envelope in envelopes:
+            alert = self._detector.find_alert(envelope, time.monotonic())
+            if alert is not None:
+                self._sender.queue_alert(alert)
 
     def _open_server_if_due(self) -> None:
         settings = self._settings
