@@ -237,7 +237,8 @@ def train_traced(rank: int, folder: Path, fails_at: int) -> None:
 def test_ranks_of_two_machines_are_on_one_clock_with_its_error(tmp_path: Path) -> None:
     run_ranks(2, train_traced, tmp_path, 0)
     steps = StepRange(2, 4)
-    data, facts = merge_trace_parts(find_parts_of_steps(tmp_path, steps), steps)
+    data = bytearray()
+    facts = merge_trace_parts(find_parts_of_steps(tmp_path, steps), steps, data.extend)
     assert (facts.num_clocks, facts.unaligned_ranks, facts.unfinished_ranks) == (2, (), ())
     assert 0 < facts.clock_error_s < 1
     offsets = read_trace_part(list_trace_parts(tmp_path)[1].path).of_kind("clock")
@@ -245,16 +246,17 @@ def test_ranks_of_two_machines_are_on_one_clock_with_its_error(tmp_path: Path) -
     for offset in offsets:
         assert abs(offset.offset_ns) <= offset.error_ns, "it is one clock after all"
     # What the clocks seem to drift by is the error of both exchanges.
-    trace = ReadTrace(data)
+    trace = ReadTrace(bytes(data))
     require_same_seconds(trace, tmp_path, steps, clock_error_s=2 * facts.clock_error_s)
 
 
 def test_a_run_that_fails_in_a_traced_step_leaves_the_steps_before(tmp_path: Path) -> None:
     run_ranks(2, train_traced, tmp_path, 3)
     steps = StepRange(2, 4)
-    data, facts = merge_trace_parts(find_parts_of_steps(tmp_path, steps), steps)
+    data = bytearray()
+    facts = merge_trace_parts(find_parts_of_steps(tmp_path, steps), steps, data.extend)
     assert facts.unfinished_ranks == (0, 1)
-    trace = ReadTrace(data)
+    trace = ReadTrace(bytes(data))
     for rank in (0, 1):
         found = {each.args["step"] for each in trace.slices(rank, "phases")}
         assert found == {2, 3}, "what was recorded of the step that failed is there, too"

@@ -86,6 +86,8 @@ def test_facts_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_pa
         (("--steps", "5", "--next", "3"), "give one of them"),
         (("--steps", "5", "--timeout", "0"), "no time to wait"),
         (("--steps", "5", "--timeout", "nan"), "no time to wait"),
+        (("--steps", "5", "--out", "."), "it is no file"),
+        (("--steps", "5", "--out", "/dev/null"), "it is no file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -107,6 +109,14 @@ def test_no_run_and_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert code == 2
     assert "no trace is there" in err
     assert json.loads(out)["schema"] == "phalanx.error/1"
+
+
+def test_a_file_that_cannot_be_written(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = ask(capsys, str(run_dir), "--steps", "5", "--out", str(tmp_path / "no" / "file"))
+    assert code == 7
+    assert "failed while writing the trace (No such file or directory)" in err
 
 
 def test_parts_that_cannot_be_read(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

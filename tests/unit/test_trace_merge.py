@@ -100,8 +100,9 @@ def rows_of(shift_ns: int = 0) -> list[list[TraceRow]]:
 
 
 def merge(run_dir: Path, steps: StepRange = STEPS) -> tuple[ReadTrace, dict[str, object]]:
-    data, facts = merge_trace_parts(find_parts_of_steps(run_dir, steps), steps)
-    return ReadTrace(data), dict(facts.to_json())
+    data = bytearray()
+    facts = merge_trace_parts(find_parts_of_steps(run_dir, steps), steps, data.extend)
+    return ReadTrace(bytes(data)), dict(facts.to_json())
 
 
 def test_a_trace_has_phases_collectives_and_memory_of_each_rank(tmp_path: Path) -> None:
@@ -190,8 +191,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     ]  # fmt: skip
     names = {track.process for track in trace.tracks.values()}
     assert "rank 4: it left no part of the trace" in names
+    parts = [part for part in list_trace_parts(tmp_path) if part.rank == 2]
     with pytest.raises(TracePartError, match="no header"):
-        merge_trace_parts([part for part in list_trace_parts(tmp_path) if part.rank == 2], STEPS)
+        merge_trace_parts(parts, STEPS, bytearray().extend)
 
 
 def test_an_arrow_leads_from_a_send_to_where_its_receive_ended(tmp_path: Path) -> None:

@@ -35,3 +35,9 @@ class TraceProgressLine(ProgressLine):
         if num_done > 0 and num_left > 0:
             words += f"  eta {format_seconds((now_s - first_s) / num_done * num_left)}"
         self.update(num_done, max(1, progress.last_step - first_step), instead=words)
+
+    def tell_merged(self, num_done: int, num_total: int) -> None:
+        """So many of so many reads of parts are done."""
+        self.update(
+            num_done, num_total, instead=f"reads the parts of ranks, {num_done}/{num_total}"
+        )

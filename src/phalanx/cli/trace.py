@@ -82,7 +82,8 @@ def command(
         path = run_dir / "traces" / f"steps-{traced.first}-{traced.last}.pftrace"
         if out is not None:
             path = Path(out)
-        num_bytes, facts = write_trace_file(path, parts, traced)
+        with line:
+            num_bytes, facts = write_trace_file(path, parts, traced, line.tell_merged)
         if as_json:
             document = {"file": str(path), "num_bytes": num_bytes, **facts.to_json()}
             print_json("trace", document, indent=1)

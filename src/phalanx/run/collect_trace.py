@@ -3,12 +3,15 @@ trace. Torch-free."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.files import build_path_resource_error, create_regular_file
 from phalanx.core.step_ranges import StepRange
 from phalanx.observe.trace_part import TracePartError, TracePartPath
 from phalanx.report.trace.merge import (
@@ -118,20 +121,32 @@ def _untraced_steps_error(run_dir: Path, steps: StepRange | None) -> UsageError:
 
 
 def write_trace_file(
-    path: Path, parts: list[TracePartPath], steps: StepRange
+    path: Path,
+    parts: list[TracePartPath],
+    steps: StepRange,
+    tell: Callable[[int, int], None] = lambda num_done, num_total: None,
 ) -> tuple[int, TraceFacts]:
-    """Write the trace of `steps` to `path`; returns its bytes and its facts.
+    """Write the trace of `steps` to `path`, which is there as a whole or not at all; returns its
+    bytes and its facts.
 
-    Raises UsageError if no part can be read, ResourceError if the file cannot be written.
+    `tell`: see `merge_trace_parts`. Raises UsageError if no part can be read or `path` is a folder or
+    a device, ResourceError if the file cannot be written.
     """
+    if path.exists() and not path.is_file():
+        raise UsageError("it is no file", where=str(path), fix="give --out the name of a file")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        trace, facts = merge_trace_parts(parts, steps)
+        with create_regular_file(partial) as file:
+            facts = merge_trace_parts(parts, steps, file.write, tell)
+        num_bytes = partial.stat().st_size
+        os.replace(partial, path)
     except TracePartError as error:
         raise UsageError(
             "no part of the trace can be read", where=str(parts[0].path.parent), why=str(error)
         ) from None
-    try:
-        write_bytes_atomically(path, trace, durable=False)
     except OSError as error:
         raise build_path_resource_error(error, "writing the trace", path) from None
-    return len(trace), facts
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return num_bytes, facts

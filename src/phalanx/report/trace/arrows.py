@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from phalanx.core.step_ranges import StepRange
@@ -31,18 +30,30 @@ def build_message_key(part: TracePart, row: CollectiveSpan) -> MessageKey | None
     return MessageKey(groups[row.group].key, source, target, row.tag, row.sequence)
 
 
-def number_messages(parts: Iterable[TracePart], steps: StepRange) -> dict[MessageKey, int]:
-    """Numbers from 1 of the messages of `steps` of which both ends are in `parts`."""
-    ends: dict[str, set[MessageKey]] = {"send": set(), "recv": set()}
-    for part in parts:
+class MessageEnds:
+    """The sends and receives of `steps`, of all parts that were added."""
+
+    def __init__(self, steps: StepRange) -> None:
+        self._steps = steps
+        self._sends: set[MessageKey] = set()
+        self._receives: set[MessageKey] = set()
+
+    def add_part(self, part: TracePart) -> None:
         for row in part.of_kind("collective"):
-            if not steps.first <= row.step <= steps.last:
+            if not self._steps.first <= row.step <= self._steps.last:
                 continue
             key = build_message_key(part, row)
-            # A receive that was not seen to end has no moment that an arrow could lead to.
-            if key is not None and (row.op == "send" or row.end_ns >= 0):
-                ends[row.op].add(key)
-    numbers: dict[MessageKey, int] = {}
-    for key in sorted(ends["send"] & ends["recv"]):
-        numbers[key] = len(numbers) + 1
-    return numbers
+            if key is None:
+                continue
+            if row.op == "send":
+                self._sends.add(key)
+            elif row.end_ns >= 0:
+                # One that was not seen to end has no moment that an arrow could lead to.
+                self._receives.add(key)
+
+    def number_messages(self) -> dict[MessageKey, int]:
+        """Numbers from 1 of the messages of which both ends are known."""
+        numbers: dict[MessageKey, int] = {}
+        for key in sorted(self._sends & self._receives):
+            numbers[key] = len(numbers) + 1
+        return numbers

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.core.step_ranges import StepRange
 from phalanx.core.typed_json import JsonRecord
 from phalanx.observe.trace_part import (
     TracePart,
     TracePartError,
+    TracePartHeader,
     TracePartPath,
     list_trace_parts,
     read_trace_part,
 )
 from phalanx.report.trace.alignment import ClockAlignment
-from phalanx.report.trace.arrows import number_messages
+from phalanx.report.trace.arrows import MessageEnds, MessageKey
 from phalanx.report.trace.packets import INSTANT, RankPackets, TrackEvent
 from phalanx.report.trace.rank_tracks import PROCESS_TRACK, RankTracks
 
@@ -76,82 +78,118 @@ def find_parts_of_steps(run_dir: Path, steps: StepRange) -> list[TracePartPath]:
     return newest
 
 
-def merge_trace_parts(paths: Sequence[TracePartPath], steps: StepRange) -> tuple[bytes, TraceFacts]:
-    """The trace of `steps` as Perfetto's protocol buffer, and its facts.
-
-    Raises TracePartError if no part can be read.
-    """
-    parts, unreadable = _read_parts(paths)
-    if not parts:
-        raise TracePartError("; ".join(f"{each.file}: {each.why}" for each in unreadable))
-    messages = number_messages(parts.values(), steps)
-    alignments = {rank: ClockAlignment(part) for rank, part in parts.items()}
-    tracks: dict[int, RankTracks] = {}
-    packets = []
-    for rank, part in parts.items():
-        tracks[rank] = RankTracks(part, steps, alignments[rank], messages)
-        packets.append(tracks[rank].build_packets())
-    facts = _collect_facts(parts, steps, tracks, alignments, unreadable, len(messages))
-    first_ns = min(each.first_ns for each in tracks.values())
-    packets += [_build_packets_of_missing_rank(rank, first_ns) for rank in facts.missing_ranks]
-    packets.append(_build_packets_about(facts, first_ns))
-    return b"".join(packets), facts
-
-
-def _read_parts(
+def merge_trace_parts(
     paths: Sequence[TracePartPath],
-) -> tuple[dict[int, TracePart], tuple[UnreadablePart, ...]]:
-    parts: dict[int, TracePart] = {}
-    unreadable = []
+    steps: StepRange,
+    write: Callable[[bytes], object],
+    tell: Callable[[int, int], None] = lambda num_done, num_total: None,
+) -> TraceFacts:
+    """Write the trace of `steps` as Perfetto's protocol buffer, rank by rank; returns its facts.
+
+    Parts are read twice, so that one is in memory at a time: first for the ends of arrows. `tell`
+    learns how many of how many reads are done. Raises TracePartError if no part can be read.
+    """
+    ends = MessageEnds(steps)
+    unreadable: list[UnreadablePart] = []
+    readable: list[TracePartPath] = []
     for path in paths:
         try:
-            part = read_trace_part(path.path)
-            if part.header.rank != path.rank:
-                raise TracePartError(f"its header is of rank {part.header.rank}")
-            parts[path.rank] = part
+            ends.add_part(_read_part_of_rank(path))
+            readable.append(path)
         except TracePartError as error:
             unreadable.append(UnreadablePart(path.path.name, str(error)))
-    return parts, tuple(unreadable)
+        tell(len(readable), 2 * len(paths))
+    if not readable:
+        raise TracePartError("; ".join(f"{each.file}: {each.why}" for each in unreadable))
+    messages = ends.number_messages()
+    ranks: dict[int, TracedRank] = {}
+    for path in readable:
+        traced, packets = _build_packets_of_rank(_read_part_of_rank(path), steps, messages)
+        write(packets)
+        ranks[path.rank] = traced
+        tell(len(readable) + len(ranks), 2 * len(paths))
+    facts = _collect_facts(ranks, steps, tuple(unreadable), len(messages))
+    first_ns = min(each.first_ns for each in ranks.values())
+    for rank in facts.missing_ranks:
+        write(_build_packets_of_missing_rank(rank, first_ns))
+    write(_build_packets_about(facts, first_ns))
+    return facts
+
+
+class TracedRank(NamedTuple):
+    """What stays of a part that was written."""
+
+    header: TracePartHeader
+    steps: Sequence[int]
+    first_ns: int
+    num_spans: int
+    num_operators: int
+    num_collectives: int
+    num_dropped: int
+    num_unreadable: int
+    is_aligned: bool
+    clock_error_ns: int
+
+
+def _read_part_of_rank(path: TracePartPath) -> TracePart:
+    part = read_trace_part(path.path)
+    if part.header.rank != path.rank:
+        raise TracePartError(f"its header is of rank {part.header.rank}")
+    return part
+
+
+def _build_packets_of_rank(
+    part: TracePart, steps: StepRange, messages: Mapping[MessageKey, int]
+) -> tuple[TracedRank, bytes]:
+    alignment = ClockAlignment(part)
+    tracks = RankTracks(part, steps, alignment, messages)
+    packets = tracks.build_packets()
+    num_collectives = 0
+    for row in part.of_kind("collective"):
+        num_collectives += steps.first <= row.step <= steps.last
+    traced = TracedRank(
+        part.header,
+        tracks.steps,
+        tracks.first_ns,
+        tracks.num_spans,
+        tracks.num_operators,
+        num_collectives,
+        part.num_dropped,
+        part.num_unreadable,
+        alignment.is_aligned,
+        alignment.error_ns,
+    )
+    return traced, packets
 
 
 def _collect_facts(
-    parts: Mapping[int, TracePart],
+    ranks: Mapping[int, TracedRank],
     steps: StepRange,
-    tracks: Mapping[int, RankTracks],
-    alignments: Mapping[int, ClockAlignment],
     unreadable: tuple[UnreadablePart, ...],
     num_arrows: int,
 ) -> TraceFacts:
-    headers = [part.header for part in parts.values()]
-    world_size = max(header.world_size for header in headers)
-    unfinished = []
-    for rank, each in tracks.items():
-        if steps.last not in each.steps:
-            unfinished.append(rank)
-    num_collectives = 0
-    for part in parts.values():
-        for row in part.of_kind("collective"):
-            num_collectives += steps.first <= row.step <= steps.last
+    every = list(ranks.values())
+    world_size = max(each.header.world_size for each in every)
+    unfinished = [rank for rank, each in sorted(ranks.items()) if steps.last not in each.steps]
+    unaligned = [rank for rank, each in sorted(ranks.items()) if not each.is_aligned]
     return TraceFacts(
         first_step=steps.first,
         last_step=steps.last,
-        attempt=headers[0].attempt,
+        attempt=every[0].header.attempt,
         world_size=world_size,
-        ranks=tuple(sorted(parts)),
-        missing_ranks=tuple(rank for rank in range(world_size) if rank not in parts),
-        unfinished_ranks=tuple(sorted(unfinished)),
-        unaligned_ranks=tuple(
-            rank for rank, each in sorted(alignments.items()) if not each.is_aligned
-        ),
+        ranks=tuple(sorted(ranks)),
+        missing_ranks=tuple(rank for rank in range(world_size) if rank not in ranks),
+        unfinished_ranks=tuple(unfinished),
+        unaligned_ranks=tuple(unaligned),
         unreadable=unreadable,
-        num_spans=sum(each.num_spans for each in tracks.values()),
-        num_operators=sum(each.num_operators for each in tracks.values()),
-        num_collectives=num_collectives,
+        num_spans=sum(each.num_spans for each in every),
+        num_operators=sum(each.num_operators for each in every),
+        num_collectives=sum(each.num_collectives for each in every),
         num_arrows=num_arrows,
-        num_dropped=sum(part.num_dropped for part in parts.values()),
-        num_unreadable_lines=sum(part.num_unreadable for part in parts.values()),
-        num_clocks=len({header.clock for header in headers}),
-        clock_error_s=max(each.error_ns for each in alignments.values()) / NANOSECONDS_PER_S,
+        num_dropped=sum(each.num_dropped for each in every),
+        num_unreadable_lines=sum(each.num_unreadable for each in every),
+        num_clocks=len({each.header.clock for each in every}),
+        clock_error_s=max(each.clock_error_ns for each in every) / NANOSECONDS_PER_S,
     )
 
 

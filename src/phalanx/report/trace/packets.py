@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from phalanx.report.trace.proto_message import ProtoMessage
+from phalanx.report.trace.proto_message import (
+    LENGTH_DELIMITED,
+    VARINT,
+    ProtoMessage,
+    encode_key,
+    encode_varint,
+)
 
 SLICE_BEGIN, SLICE_END, INSTANT, COUNTER = 1, 2, 3, 4
 _ORDER_IS_EXPLICIT = 3
 _UNIT_BYTES = 3
 _STATE_CLEARED, _NEEDS_STATE = 1, 2
+_PACKET_KEY = encode_key(1, LENGTH_DELIMITED)
+_TIMESTAMP_KEY = encode_key(8, VARINT)
+_TRACK_EVENT_KEY = encode_key(11, LENGTH_DELIMITED)
+_COUNTER_VALUE_KEY = encode_key(30, VARINT)
 
 AnnotationValue = int | str
 Annotations = Mapping[str, AnnotationValue]
@@ -41,7 +51,11 @@ class RankPackets:
     def __init__(self, sequence: int) -> None:
         self._sequence = sequence
         self._packets = bytearray()
-        self._has_cleared_state = False
+        self._end_of_packet = self._encode_end_of_packet(_NEEDS_STATE)
+        self._new_names = ProtoMessage()
+        self._beginnings: dict[tuple[int, int], bytes] = {}
+        self._encoded_names: dict[str, bytes] = {}
+        self._encoded_annotations: dict[tuple[str, AnnotationValue], bytes] = {}
         self._names: dict[str, int] = {}
         self._annotation_names: dict[str, int] = {}
         self._annotation_texts: dict[str, int] = {}
@@ -54,7 +68,7 @@ class RankPackets:
         process = ProtoMessage().add_int(1, self._sequence).add_text(6, name)
         descriptor = ProtoMessage().add_int(1, self._globalise(track)).add_message(3, process)
         descriptor.add_int(11, _ORDER_IS_EXPLICIT)
-        self._add_packet(ProtoMessage().add_message(60, descriptor))
+        self._add_packet(ProtoMessage().add_message(60, descriptor).data)
 
     def add_track(
         self, track: int, name: str, *, parent: int | None, order: int, is_bytes: bool = False
@@ -67,7 +81,7 @@ class RankPackets:
         if is_bytes:
             descriptor.add_message(8, ProtoMessage().add_int(3, _UNIT_BYTES))
         descriptor.add_int(12, order)
-        self._add_packet(ProtoMessage().add_message(60, descriptor))
+        self._add_packet(ProtoMessage().add_message(60, descriptor).data)
 
     def add_events(self, events: Iterable[TrackEvent]) -> None:
         """Events, which are in the order of their times."""
@@ -75,50 +89,78 @@ class RankPackets:
             self._add_event(event)
 
     def _add_event(self, event: TrackEvent) -> None:
-        new_names = ProtoMessage()
-        body = ProtoMessage().add_int(9, event.type).add_int(11, self._globalise(event.track))
+        # Millions of them: what comes again, all but times, is encoded once.
+        body: list[bytes | bytearray] = [self._encode_beginning(event.type, event.track)]
         if event.name:
-            body.add_int(10, self._intern(self._names, event.name, 2, new_names))
-        for name, value in event.annotations.items():
-            body.add_message(4, self._build_annotation(name, value, new_names))
+            body.append(self._encode_name(event.name))
+        for item in event.annotations.items():
+            body.append(self._encode_annotation(item))
         if event.type == COUNTER:
-            body.add_int(30, event.value)
+            body += (_COUNTER_VALUE_KEY, encode_varint(event.value))
         if event.flow:
-            body.add_fixed64(47, event.flow)
+            body.append(ProtoMessage().add_fixed64(47, event.flow).data)
         if event.flow_end:
-            body.add_fixed64(48, event.flow_end)
-        packet = ProtoMessage().add_int(8, event.at_ns).add_message(11, body)
-        if new_names.data:
-            packet.add_message(12, new_names)
-        self._add_packet(packet)
+            body.append(ProtoMessage().add_fixed64(48, event.flow_end).data)
+        data = b"".join(body)
+        parts: list[bytes | bytearray] = [
+            _TIMESTAMP_KEY,
+            encode_varint(event.at_ns),
+            _TRACK_EVENT_KEY,
+        ]
+        parts += (encode_varint(len(data)), data)
+        if self._new_names.data:
+            parts.append(ProtoMessage().add_message(12, self._new_names).data)
+            self._new_names = ProtoMessage()
+        self._add_packet(b"".join(parts))
 
-    def _build_annotation(
-        self, name: str, value: AnnotationValue, new_names: ProtoMessage
-    ) -> ProtoMessage:
-        annotation = ProtoMessage().add_int(
-            1, self._intern(self._annotation_names, name, 3, new_names)
-        )
+    def _encode_beginning(self, event_type: int, track: int) -> bytes:
+        encoded = self._beginnings.get((event_type, track))
+        if encoded is None:
+            message = ProtoMessage().add_int(9, event_type).add_int(11, self._globalise(track))
+            encoded = self._beginnings[event_type, track] = bytes(message.data)
+        return encoded
+
+    def _encode_name(self, name: str) -> bytes:
+        encoded = self._encoded_names.get(name)
+        if encoded is None:
+            message = ProtoMessage().add_int(10, self._intern(self._names, name, 2))
+            encoded = self._encoded_names[name] = bytes(message.data)
+        return encoded
+
+    def _encode_annotation(self, item: tuple[str, AnnotationValue]) -> bytes:
+        encoded = self._encoded_annotations.get(item)
+        if encoded is not None:
+            return encoded
+        name, value = item
+        annotation = ProtoMessage().add_int(1, self._intern(self._annotation_names, name, 3))
         if isinstance(value, int):
-            return annotation.add_int(4, value)
-        return annotation.add_int(17, self._intern(self._annotation_texts, value, 29, new_names))
+            annotation.add_int(4, value)
+        else:
+            annotation.add_int(17, self._intern(self._annotation_texts, value, 29))
+        encoded = bytes(ProtoMessage().add_message(4, annotation).data)
+        self._encoded_annotations[item] = encoded
+        return encoded
 
-    @staticmethod
-    def _intern(table: dict[str, int], text: str, field: int, new_names: ProtoMessage) -> int:
-        """Number of `text` in a table; a new one is written to `new_names`."""
+    def _intern(self, table: dict[str, int], text: str, field: int) -> int:
+        """Number of `text` in a table; a new one is written with the event that is being made."""
         number = table.get(text)
         if number is None:
             number = table[text] = len(table) + 1
-            new_names.add_message(field, ProtoMessage().add_int(1, number).add_text(2, text))
+            self._new_names.add_message(field, ProtoMessage().add_int(1, number).add_text(2, text))
         return number
 
     def _globalise(self, track: int) -> int:
         return self._sequence << 24 | track
 
-    def _add_packet(self, packet: ProtoMessage) -> None:
-        flags = _NEEDS_STATE
-        if not self._has_cleared_state:
+    def _add_packet(self, packet: bytes | bytearray) -> None:
+        end = self._end_of_packet
+        if not self._packets:
             # Names begin anew with the first packet of a sequence.
-            flags |= _STATE_CLEARED
-            self._has_cleared_state = True
-        packet.add_int(10, self._sequence).add_int(13, flags)
-        self._packets += ProtoMessage().add_message(1, packet).data
+            end = self._encode_end_of_packet(_NEEDS_STATE | _STATE_CLEARED)
+        self._packets += _PACKET_KEY
+        self._packets += encode_varint(len(packet) + len(end))
+        self._packets += packet
+        self._packets += end
+
+    def _encode_end_of_packet(self, flags: int) -> bytes:
+        return bytes(ProtoMessage().add_int(10, self._sequence).add_int(13, flags).data)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import struct
 from typing import Self
 
-_VARINT, _FIXED64, _LENGTH_DELIMITED = 0, 1, 2
+VARINT, FIXED64, LENGTH_DELIMITED = 0, 1, 2
 _FIXED64_FORMAT = struct.Struct("<Q")
+_ONE_BYTE_VARINTS = [bytes((value,)) for value in range(0x80)]
 
 
 def encode_varint(value: int) -> bytes:
     """`value` in groups of seven bits, the lowest first; negative ones as 64 bits."""
+    if 0 <= value < 0x80:
+        return _ONE_BYTE_VARINTS[value]
     value &= 0xFFFF_FFFF_FFFF_FFFF
     encoded = bytearray()
     while value > 0x7F:
@@ -23,6 +26,11 @@ def encode_varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+def encode_key(field: int, wire_type: int) -> bytes:
+    """What a field begins with."""
+    return encode_varint(field << 3 | wire_type)
 
 
 class ProtoMessage:
@@ -33,12 +41,12 @@ class ProtoMessage:
 
     def add_int(self, field: int, value: int) -> Self:
         """A field of type int32, int64, uint32, uint64, bool or an enum."""
-        self.data += encode_varint(field << 3 | _VARINT)
+        self.data += encode_varint(field << 3 | VARINT)
         self.data += encode_varint(value)
         return self
 
     def add_fixed64(self, field: int, value: int) -> Self:
-        self.data += encode_varint(field << 3 | _FIXED64)
+        self.data += encode_varint(field << 3 | FIXED64)
         self.data += _FIXED64_FORMAT.pack(value)
         return self
 
@@ -49,7 +57,7 @@ class ProtoMessage:
         return self.add_data(field, message.data)
 
     def add_data(self, field: int, data: bytes | bytearray) -> Self:
-        self.data += encode_varint(field << 3 | _LENGTH_DELIMITED)
+        self.data += encode_varint(field << 3 | LENGTH_DELIMITED)
         self.data += encode_varint(len(data))
         self.data += data
         return self
