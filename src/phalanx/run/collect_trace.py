@@ -129,8 +129,8 @@ def write_trace_file(
     """Write the trace of `steps` to `path`, which is there as a whole or not at all; returns its
     bytes and its facts.
 
-    `tell`: see `merge_trace_parts`. Raises UsageError if no part can be read or `path` is a folder or
-    a device, ResourceError if the file cannot be written.
+    `tell`: see `merge_trace_parts`. Raises UsageError if no part can be read or `path` is a
+    folder or a device, ResourceError if the file cannot be written.
     """
     if path.exists() and not path.is_file():
         raise UsageError("it is no file", where=str(path), fix="give --out the name of a file")
