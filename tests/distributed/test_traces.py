@@ -64,7 +64,8 @@ def test_a_trace_of_chosen_steps_agrees_with_their_events(tmp_path: Path) -> Non
     write_text(tmp_path / "text")
     done = run(
         "train", *JOB, "train.steps=8", "train.micro_batch_size=2", "run.dir=run",
-        'observe.trace_steps=[3, "5:6"]', "observe.profile_steps=[6]", cwd=tmp_path,
+        'observe.trace_steps=[3, "5:6"]', "observe.profile_steps=[6]", "checkpoint.every_steps=5",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err
     run_dir = tmp_path / "run"
@@ -101,6 +102,10 @@ def test_a_trace_of_chosen_steps_agrees_with_their_events(tmp_path: Path) -> Non
         ]  # fmt: skip
         (memory,) = trace.of_rank(rank, "resident memory")
         assert min(value for _, value in memory.values) > 2**20
+        # The save of step 5 is written beside step 6, in a thread with collectives of its own.
+        saves = list(trace.slices(rank, "phases beside training"))
+        assert "ckpt_write" in {each.name for each in saves}
+        assert {each.args["step"] for each in saves} == {5}
         operators = list(trace.slices(rank, "operators"))
         assert {"aten::mm", "aten::embedding"} <= {each.name for each in operators}
         forward = [each for each in trace.slices(rank, "phases") if each.name == "forward"]

@@ -138,13 +138,13 @@ class ReadTrace:
             stack.append(each)
 
     def of_rank(self, rank: int, name: str = "") -> list[Track]:
-        """Tracks of a rank whose name begins with `name`."""
+        """Tracks of a rank named `name`; where there is none, those whose name begins so."""
         found = []
         for track in self.tracks.values():
             words = track.process.split()
             if words[:2] == ["rank", str(rank)] and track.name.startswith(name):
                 found.append(track)
-        return found
+        return [track for track in found if track.name == name] or found
 
     def slices(self, rank: int, track: str) -> Iterator[Slice]:
         for each in self.of_rank(rank, track):

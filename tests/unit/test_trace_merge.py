@@ -85,9 +85,9 @@ def rows_of(shift_ns: int = 0) -> list[list[TraceRow]]:
     return [
         [StepSpan(7, zero, zero + 1000), StepSpan(8, zero + 1000, zero + 2000)],
         [
-            PhaseSpan(7, 0, "forward", "", zero + 10, zero + 200),
-            PhaseSpan(7, 0, "collective", "all_reduce gradients", zero + 300, zero + 400),
-            PhaseSpan(7, 0, "backward", "", zero + 200, zero + 500),
+            PhaseSpan(7, 0, 1, "forward", "", zero + 10, zero + 200),
+            PhaseSpan(7, 0, 1, "collective", "all_reduce gradients", zero + 300, zero + 400),
+            PhaseSpan(7, 0, 1, "backward", "", zero + 200, zero + 500),
         ],
         list(GROUP),
         [

@@ -152,6 +152,26 @@ def test_a_phase_that_was_open_before_has_no_span(clock: Clock) -> None:
     ]
 
 
+def test_phases_of_a_thread_beside_training_are_told_apart(clock: Clock) -> None:
+    phases = PhaseTimer(clock=DeviceClock(clock))
+    recorder = TraceRecorder(phases, None, no_memory)
+    assert not phases.for_thread(3).observers, "nothing is recorded yet"
+    recorder.attach()
+    beside = phases.for_thread(4)
+    beside.enter("ckpt_write")
+    with beside("before_commit", "the manifest"):
+        clock.now_s += 1
+    recorder.detach()
+    clock.now_s += 1
+    rows = of_kind(recorder.take_rows(is_last=True), "PhaseSpan")
+    assert [(row.step, row.is_foreground, row.name, row.words) for row in rows] == [
+        (4, 0, "before_commit", "the manifest"),
+        (4, 0, "ckpt_write", ""),
+    ]
+    assert [row.end_ns - row.start_ns for row in rows] == [10**9, 2 * 10**9]
+    beside.leave("ckpt_write")
+
+
 def test_marks_of_a_device_are_read_late_and_waited_for_at_the_end(clock: Clock) -> None:
     device = DeviceClock(clock)
     phases = PhaseTimer(clock=device)

@@ -69,13 +69,15 @@ class PhaseClock(Protocol):
 
 
 class SpanObserver(Protocol):
-    """Told of each phase of a PhaseTimer, with the marks of its clock that its seconds are counted
-    by."""
+    """Told of each phase of a PhaseTimer as it begins, and of the end of the innermost one, with the
+    marks that its seconds are counted by."""
 
     def begin_span(self, name: str, words: str, mark: Any) -> None: ...
 
-    def end_span(self, mark: Any) -> None:
-        """End the innermost span that is open."""
+    def end_span(self, mark: Any) -> None: ...
+
+    def observe_thread(self, phases: PhaseTimer) -> SpanObserver | None:
+        """What is told of the phases of another thread, which `phases` times; None: nobody."""
         ...
 
 
@@ -135,6 +137,10 @@ class PhaseTimer:
         listeners = tuple(each for each in self._listeners if each not in self._of_training)
         phases = PhaseTimer(None, listeners)
         phases.step = step
+        for observer in self.observers:
+            observer_of_thread = observer.observe_thread(phases)
+            if observer_of_thread is not None:
+                phases.observers += (observer_of_thread,)
         return phases
 
     def replace_clock(self, clock: PhaseClock) -> None:

@@ -1,7 +1,6 @@
 """Records what one rank does in the steps that are traced: phases, collectives, actions, memory.
 
-It is attached for those steps alone; outside of them nothing of it is called. Marks of a GPU are
-turned into times late, when their work is done.
+Nothing of it is called outside of those steps. Marks of a GPU become times when its work is done.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class TraceClock:
     def read_time_ns(self, mark: Any) -> int | None:
         """Nanoseconds of `mark`; None where its moment has not come yet."""
         if not self._clock.is_late:
-            return int(mark * NANOSECONDS + 0.5)
+            return _convert_to_ns(mark)
         seconds = self._clock.seconds(self._anchor, mark)
         if seconds is None:
             return None
@@ -87,6 +86,43 @@ class _MarkedSpan:
     is_action: bool = False
 
 
+class ThreadSpans:
+    """Records the phases of one thread beside training, by the host's clock."""
+
+    def __init__(self, phases: PhaseTimer) -> None:
+        self._phases = phases
+        self._stack: list[tuple[str, str, float]] = []
+        self._rows: list[TraceRow] = []
+
+    def begin_span(self, name: str, words: str, mark: float) -> None:
+        self._stack.append((name, words, mark))
+
+    def end_span(self, mark: float) -> None:
+        if self._stack:
+            self._rows.append(self._build_row(*self._stack.pop(), mark))
+
+    def observe_thread(self, phases: PhaseTimer) -> None:
+        return None
+
+    def take_rows(self, *, is_last: bool) -> list[TraceRow]:
+        """Rows of phases that have ended; with `is_last` also of those that go on, until now."""
+        rows, self._rows = self._rows, []
+        if is_last:
+            now_s = time.perf_counter()
+            # Outer ones come later, as where they end by themselves.
+            for name, words, start_s in reversed(self._stack):
+                rows.append(self._build_row(name, words, start_s, now_s))
+        return rows
+
+    def _build_row(self, name: str, words: str, start_s: float, end_s: float) -> PhaseSpan:
+        start_ns, end_ns = _convert_to_ns(start_s), _convert_to_ns(end_s)
+        return PhaseSpan(self._phases.step, -1, 0, name, words, start_ns, end_ns)
+
+
+def _convert_to_ns(host_s: float) -> int:
+    return int(host_s * NANOSECONDS + 0.5)
+
+
 class TraceRecorder:
     """Records one rank. Observes `phases` and `box` between `attach` and `detach`.
 
@@ -105,6 +141,7 @@ class TraceRecorder:
         self._spans: list[_MarkedSpan] = []
         self._collectives: dict[int, _OpenCollective] = {}
         self._rows: list[TraceRow] = []
+        self._threads: list[ThreadSpans] = []
         self._num_groups_taken = 0
         self._step_began_ns = 0
 
@@ -146,6 +183,11 @@ class TraceRecorder:
             self._spans.append(_MarkedSpan(step, microbatch, name, words, start, mark))
             self._sample_memory()
 
+    def observe_thread(self, phases: PhaseTimer) -> ThreadSpans:
+        spans = ThreadSpans(phases)
+        self._threads.append(spans)
+        return spans
+
     def _sample_memory(self) -> None:
         resident_bytes, allocated_bytes = self._read_memory()
         self._rows.append(MemorySample(time.perf_counter_ns(), resident_bytes, allocated_bytes))
@@ -186,6 +228,8 @@ class TraceRecorder:
                 self._clock.wait(self._spans[-1].end)
         self._rows += self._take_new_groups()
         self._rows += self._take_spans()
+        for thread in self._threads:
+            self._rows += thread.take_rows(is_last=is_last)
         self._rows += self._take_collectives(is_last)
         by_class: dict[type[Any], list[TraceRow]] = {}
         for row in self._rows:
@@ -217,7 +261,9 @@ class TraceRecorder:
                 rows.append(ActionSpan(span.step, span.name, start_ns, end_ns))
             else:
                 rows.append(
-                    PhaseSpan(span.step, span.microbatch, span.name, span.words, start_ns, end_ns)
+                    PhaseSpan(
+                        span.step, span.microbatch, 1, span.name, span.words, start_ns, end_ns
+                    )
                 )
         self._spans = later
         return rows

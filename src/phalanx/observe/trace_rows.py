@@ -17,10 +17,14 @@ class StepSpan(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """A phase of the thread that trains. `words`: what it stands for; microbatch -1: of none."""
+    """A phase of the thread that trains, or of one beside it (`is_foreground` 0: a save).
+
+    `words`: what it stands for; microbatch -1: of none.
+    """
 
     step: int
     microbatch: int
+    is_foreground: int
     name: str
     words: str
     start_ns: int

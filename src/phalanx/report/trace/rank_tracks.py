@@ -93,8 +93,19 @@ class RankTracks:
             if self._has_step(row.step):
                 start_ns, end_ns = self._align(row.start_ns), self._align(row.end_ns)
                 spans.append(TrackSpan(start_ns, end_ns, f"step {row.step}", {"step": row.step}))
+        spans += self._build_phase_spans(is_foreground=1)
+        if spans:
+            self._add_spans(self._add_track("phases"), spans)
+        beside = self._build_phase_spans(is_foreground=0)
+        if beside:
+            self._add_spans(self._add_track("phases beside training"), beside)
+
+    def _build_phase_spans(self, *, is_foreground: int) -> list[TrackSpan]:
+        spans = []
         # A rank writes a phase where it ends: of two with the same times the outer comes later.
         for row in reversed(self._list_phase_rows()):
+            if row.is_foreground != is_foreground:
+                continue
             annotations: dict[str, AnnotationValue] = {"step": row.step}
             if row.microbatch >= 0:
                 annotations["microbatch"] = row.microbatch
@@ -102,8 +113,7 @@ class RankTracks:
                 annotations["of"] = row.words
             start_ns, end_ns = self._align(row.start_ns), self._align(row.end_ns)
             spans.append(TrackSpan(start_ns, end_ns, row.name, annotations))
-        if spans:
-            self._add_spans(self._add_track("phases"), spans)
+        return spans
 
     def _list_phase_rows(self) -> list[PhaseSpan]:
         return [row for row in self._part.of_kind("phase") if self._has_step(row.step)]
