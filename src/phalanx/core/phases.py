@@ -69,8 +69,8 @@ class PhaseClock(Protocol):
 
 
 class SpanObserver(Protocol):
-    """Told of each phase of a PhaseTimer as it begins, and of the end of the innermost one, with the
-    marks that its seconds are counted by."""
+    """Told of each phase that begins, and of the end of the innermost one, with the marks that its
+    seconds are counted by."""
 
     def begin_span(self, name: str, words: str, mark: Any) -> None: ...
 
