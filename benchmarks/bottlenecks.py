@@ -5,7 +5,8 @@
 other. Which rank, how much and how it waits are drawn from the seed. The verdict comes from
 `phalanx report RUN --json` in a process of its own that is told nothing but the run directory. The
 gain it predicts is held beside what taking the cause away gave: the ratio of the two runs' step
-times. Rows are kept in build/bottlenecks.jsonl: after Ctrl-C the same command goes on.
+times. Delays are shares of the step without them, which is trained before and after. Rows are kept
+in build/bottlenecks.jsonl: after Ctrl-C the same command goes on.
 
 A slow link needs root, `ip` and `tc` (two network namespaces of its own); without them those
 trials are left out, and it says so.
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -35,15 +36,15 @@ sys.path.insert(0, str(HERE))
 import slow_links  # noqa: E402
 
 KEPT = HERE.parent / "build" / "bottlenecks.jsonl"
-NUM_STEPS = 50
-STEP_S = 0.12  # of the job without a cause on the machine that this was written on, about
+NUM_STEPS = 30
 TIMEOUT_S = 900
 PORT = 29519
+BATCH_OF_RANK = 4
 OWN_JOB = (
     "model.kind=bottleneck_models:build",
     "model.vocab_size=512",
     "data.source=bottleneck_models:dataset",
-    "train.global_batch_size=16",
+    f"train.global_batch_size={2 * BATCH_OF_RANK}",
 )
 PRESET_JOB = ("train.global_batch_size=16",)
 LAYOUTS = {"ddp": "none", "zero3": "3"}
@@ -53,7 +54,8 @@ TOLERANCE, MIN_TOLERANCE = 0.20, 0.05
 @dataclass(frozen=True)
 class Trial:
     """One cause: `expected` are the kinds that a right verdict has, `rank` the rank it names (None:
-    it names none). `without` and `cause` are settings of the job."""
+    it names none). `without` and `cause` are settings of the job; `delays` are settings in seconds,
+    as shares of a step without the cause. `about` has {name} for the milliseconds of each."""
 
     name: str
     expected: tuple[str, ...]
@@ -63,6 +65,20 @@ class Trial:
     without: tuple[str, ...] = ()
     mbit: float = 0.0
     about: str = ""
+    delays: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_healthy(self) -> bool:
+        return not (self.cause or self.delays or self.mbit)
+
+    def list_delay_settings(self, step_s: float) -> list[str]:
+        return [f"{key}={share * step_s:.5f}" for key, share in self.delays.items()]
+
+    def describe(self, step_s: float) -> str:
+        return self.about.format(
+            model=f"{1e3 * step_s * self.delays.get('model.args.seconds', 0):.0f}",
+            data=f"{1e3 * step_s * BATCH_OF_RANK * self.delays.get('data.args.seconds', 0):.0f}",
+        )
 
 
 @dataclass
@@ -98,11 +114,10 @@ def draw_trials(seed: int) -> list[Trial]:
     """Twenty-five trials, healthy ones among them; the same for the same seed."""
     rng = random.Random(seed)
     trials: list[Trial] = []
-    for number in range(4):
-        for where in ("backward", "forward"):
-            trials.append(
-                _draw_straggler(rng, f"late-{where}-{number}", where, tuple(LAYOUTS)[number % 2])
-            )
+    for number in range(7):
+        where = ("backward", "forward")[number % 2]
+        layout = tuple(LAYOUTS)[number // 2 % 2]
+        trials.append(_draw_straggler(rng, f"late-{where}-{number}", where, layout))
     for number in range(2):
         trials.append(_draw_loader(rng, f"late-loader-{number}", rank=rng.randrange(2)))
     for number in range(2):
@@ -121,6 +136,7 @@ def draw_trials(seed: int) -> list[Trial]:
     for number in range(2):
         trials.append(_draw_bubble(rng, f"bubble-{number}"))
     trials.append(_draw_evaluations(rng, "many-evaluations"))
+    trials.append(_draw_small_microbatches(rng, "small-microbatches"))
     for number in range(2):
         trials.append(_draw_two_causes(rng, f"two-causes-{number}"))
     for number in range(5):
@@ -136,13 +152,9 @@ def draw_trials(seed: int) -> list[Trial]:
     return trials
 
 
-def _draw_delay(rng: random.Random, *, least: float = 0.25, most: float = 1.0) -> float:
-    """Seconds: a quarter of a step to a whole one, at least a fifth of the step with it."""
-    return round(STEP_S * rng.uniform(least, most), 4)
-
-
 def _draw_straggler(rng: random.Random, name: str, where: str, layout: str) -> Trial:
-    rank, seconds, is_busy = rng.randrange(2), _draw_delay(rng), rng.random() < 0.5
+    """Late by a quarter of a step to a whole one: a fifth to a half of the step with it."""
+    rank, share, is_busy = rng.randrange(2), rng.uniform(0.25, 1.0), rng.random() < 0.5
     how = "spins" if is_busy else "sleeps"
     return Trial(
         name,
@@ -151,29 +163,26 @@ def _draw_straggler(rng: random.Random, name: str, where: str, layout: str) -> T
         (
             f"model.args.where={where}",
             f"model.args.rank={rank}",
-            f"model.args.seconds={seconds}",
             f"model.args.is_busy={str(is_busy).lower()}",
         ),
         rank=rank,
-        about=f"rank {rank} {how} {1000 * seconds:.0f} ms in its {where}, {layout}",
+        about=f"rank {rank} {how} {{model}} ms in its {where}, {layout}",
+        delays={"model.args.seconds": share},
     )
 
 
 def _draw_loader(rng: random.Random, name: str, rank: int) -> Trial:
     """Reading a batch takes longer than the step beside which it is read."""
-    per_batch = STEP_S * rng.uniform(1.5, 2.2)
-    per_sample = round(per_batch / 8, 5)
+    per_batch = rng.uniform(1.3, 2.2)
     who = "all ranks" if rank < 0 else f"rank {rank}"
     return Trial(
         name,
         ("data",) if rank < 0 else ("straggler",),
         OWN_JOB,
-        (
-            f"data.args.rank={rank}",
-            f"data.args.seconds={per_sample}",
-        ),
+        (f"data.args.rank={rank}",),
         rank=None if rank < 0 else rank,
-        about=f"{who}: reading a batch takes {1000 * per_batch:.0f} ms",
+        about=f"{who}: reading a batch takes {{data}} ms",
+        delays={"data.args.seconds": per_batch / BATCH_OF_RANK},
     )
 
 
@@ -190,14 +199,15 @@ def _draw_link(rng: random.Random, name: str) -> Trial:
 
 
 def _draw_bubble(rng: random.Random, name: str) -> Trial:
-    batch = rng.choice((8, 16))
+    """Wide enough that a microbatch of 2 costs no more a token than a larger one."""
+    batch = rng.choice((12, 16))
     return Trial(
         name,
         ("bubble",),
-        ("parallel.pp=2", f"train.global_batch_size={batch}"),
+        ("parallel.pp=2", "model.dim=256", f"train.global_batch_size={batch}"),
         (f"train.micro_batch_size={batch // 2}",),
-        without=("train.micro_batch_size=1",),
-        about=f"two stages and two microbatches of {batch // 2} (without: of 1)",
+        without=("train.micro_batch_size=2",),
+        about=f"two stages and two microbatches of {batch // 2} (without: of 2)",
     )
 
 
@@ -207,30 +217,34 @@ def _draw_evaluations(rng: random.Random, name: str) -> Trial:
         name,
         ("evaluation",),
         (*PRESET_JOB,),
-        (f"eval.every_steps={every}", "eval.max_samples=128"),
+        (f"eval.every_steps={every}", "eval.tokens=16384"),
         about=f"an evaluation every {every} steps",
     )
 
 
+def _draw_small_microbatches(rng: random.Random, name: str) -> Trial:
+    batch = rng.choice((16, 24))
+    return Trial(
+        name,
+        ("host overhead",),
+        ("model.dim=64", "data.seq_len=64", f"train.global_batch_size={batch}"),
+        ("train.micro_batch_size=1",),
+        about=f"{batch // 2} microbatches of one sequence of 64 tokens (without: one of all)",
+    )
+
+
 def _draw_two_causes(rng: random.Random, name: str) -> Trial:
-    rank, seconds = rng.randrange(2), _draw_delay(rng, least=0.5)
-    per_batch = STEP_S * rng.uniform(2.5, 3.0)
+    """Reading takes longer than the late step beside which it is read."""
+    rank, share = rng.randrange(2), rng.uniform(0.5, 1.0)
+    per_batch = rng.uniform(1.5, 2.0) + share
     return Trial(
         name,
         ("straggler", "data"),
         OWN_JOB,
-        (
-            "model.args.where=backward",
-            f"model.args.rank={rank}",
-            f"model.args.seconds={seconds}",
-            "data.args.rank=-1",
-            f"data.args.seconds={round((per_batch + seconds) / 8, 5)}",
-        ),
+        ("model.args.where=backward", f"model.args.rank={rank}", "data.args.rank=-1"),
         rank=rank,
-        about=(
-            f"rank {rank} spins {1000 * seconds:.0f} ms in its backward; all read for"
-            f" {1000 * (per_batch + seconds):.0f} ms a batch"
-        ),
+        about=f"rank {rank} spins {{model}} ms in its backward; all read for {{data}} ms a batch",
+        delays={"model.args.seconds": share, "data.args.seconds": per_batch / BATCH_OF_RANK},
     )
 
 
@@ -238,30 +252,37 @@ def _draw_two_causes(rng: random.Random, name: str) -> Trial:
 
 
 def run_trial(trial: Trial, seed: int) -> Row:
-    """Train without and with the cause, ask for the verdict, compare."""
-    with tempfile.TemporaryDirectory(prefix="bottleneck-") as folder:
-        without = _train(trial, (*trial.base, *trial.without), Path(folder) / "without", mbit=0)
-        with_cause = _train(trial, (*trial.base, *trial.cause), Path(folder) / "with", trial.mbit)
-        healthy, verdict = _ask_verdict(without), _ask_verdict(with_cause)
-        sentence = _read_sentence(with_cause)
+    """Train without the cause, with it, and without again; ask for the verdict, compare."""
+    with tempfile.TemporaryDirectory(prefix="bottleneck-") as name:
+        folder = Path(name)
+        baseline = _train(trial, (*trial.base, *trial.without), folder / "before", mbit=0)
+        healthy = [_step_seconds(_ask_verdict(baseline))]
+        settings = [*trial.base, *trial.cause, *trial.list_delay_settings(healthy[0])]
+        judged = baseline
+        if not trial.is_healthy:
+            judged = _train(trial, settings, folder / "with", trial.mbit)
+            # Again: a machine gets faster and slower.
+            again = _train(trial, (*trial.base, *trial.without), folder / "after", mbit=0)
+            healthy.append(_step_seconds(_ask_verdict(again)))
+        verdict, sentence = _ask_verdict(judged), _read_sentence(judged)
     named = [cause["kind"] for cause in verdict["causes"]]
     ranks = [cause["rank"] for cause in verdict["causes"] if cause["rank"] is not None]
     named_rank = ranks[0] if ranks else None
-    predicted, is_upper_bound = 1.0, False
+    saved_share, is_upper_bound = 0.0, False
     for cause in verdict["causes"]:
         if cause["kind"] in trial.expected:
-            predicted += cause["speedup"] - 1
+            saved_share += 1 - 1 / cause["speedup"]
             is_upper_bound |= cause["is_upper_bound"]
-    seconds_with, seconds_without = _step_seconds(verdict), _step_seconds(healthy)
+    seconds_with, seconds_without = _step_seconds(verdict), statistics.mean(healthy)
     return Row(
         trial.name,
-        trial.about,
+        trial.describe(healthy[0]),
         list(trial.expected),
         trial.rank,
         named,
         named_rank,
         _is_right(trial, named, named_rank),
-        predicted,
+        1 / max(1 - saved_share, 0.01),
         is_upper_bound,
         seconds_with / seconds_without,
         seconds_with,

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe.events import EvalFinished, Event, StepFinished, wrap_event_in_envelope
+from phalanx.observe.events import (
+    EvalFinished,
+    Event,
+    OperatorsCounted,
+    StepFinished,
+    wrap_event_in_envelope,
+)
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.describe import describe_bottleneck, list_verdict_lines
 from phalanx.report.bottleneck.of_run import judge_run
@@ -25,6 +31,8 @@ def write_run(
     num_steps: int = 40,
     transfer_s: float = TRANSFER_S,
     cpu_share: float = 1.0,
+    cpu_share_of: dict[int, float] | None = None,
+    communication: Any = None,
     delays_of_step: Any = None,
     more: tuple[Event, ...] = (),
 ) -> Path:
@@ -49,6 +57,7 @@ def write_run(
         for rank, phases in own.items():
             own_s = sum(phases.values())
             unaccounted_s = phases.pop("unaccounted", 0.0)
+            collective_s = latest_s - own_s + transfer_s
             event = StepFinished(
                 step=step,
                 loss=2.0,
@@ -58,11 +67,12 @@ def write_run(
                 grad_norm=1.0,
                 step_s=latest_s + transfer_s,
                 tokens_per_s=2048 / (latest_s + transfer_s),
-                phases_s={**phases, "collective": latest_s - own_s + transfer_s},
+                phases_s={**phases, "collective": collective_s},
                 unaccounted_s=unaccounted_s,
                 rss_bytes=1,
                 sent_bytes=1000,
-                cpu_s=own_s * cpu_share,
+                cpu_s=own_s * (cpu_share_of or {}).get(rank, cpu_share),
+                communication_s=communication(collective_s) if communication else {},
             )
             lines[rank].append(
                 wrap_event_in_envelope(event, rank=rank, attempt=0, seq=step).to_line()
@@ -130,6 +140,72 @@ def test_what_all_ranks_spend_is_no_straggler(tmp_path: Path, phase: str, kind: 
     assert verdict.main is not None
     assert (verdict.main.kind, verdict.main.rank) == (kind, None)
     assert verdict.main.speedup == pytest.approx(verdict.mean_step_s / 0.106, abs=0.05)
+
+
+def test_slow_loaders_of_all_ranks_are_no_straggler_though_one_began_later(tmp_path: Path) -> None:
+    """The loaders of those that wait for it go on meanwhile: they too are too slow."""
+    run = write_run(tmp_path / "run", {0: {"data": 0.10}, -1: {"data": 0.05}})
+    verdict = judge(run)
+    assert [(cause.kind, cause.rank) for cause in verdict.causes] == [("data", None)]
+
+
+def test_a_late_rank_is_seen_behind_loaders_that_all_wait_for(tmp_path: Path) -> None:
+    """Reading takes 250 ms beside a step of 100: a rank that computes 80 ms longer waits 80 less
+    for its batch, and steps are as long as without it."""
+    run = write_run(
+        tmp_path / "run",
+        {0: {"backward": 0.080, "data": 0.070}, 1: {"data": 0.150}, 2: {"data": 0.150}},
+        num_ranks=3,
+    )
+    verdict = judge(run)
+    named = [(cause.kind, cause.rank) for cause in verdict.causes]
+    assert named == [("data", None), ("straggler", 0)]
+    saved_share = sum(1 - 1 / cause.speedup for cause in verdict.causes)
+    assert 1 / (1 - saved_share) == pytest.approx(0.254 / 0.104, rel=0.05)
+
+
+def test_calls_of_small_operators_are_host_overhead(tmp_path: Path) -> None:
+    """Eight microbatches of 1,500 calls of 4 us are 48 ms of a step of 104."""
+    counted = OperatorsCounted(2, 1500, 8, 4e-6)
+    main = judge(write_run(tmp_path / "run", {}, more=(counted,))).main
+    assert main is not None
+    assert (main.kind, main.share) == ("host overhead", pytest.approx(0.048 / 0.1045, abs=0.02))
+    # One microbatch has an eighth of it.
+    assert main.speedup == pytest.approx(0.1045 / (0.1045 - 0.042), abs=0.05)
+    assert "train.micro_batch_size" in main.action
+    few = OperatorsCounted(2, 1500, 1, 4e-6)
+    main = judge(write_run(tmp_path / "few", {}, more=(few,))).main
+    assert main is not None
+    assert main.kind == "compute"
+
+
+def test_a_late_rank_that_leaves_its_processor_to_others_has_an_upper_bound(tmp_path: Path) -> None:
+    """On CPUs that ranks share, the others are faster while it sleeps."""
+    sleeps = judge(write_run(tmp_path / "sleeps", {0: {"backward": 0.1}}, cpu_share_of={0: 0.5}))
+    spins = judge(write_run(tmp_path / "spins", {0: {"backward": 0.1}}))
+    assert sleeps.main is not None
+    assert spins.main is not None
+    assert (sleeps.main.is_upper_bound, spins.main.is_upper_bound) == (True, False)
+
+
+def test_the_axis_whose_transfer_takes_longest_is_named(tmp_path: Path) -> None:
+    """Of the rank that comes last: what others have more over an axis is waiting."""
+    plan = {**PLAN, "layout": {"dp_replicate": 2, "tp": 2}}
+    run = write_run(
+        tmp_path / "run",
+        {},
+        transfer_s=0.050,
+        communication=lambda seconds: {
+            "tp: all_gather sequence": seconds - 0.015,
+            "dp: all_reduce gradients": 0.010,
+            "world: all_reduce step facts": 0.005,
+        },
+    )
+    verdict = judge_run(run, plan)
+    assert verdict is not None
+    assert verdict.main is not None
+    assert (verdict.main.kind, verdict.main.axis) == ("communication", "tp")
+    assert any("tp: all_gather sequence 35" in text for text in verdict.main.evidence)
 
 
 def test_transfer_is_communication_and_waiting_is_not(tmp_path: Path) -> None:

@@ -265,3 +265,34 @@ def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
         pass
     assert training == [(7, "forward")]
     assert anywhere == [(7, "forward"), (5, "ckpt_write")]
+
+
+def test_collectives_are_charged_by_axis_and_operation(clock: Clock) -> None:
+    phases = PhaseTimer()
+    with phases("backward"):
+        clock.now += 1
+        with phases("collective", "all_gather sequence", axis="tp"):
+            clock.now += 10
+        with phases("collective", "all_reduce gradients", axis="dp"):
+            clock.now += 100
+        with phases("collective", "all_gather sequence", axis="tp"):
+            clock.now += 1000
+        with phases("collective", "something of a plugin"):
+            clock.now += 10000
+    assert phases.take() == {"backward": 1, "collective": 11110}
+    assert phases.take_communication() == {
+        "tp: all_gather sequence": 1010,
+        "dp: all_reduce gradients": 100,
+        "?: something of a plugin": 10000,
+    }
+    assert phases.take_communication() == {}
+
+
+def test_collectives_apart_from_a_step_are_not_its_own(clock: Clock) -> None:
+    phases = PhaseTimer()
+    with phases("collective", "all_reduce step facts", axis="world"):
+        clock.now += 1
+    with phases.exclude_from_step(), phases("evaluate"), phases("collective", "x", axis="world"):
+        clock.now += 10
+    phases.take()
+    assert phases.take_communication() == {"world: all_reduce step facts": 1}

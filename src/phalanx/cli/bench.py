@@ -1,4 +1,4 @@
-"""Measure this machine (products, kernels, collectives, storage) for the times that plans give."""
+"""Measure this machine for the times that plans give, or how a job scales over its ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._options import JsonOption
+from phalanx.cli._options import JobArguments, JsonOption
 
 EXAMPLE = "Example: phalanx bench all"
 EXAMPLE_OF_COMMAND = {
@@ -15,6 +15,7 @@ EXAMPLE_OF_COMMAND = {
     "gemm": "Example: phalanx bench gemm --device cpu",
     "comm": "Example: phalanx bench comm --ranks 4",
     "storage": "Example: phalanx bench storage --directory /mnt/checkpoints",
+    "scaling": "Example: phalanx bench scaling JOB.toml --ranks 1,2,4",
 }
 
 Quick = Annotated[
@@ -119,9 +120,42 @@ def storage_command(
     return run_and_print_bench(request, out, as_json=as_json)
 
 
+def scaling_command(
+    arguments: JobArguments = None,
+    ranks: Annotated[
+        str, typer.Option("--ranks", metavar="N,N,...", help="Numbers of ranks to compare.")
+    ] = "1,2",
+    steps: Annotated[
+        int, typer.Option("--steps", min=8, max=10_000, metavar="K", help="Steps of each run.")
+    ] = 20,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=100, metavar="N", help="Runs of each, in turn.")
+    ] = 2,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Keep the batch of a step, not that of a rank.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Train a job on 1, 2, 4 ... ranks, and say how well it scales and what eats the rest.
+
+    Nothing is kept of the runs.
+    """
+    from phalanx.cli._bench_scaling import run_and_print_scaling
+
+    return run_and_print_scaling(
+        arguments or (),
+        ranks,
+        num_steps=steps,
+        repeats=repeats,
+        is_strong=strong,
+        as_json=as_json,
+    )
+
+
 COMMANDS = {
     "all": all_command,
     "gemm": gemm_command,
     "comm": comm_command,
     "storage": storage_command,
+    "scaling": scaling_command,
 }

@@ -15,27 +15,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from phalanx.core.black_box import BlackBox
 
 # What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping,
-# "pipeline" is waiting for another stage: the bubble as this rank sees it. Another name is a bug.
+# "pipeline" is waiting for another stage: the bubble as this rank sees it. "prepare" is what a step
+# does before its first forward and after its last backward for batches and modules, "record" what
+# it checks and writes down. Another name is a bug.
 PHASES = (
     "startup",
     "data",
+    "prepare",
+    "record",
     "forward",
     "backward",
     "collective",
     "pipeline",
     "optimizer",
     "evaluate",
+    "ckpt_prepare",
     "ckpt_stage",
     "ckpt_write",
     "before_commit",
     "after_commit",
     "ckpt_load",
 )
+
+WORLD_AXIS = "world"
+"""In place of an axis where all ranks of the run take part."""
+UNKNOWN_AXIS = "?"
 
 PhaseListener = Callable[[int, str], None]
 
@@ -96,10 +105,20 @@ class HostClock:
         pass
 
 
+class _OpenPhase(NamedTuple):
+    """A phase that goes on: its name, what it does in words for people, and the key of
+    `take_communication` that its seconds are charged to ("": none)."""
+
+    name: str
+    words: str
+    communication: str
+
+
 class PhaseTimer:
     """Times the phases of one rank and tells listeners where it is.
 
-    `take()` returns and clears the seconds.
+    `take()` returns and clears the seconds, `take_communication()` those of collectives by axis and
+    operation.
 
     Listeners are told of each phase that begins. Those `of_training` are told of the thread that
     trains alone, and of the enclosing phase that goes on where one ends, too.
@@ -122,10 +141,11 @@ class PhaseTimer:
         # Empty unless a trace is recorded.
         self.observers: tuple[SpanObserver, ...] = ()
         self._seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, str]] = []
+        self._communication_s: dict[str, float] = {}
+        self._stack: list[_OpenPhase] = []
         self._since: Any = 0.0
         # Phases whose end may still lie ahead.
-        self._queued: deque[tuple[str, Any, Any]] = deque()
+        self._queued: deque[tuple[_OpenPhase, Any, Any]] = deque()
 
     def for_thread(self, step: int) -> PhaseTimer:
         """Phases for another thread of this rank, at work on `step`: seconds of its own by the
@@ -153,11 +173,11 @@ class PhaseTimer:
         self._since = clock.mark()
 
     @contextmanager
-    def __call__(self, name: str, collective: str = "") -> Iterator[None]:
+    def __call__(self, name: str, words: str = "", *, axis: str = "") -> Iterator[None]:
         depth = len(self._stack)
         try:
             # Inside the try: a listener may raise after the phase has begun.
-            self.enter(name, collective)
+            self.enter(name, words, axis=axis)
             yield
         except BaseException:
             if len(self._stack) > depth:
@@ -168,8 +188,8 @@ class PhaseTimer:
             self.leave(name)
 
     @contextmanager
-    def collective(self, words: str) -> Iterator[None]:
-        """A collective that the library below starts and waits for where it likes.
+    def collective(self, words: str, *, axis: str = "") -> Iterator[None]:
+        """A collective over `axis` that the library below starts and waits for where it likes.
 
         Where the call does the work it is a phase like any other. Where it is only queued, on a
         stream that the clock does not see, its seconds cannot be told: listeners and the black box
@@ -177,12 +197,12 @@ class PhaseTimer:
         goes on.
         """
         if not self.clock.is_late:
-            with self("collective", words):
+            with self("collective", words, axis=axis):
                 yield
             return
         phase, around = "collective", ""
         if self._stack:
-            phase, around = self._stack[-1]
+            phase, around = self._stack[-1].name, self._stack[-1].words
         self._write_position("collective", words)
         for listener in self._listeners:
             listener(self.step, "collective")
@@ -192,8 +212,9 @@ class PhaseTimer:
             for listener in self._of_training:
                 listener(self.step, phase)
 
-    def enter(self, name: str, collective: str = "") -> None:
-        """Begin a phase; the enclosing one stops counting.
+    def enter(self, name: str, words: str = "", *, axis: str = "") -> None:
+        """Begin a phase; the enclosing one stops counting. `words` say what it does; `axis` says
+        over which ranks a collective goes.
 
         For places where a `with` cannot stand (hooks).
         """
@@ -201,11 +222,14 @@ class PhaseTimer:
         now = self.clock.mark()
         if self._stack:
             self._charge_to_innermost_phase(now)
-        self._stack.append((name, collective))
+        communication = ""
+        if name == "collective":
+            communication = f"{axis or UNKNOWN_AXIS}: {words}"
+        self._stack.append(_OpenPhase(name, words, communication))
         self._since = now
-        self._write_position(name, collective)
+        self._write_position(name, words)
         for observer in self.observers:
-            observer.begin_span(name, collective, now)
+            observer.begin_span(name, words, now)
         for listener in self._listeners:
             listener(self.step, name)
 
@@ -213,34 +237,34 @@ class PhaseTimer:
         """End phase `name` and any that an exception left open inside it."""
         self._end_phase(name)
         if self._stack:
-            self._write_position(*self._stack[-1])
+            self._write_position(self._stack[-1].name, self._stack[-1].words)
         else:
             # The phase stays, as the last one; its collective lies behind this rank.
             self._write_position(name)
 
-    def _write_position(self, phase: str, collective: str = "") -> None:
+    def _write_position(self, phase: str, words: str = "") -> None:
         if self._black_box is not None:
-            self._black_box.write(self.step, phase, collective, self.microbatch)
+            self._black_box.write(self.step, phase, words, self.microbatch)
 
     def _end_phase(self, name: str) -> None:
         now = self.clock.mark()
-        assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
+        assert any(name == each.name for each in self._stack), (name, self._stack)
         self._charge_to_innermost_phase(now)
         # Phases inside that an exception left open end with it.
         is_open = True
         while is_open:
-            is_open = self._stack.pop()[0] != name
+            is_open = self._stack.pop().name != name
             for observer in self.observers:
                 observer.end_span(now)
         self._since = now
         if self._stack:
             # The enclosing phase goes on.
             for listener in self._of_training:
-                listener(self.step, self._stack[-1][0])
+                listener(self.step, self._stack[-1].name)
 
     def _charge_to_innermost_phase(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""
-        self._queued.append((self._stack[-1][0], self._since, now))
+        self._queued.append((self._stack[-1], self._since, now))
         if not self.clock.is_late or len(self._queued) >= _MAX_UNRESOLVED_MARKS:
             self._add_seconds_between_marks()
 
@@ -249,12 +273,14 @@ class PhaseTimer:
         if wait and self._queued:
             self.clock.wait(self._queued[-1][2])
         while self._queued:
-            name, start, stop = self._queued[0]
+            phase, start, stop = self._queued[0]
             seconds = self.clock.seconds(start, stop)
             # In order: what was queued after it is not done either.
             if seconds is None:
                 break
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            _add_seconds(self._seconds, phase.name, seconds)
+            if phase.communication:
+                _add_seconds(self._communication_s, phase.communication, seconds)
             self._queued.popleft()
 
     @property
@@ -266,7 +292,7 @@ class PhaseTimer:
     def current(self) -> str:
         if not self._stack:
             return ""
-        return self._stack[-1][0]
+        return self._stack[-1].name
 
     @contextmanager
     def exclude_from_step(self) -> Iterator[dict[str, float]]:
@@ -274,13 +300,15 @@ class PhaseTimer:
         the dict that is yielded, when it ends, and what was charged before stays as it was."""
         # Waited for: seconds of the step that lie in the device's queue are not the body's.
         before = self._take_seconds_per_phase(wait=True)
+        communicated_before = self.take_communication()
         inside: dict[str, float] = {}
         try:
             yield inside
         finally:
             inside.update(self._take_seconds_per_phase(wait=True))
             for name, seconds in before.items():
-                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+                _add_seconds(self._seconds, name, seconds)
+            self._communication_s = communicated_before
 
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last `take`; open phases are charged up to now.
@@ -291,6 +319,12 @@ class PhaseTimer:
         """
         return self._take_seconds_per_phase(wait=False)
 
+    def take_communication(self) -> dict[str, float]:
+        """Return the seconds of collectives by "axis: operation" ("tp: all_gather sequence") in
+        what was taken so far, and clear them: after `take`, they are those of the same step."""
+        communication_s, self._communication_s = self._communication_s, {}
+        return communication_s
+
     def _take_seconds_per_phase(self, *, wait: bool) -> dict[str, float]:
         if self._stack:
             now = self.clock.mark()
@@ -299,3 +333,7 @@ class PhaseTimer:
         self._add_seconds_between_marks(wait=wait)
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+def _add_seconds(seconds_of: dict[str, float], key: str, seconds: float) -> None:
+    seconds_of[key] = seconds_of.get(key, 0.0) + seconds

@@ -140,7 +140,7 @@ class TensorParallelGroup:
     def timing_collective(self, kind: str, words: str) -> AbstractContextManager[None]:
         if torch.compiler.is_compiling():
             return nullcontext()
-        return self.phases("collective", words)
+        return self.phases("collective", words, axis="tp")
 
     def _pad_to_multiple_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE_DIM] % self.size

@@ -88,6 +88,9 @@ class StepFinished(Event):
     `reserved_bytes` for it (phalanx.core.process_memory; 0: nobody knows). `cpu_s`: processor
     seconds of this rank's process, all its threads, within `step_s` (0: nobody counted); on a CPU
     where these are far fewer than `step_s` times the threads, the rank waited, or had no turn.
+
+    `communication_s`: seconds of the phase `collective` by "axis: operation" ("tp: all_gather
+    sequence"); empty in files of earlier releases.
     """
 
     step: int
@@ -110,6 +113,7 @@ class StepFinished(Event):
     sent_ep_bytes: int = 0
     sent_pp_bytes: int = 0
     cpu_s: float = 0.0
+    communication_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
@@ -126,6 +130,60 @@ class StepFinished(Event):
         """Seconds in collectives and for other stages: sending, and waiting for other ranks."""
         waits = (self.phases_s.get("collective", 0.0), self.phases_s.get("pipeline", 0.0))
         return sum(seconds for seconds in waits if math.isfinite(seconds))
+
+
+@dataclass(frozen=True)
+class StepsSummed(Event):
+    """`num_steps` steps of this rank from `first_step` to `last_step`, summed: from ranks other
+    than 0 in runs so large that each step of each rank would be too much
+    (phalanx.train.step_detail).
+
+    All ranks have the same windows. Steps in between that took unusually long have a
+    `step_finished` of their own, and are in no sum. Seconds are sums over the steps, `longest_s` is
+    that of `longest_step`; `rss_bytes` and `peak_bytes` are the largest of them.
+    """
+
+    first_step: int
+    last_step: int
+    num_steps: int
+    step_s: float
+    longest_s: float
+    longest_step: int
+    phases_s: dict[str, float]
+    communication_s: dict[str, float]
+    unaccounted_s: float
+    cpu_s: float
+    rss_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class OperatorsCounted(Event):
+    """What calling operators costs a step, whatever the size of its tensors: one microbatch calls
+    `num_calls`, a step has `num_microbatches` of them, and one call takes `call_s` by itself.
+
+    From rank 0, once, after the third step of an attempt; on CPUs, without a pipeline.
+    """
+
+    step: int
+    num_calls: int
+    num_microbatches: int
+    call_s: float
+
+
+@dataclass(frozen=True)
+class TimeBetweenSteps(Event):
+    """Seconds of this rank that belong to no step: those of `activity`, which has just ended.
+
+    From every rank. `activity`: "startup" (from when the run was asked for, or this process
+    restarted, to the first step) | "evaluate" | "trace" | "ending" (from the record of the last
+    step, or the evaluation after it, until the rank has done all and leaves). `step` is the last
+    one before it.
+    """
+
+    step: int
+    activity: str
+    seconds: float
 
 
 @dataclass(frozen=True)

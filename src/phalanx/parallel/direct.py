@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
 from phalanx.parallel.loss_forward import MicrobatchLossForward
+from phalanx.parallel.operator_calls import (
+    OperatorCost,
+    counting_operator_calls,
+    measure_call_seconds,
+)
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import SavedBytesCounter, can_count_saved_bytes
 
@@ -23,9 +28,14 @@ class DirectExecutor:
         forward: MicrobatchLossForward,
     ) -> None:
         self.saved_bytes: int | None = None
+        self.operator_cost: OperatorCost | None = None
         self._context, self._interceptor, self._forward = context, interceptor, forward
         # Hooks on saved tensors cost time, so what autograd saves is counted once.
         self._is_due = can_count_saved_bytes(context.plan)
+        # In the third step: in the first ones much is done that never is again. On a GPU calls cost
+        # nothing where kernels wait in its queue.
+        counts = context.mesh.rank == 0 and context.mesh.device.type == "cpu"
+        self._num_steps_until_count = 3 if counts else 0
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss
@@ -35,6 +45,8 @@ class DirectExecutor:
         for index, batch in enumerate(microbatches):
             phases.microbatch = index
             with (
+                phases("prepare"),
+                self._counting_operators_of_third_step(index),
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
                 hooks.open_microbatch_context(is_last=index == len(microbatches) - 1),
@@ -65,6 +77,26 @@ class DirectExecutor:
     def run_forward_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward of this rank's tokens."""
         return self._forward.run_module_forward(self._forward.keep_own_tokens_of_batch(batch), then)
+
+    @contextmanager
+    def _counting_operators_of_third_step(self, microbatch: int) -> Iterator[None]:
+        """Count the operators of the first microbatch of the third step, which takes a few tens of
+        milliseconds longer."""
+        if self._num_steps_until_count == 0 or microbatch != 0:
+            yield
+            return
+        self._num_steps_until_count -= 1
+        if self._num_steps_until_count > 0:
+            yield
+            return
+        with ExitStack() as stack:
+            calls = stack.enter_context(counting_operator_calls())
+            yield
+            with self._context.phases("record"):
+                stack.close()
+                num_calls, call_s = calls.count(), measure_call_seconds()
+        if num_calls and call_s is not None:
+            self.operator_cost = OperatorCost(num_calls, call_s)
 
     @contextmanager
     def _counting_saved_bytes_of_first_forward(self) -> Iterator[None]:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.parallel.operator_calls import OperatorCost
+
 Batch = Mapping[str, torch.Tensor]
 Objective = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
 LossAndTargets = tuple[torch.Tensor, torch.Tensor]
@@ -22,6 +24,12 @@ class Executor(Protocol):
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept for the backward; None before the first, and where they are out of
         sight (can_count_saved_bytes)."""
+        ...
+
+    @property
+    def operator_cost(self) -> OperatorCost | None:
+        """What the calls of a microbatch's operators cost the host; None before the third step, in
+        pipelines, on GPUs, and on other ranks than 0."""
         ...
 
     def forward_backward(

@@ -22,6 +22,7 @@ from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import Batch, Executor, Objective
 from phalanx.parallel.expert.router_load import ReducedRouterLoads, RouterStepLoad
 from phalanx.parallel.loss_forward import MicrobatchLossForward, gather_logits
+from phalanx.parallel.operator_calls import OperatorCost
 from phalanx.parallel.pipeline.executor import PipelineExecutor
 from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext
@@ -82,6 +83,12 @@ class ParallelModel:
         """Bytes autograd kept for the backward; None before the first one, and where they are out
         of sight (can_count_saved_bytes)."""
         return self._executor.saved_bytes
+
+    @property
+    def operator_cost(self) -> OperatorCost | None:
+        """What the calls of a microbatch's operators cost the host; None before the third step, in
+        pipelines, on GPUs, and on other ranks than 0."""
+        return self._executor.operator_cost
 
     @property
     def finished_at(self) -> Any:
@@ -183,17 +190,19 @@ class ParallelModel:
         assert self._has_weights, (
             "nothing was written into shards() yet, or refresh() was not called after it"
         )
-        microbatches = [flatten_batch(batch, of_tensors=True) for batch in microbatches]
-        self.step = self.step + 1 if step is None else step
-        # Whoever draws outside of dropout layers is found by watching the generator over a step.
-        self._interceptor.begin_step()
-        self._context.optimizer_params.require_model_updated_after_step()
-        # A pipeline's stages do not see the objective: they are told what a balance loss of
-        # experts weighs beside it.
-        balance = getattr(self.module, "balance", None)
-        if balance is not None:
-            balance.scale = self._context.normalizer.loss_multiplier
-        loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
+        with self.phases("prepare"):
+            microbatches = [flatten_batch(batch, of_tensors=True) for batch in microbatches]
+            self.step = self.step + 1 if step is None else step
+            # Whoever draws outside of dropout layers is found by watching the generator over a
+            # step.
+            self._interceptor.begin_step()
+            self._context.optimizer_params.require_model_updated_after_step()
+            # A pipeline's stages do not see the objective: they are told what a balance loss of
+            # experts weighs beside it.
+            balance = getattr(self.module, "balance", None)
+            if balance is not None:
+                balance.scale = self._context.normalizer.loss_multiplier
+            loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
 
         def add(loss: torch.Tensor, targets: torch.Tensor) -> None:
             loss_sum.add_(loss)
@@ -201,10 +210,11 @@ class ParallelModel:
 
         with self._context.traffic.counting_step_traffic():
             self._executor.forward_backward(microbatches, objective, self.step, add)
-            self._interceptor.end_step()
-            # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP leave to
-            # us.
-            self._context.optimizer_params.move_gradients_to_optimizer()
+            with self.phases("prepare"):
+                self._interceptor.end_step()
+                # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP
+                # leave to us.
+                self._context.optimizer_params.move_gradients_to_optimizer()
         return LocalLoss(loss_sum, num_targets)
 
     def _zero_loss_sum(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.core.phases import WORLD_AXIS
 from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.parallel.expert.router_load import ReducedRouterLoads
 from phalanx.parallel.gradients import (
@@ -51,7 +52,7 @@ class StepReducer:
             # Flags travel with the sums: the step has one reduction, and all ranks act on the same
             # numbers.
             vector = torch.cat((vector, create_fp64_on_device(flags, vector.device)))
-        with self._phases("collective", "all_reduce step facts"):
+        with self._phases("collective", "all_reduce step facts", axis=WORLD_AXIS):
             self._mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced_flags = vector.tolist()
             self.finished_at = self._phases.clock.mark()

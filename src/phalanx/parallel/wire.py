@@ -24,20 +24,20 @@ class Wire:
     def sum_over_ranks(self, tensor: torch.Tensor) -> None:
         """The sum over ranks, in place; the same bits on every rank."""
         self._traffic.add_all_reduce(tensor.nbytes, self.num_ranks)
-        with self._phases("collective", "all_reduce compressed gradients"):
+        with self._phases("collective", "all_reduce compressed gradients", axis="dp"):
             dist.all_reduce(tensor, group=self._group)
 
     def max_over_ranks(self, tensor: torch.Tensor) -> None:
         """The maximum over ranks, in place."""
         self._traffic.add_all_reduce(tensor.nbytes, self.num_ranks)
-        with self._phases("collective", "all_reduce compressed gradients"):
+        with self._phases("collective", "all_reduce compressed gradients", axis="dp"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """[ranks, *row.shape]"""
         gathered = torch.empty(self.num_ranks, *row.shape, dtype=row.dtype, device=row.device)
         self._traffic.add_all_gather(row.nbytes, self.num_ranks)
-        with self._phases("collective", "all_gather compressed gradients"):
+        with self._phases("collective", "all_gather compressed gradients", axis="dp"):
             dist.all_gather_into_tensor(
                 gathered.view(-1), row.contiguous().view(-1), group=self._group
             )
@@ -48,6 +48,6 @@ class Wire:
         one."""
         received = torch.empty_like(parts)
         self._traffic.add_reduce_scatter(parts.nbytes, self.num_ranks)
-        with self._phases("collective", "all_to_all compressed gradients"):
+        with self._phases("collective", "all_to_all compressed gradients", axis="dp"):
             dist.all_to_all_single(received, parts.contiguous(), group=self._group)
         return received

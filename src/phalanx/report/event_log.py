@@ -6,18 +6,19 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file, read_bounded_lines
 from phalanx.observe import events
-from phalanx.observe.events import Envelope, StepFinished
+from phalanx.observe.events import Envelope, StepFinished, StepsSummed
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
+from phalanx.report.ledger import LedgerBuilder
 from phalanx.report.timeline import TimelineBuilder
 
 NAN = math.nan
@@ -30,7 +31,21 @@ class RankStepTimes:
 
     # Eight bytes a step, where a list of floats has several times that.
     step_s: array[float] = field(default_factory=lambda: array("d"))
+    # How many steps each of them is the mean of.
+    counts: array[int] = field(default_factory=lambda: array("q"))
     groups_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_GROUPS, 0.0))
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.counts)
+
+    def add_steps(self, seconds: float, count: int, groups_s: Mapping[str, float]) -> None:
+        """Add `count` steps of `seconds` together, with their seconds by time group."""
+        if math.isfinite(seconds) and count > 0:
+            self.step_s.append(seconds / count)
+            self.counts.append(count)
+        for name, group_s in groups_s.items():
+            self.groups_s[name] += group_s
 
 
 @dataclass
@@ -47,12 +62,14 @@ class EventLog:
     num_events: int = 0
     num_unreadable: int = 0
     times: TimelineBuilder = field(default_factory=TimelineBuilder)
+    ledger: LedgerBuilder = field(default_factory=lambda: LedgerBuilder({}))
     # First and last event of each (attempt, rank).
     by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)
 
     def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         self.num_events += 1
+        self.ledger.add_event(envelope)
         if envelope.rank in (SUPERVISOR_RANK, self.lead_rank):
             self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,
@@ -60,11 +77,15 @@ class EventLog:
         self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
             groups_s = _sum_phases_by_group(event)
-            self._add_step_time(envelope.rank, event, groups_s)
+            self._times_of(envelope.rank).add_steps(event.step_s, 1, groups_s)
             if envelope.rank == self.lead_rank:
                 _append_step_row(
                     self.lead_steps.setdefault(envelope.attempt, StepColumns()), event, groups_s
                 )
+        elif isinstance(event, StepsSummed):
+            self._times_of(envelope.rank).add_steps(
+                event.step_s, int(event.num_steps), _sum_phases_by_group(event)
+            )
         elif isinstance(event, events.MemoryMeasured):
             self.memory[envelope.rank] = event
         elif isinstance(event, events.ExpertsLoaded):
@@ -74,8 +95,8 @@ class EventLog:
             # When one failed belongs to the story; what held is told in its own section.
             if not event.is_summary:
                 self.rest.append(envelope)
-        # One per step and rank: for the ledger of what was read, not for the page.
-        elif not isinstance(event, events.SamplesRead):
+        # For ledgers, of samples and of seconds, not for the story.
+        elif not isinstance(event, events.SamplesRead | events.TimeBetweenSteps):
             self.rest.append(envelope)
 
     @property
@@ -100,12 +121,8 @@ class EventLog:
         """
         return sort_events(itertools.chain.from_iterable(self.by_stream.values()))
 
-    def _add_step_time(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
-        clock = self.clocks.setdefault(rank, RankStepTimes())
-        if math.isfinite(event.step_s):
-            clock.step_s.append(event.step_s)
-        for name, seconds in groups_s.items():
-            clock.groups_s[name] += seconds
+    def _times_of(self, rank: int) -> RankStepTimes:
+        return self.clocks.setdefault(rank, RankStepTimes())
 
 
 def read_event_log(run_dir: Path) -> EventLog:
@@ -113,6 +130,7 @@ def read_event_log(run_dir: Path) -> EventLog:
     log = EventLog(
         lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR_RANK), default=0)
     )
+    log.ledger = LedgerBuilder(_find_first_steps(files, log.lead_rank))
     for _, _, path in files:
         # A file is one process's (the supervisor's: of one after another), and names its own clock.
         clock = None
@@ -124,6 +142,26 @@ def read_event_log(run_dir: Path) -> EventLog:
                 clock = envelope.clock
                 log.add_event(envelope)
     return log
+
+
+def _find_first_steps(files: list[tuple[int, int, Path]], rank: int) -> dict[int, int]:
+    """By attempt the first step that `rank` recorded; attempts without a step are left out."""
+    first_steps = {}
+    for of_rank, attempt, path in files:
+        if of_rank == rank:
+            step = find_first_step(path)
+            if step is not None:
+                first_steps[attempt] = step
+    return first_steps
+
+
+def find_first_step(path: Path) -> int | None:
+    """The first step in an event file; None where there is none."""
+    for line in _read_lines(path):
+        envelope = parse_valid_event_line(line)
+        if envelope is not None and isinstance(envelope.event, StepFinished):
+            return int(envelope.event.step)
+    return None
 
 
 def _list_event_files(directory: Path) -> list[tuple[int, int, Path]]:
@@ -151,7 +189,7 @@ def _read_lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _sum_phases_by_group(event: StepFinished) -> dict[str, float]:
+def _sum_phases_by_group(event: StepFinished | StepsSummed) -> dict[str, float]:
     groups_s: dict[str, float] = {}
     for phase, seconds in event.phases_s.items():
         name = get_time_group_of_phase(phase)

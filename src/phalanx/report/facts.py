@@ -16,6 +16,7 @@ from phalanx.observe.units import MetricUnits
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
+from phalanx.report.ledger import RankLedger
 from phalanx.report.timeline import RunTimeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
@@ -41,6 +42,7 @@ _TEXT_OF_SKIP_REASON = {
 }
 
 _GROUP_OF_PHASE = {
+    "ckpt_prepare": "checkpoint",
     "ckpt_stage": "checkpoint",
     "ckpt_write": "checkpoint",
     "before_commit": "checkpoint",
@@ -198,6 +200,8 @@ class RunFacts:
     """What bounds the newest steps; None where no step was recorded."""
     story: list[Envelope]
     ledger: WallTimeBreakdown
+    rank_ledgers: list[RankLedger]
+    """Where the seconds of each rank went; empty for runs of earlier releases."""
     wall_s: float
     tokens_per_s: float
     timeline: RunTimeline

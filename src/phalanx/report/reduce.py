@@ -109,6 +109,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         bottleneck=judge_run(run_dir, plan),
         story=story,
         ledger=ledger,
+        rank_ledgers=log.ledger.build_ledgers(),
         wall_s=_find_wall_seconds(story, ledger),
         tokens_per_s=compute_median_of_finite(steps.tokens_per_s),
         timeline=timeline,
@@ -186,20 +187,33 @@ def _read_json_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _sum_rank_phase_seconds(rank: int, clock: RankStepTimes) -> RankPhaseSeconds:
-    ordered = sorted(clock.step_s)
-    count = max(len(ordered), 1)
+    ordered = sorted(zip(clock.step_s, clock.counts, strict=True))
+    num_steps = clock.num_steps
+    count = max(num_steps, 1)
     mean_s = NAN
     if ordered:
-        mean_s = sum(ordered) / count
+        mean_s = sum(seconds * each for seconds, each in ordered) / count
     return RankPhaseSeconds(
         rank=rank,
-        num_steps=len(ordered),
+        num_steps=num_steps,
         mean_groups_s={name: seconds / count for name, seconds in clock.groups_s.items()},
         mean_s=mean_s,
-        p50_s=compute_percentile(ordered, 0.50),
-        p99_s=compute_percentile(ordered, 0.99),
-        max_s=compute_percentile(ordered, 1.00),
+        p50_s=_compute_weighted_percentile(ordered, 0.50),
+        p99_s=_compute_weighted_percentile(ordered, 0.99),
+        max_s=_compute_weighted_percentile(ordered, 1.00),
     )
+
+
+def _compute_weighted_percentile(ordered: list[tuple[float, int]], fraction: float) -> float:
+    """The smallest of the sorted (value, count) that at least `fraction` of all counts do not
+    exceed; NaN of none."""
+    least = fraction * sum(count for _, count in ordered)
+    seen = 0
+    for value, count in ordered:
+        seen += count
+        if seen >= least:
+            return value
+    return NAN
 
 
 def compute_percentile(ordered: list[float], fraction: float) -> float:

@@ -14,6 +14,7 @@ from phalanx.observe import events
 from phalanx.report.expert_facts import compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
+from phalanx.report.ledger import RankLedger
 from phalanx.report.reduce import compute_median_of_finite
 
 
@@ -56,6 +57,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_build_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _build_pipeline_json(facts),
         "experts": _build_experts_json(facts),
+        "ledger": [_build_ledger_json(ledger) for ledger in facts.rank_ledgers],
         "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
         "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],
         "checkpoints": _list_checkpoint_names(facts),
@@ -106,6 +108,22 @@ def _build_best_evaluation_json(facts: RunFacts) -> dict[str, Any] | None:
         "metric": best.judged_by,
         "value": _number_or_none(best.value_of(best.judged_by)),
         "checkpoint": checkpoint,
+    }
+
+
+def _build_ledger_json(ledger: RankLedger) -> dict[str, Any]:
+    """Seconds of a rank: `parts_s` and `unattributed_s` are those of `wall_s`."""
+    return {
+        "rank": ledger.rank,
+        "wall_s": round(ledger.wall_s, 4),
+        "parts_s": {name: round(seconds, 4) for name, seconds in ledger.parts_s.items()},
+        "unattributed_s": round(ledger.unattributed_s, 4),
+        "counted_twice_s": round(ledger.counted_twice_s, 4),
+        "communication_s": {
+            name: round(seconds, 4) for name, seconds in ledger.communication_s.items()
+        },
+        "num_steps": ledger.num_steps,
+        "is_supervised": ledger.is_supervised,
     }
 
 

@@ -225,7 +225,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
                 rank.bus.emit(_build_run_started(run, mesh, state, restored))
                 _emit_start_warnings(run, state, rank.bus, shortage)
             rank.phases.leave("startup")
-            end_reason = trainer.run()
+            end_reason = trainer.run(run.started_s)
         _finish_on_all_ranks(rank, trainer, corpus, is_finished=end_reason == "finished")
     return _EXIT_CODE_OF_END[end_reason]
 
@@ -309,6 +309,7 @@ def _finish_on_all_ranks(
         rank.meter.build_memory_event(state.shards(), state.model, predicted, trainer.staging_bytes)
     )
     rank.meter.stop()
+    trainer.record_ending()
     if has_all_ranks:
         mesh.barrier()
     else:

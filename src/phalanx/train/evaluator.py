@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
-from phalanx.core.phases import PhaseTimer
+from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.observe.events import Event
@@ -172,7 +172,7 @@ class Evaluator:
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
         flags = create_fp64_on_device(tuple(numbers), self._mesh.device)
-        with self._phases("collective", "all_reduce stop flags"):
+        with self._phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
             sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:
             raise self._fence.run_taken_error()

@@ -45,7 +45,7 @@ def gather_and_emit_pipeline_spans(
     """
     if model.plan.pipeline is None or not should_record_pipeline(step, last_step):
         return
-    with model.phases("collective", "gather the spans of the pipeline"):
+    with model.phases("collective", "gather the spans of the pipeline", axis="pp"):
         by_rank = model.mesh.gather_json(_collect_spans_of_stage_leader(model))
     spans = align_rank_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
     # A rank without spans: no bubble can be told from the rest.

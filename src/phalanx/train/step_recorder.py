@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import Event, Note, StepFinished, StepSkipped
+from phalanx.observe.events import (
+    Event,
+    Note,
+    OperatorsCounted,
+    StepFinished,
+    StepSkipped,
+    TimeBetweenSteps,
+)
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
@@ -15,6 +23,17 @@ from phalanx.train.experts_record import build_expert_event, should_log_experts
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
+from phalanx.train.step_detail import StepDetail
+
+
+@dataclass(frozen=True)
+class _StepSeconds:
+    """The seconds of one step: from record to record, of the processor, and by phase."""
+
+    step_s: float
+    cpu_s: float
+    phases_s: Mapping[str, float]
+    communication_s: Mapping[str, float]
 
 
 class StepRecorder:
@@ -36,19 +55,39 @@ class StepRecorder:
         self._mesh, self._phases = state.model.mesh, state.model.phases
         self._list_events = list_events
         self._memory = memory or MemoryMeter()
+        self._detail = StepDetail(
+            self._mesh.rank, self._mesh.world_size, state.step, job.train.steps
+        )
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
+        self._has_operator_cost = False
         self._warned_draws: set[str] = set()
         self._unused: frozenset[str] = frozenset()
 
-    def start(self) -> None:
-        """Count seconds from here on: what was timed before belongs to no step."""
-        self._phases.take()
-        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
+    def start(self, asked_s: float | None = None) -> None:
+        """Count seconds from here on: what was timed before belongs to no step.
 
-    def exclude_seconds_from_next_step(self, seconds: float) -> None:
-        """Leave out `seconds` that no step took."""
+        `asked_s`: when the run was asked for (monotonic), where that is known.
+        """
+        self._phases.take()
+        self._phases.take_communication()
+        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
+        if asked_s is not None:
+            seconds = time.monotonic() - asked_s
+            self._bus.emit(TimeBetweenSteps(self._state.step, "startup", seconds))
+
+    def exclude_from_next_step(self, activity: str, seconds: float) -> None:
+        """Leave out the `seconds` of an activity of TimeBetweenSteps, which no step took, and say
+        so."""
         self._recorded_s += seconds
+        self._bus.emit(TimeBetweenSteps(self._state.step, activity, seconds))
+
+    def record_ending(self) -> None:
+        """Emit the seconds since the last step or evaluation: this rank has done all."""
+        for event in self._detail.flush():
+            self._bus.emit(event)
+        seconds = time.perf_counter() - self._recorded_s
+        self._bus.emit(TimeBetweenSteps(self._state.step, "ending", seconds))
 
     def hold_step_facts(self, facts: StepStats, skipped: str | None) -> None:
         """Take the facts of a step that is done, to be recorded before its checkpoint is there."""
@@ -65,13 +104,18 @@ class StepRecorder:
         # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
         now, now_cpu = time.perf_counter(), time.process_time()
-        self._emit_step(facts, skipped, now - self._recorded_s, now_cpu - self._recorded_cpu_s)
+        seconds = _StepSeconds(
+            now - self._recorded_s,
+            now_cpu - self._recorded_cpu_s,
+            self._phases.take(),
+            self._phases.take_communication(),
+        )
         self._recorded_s, self._recorded_cpu_s = now, now_cpu
+        # What recording takes belongs to the next step.
+        with self._phases("record"):
+            self._emit_step(facts, skipped, seconds)
 
-    def _emit_step(
-        self, facts: StepStats, skipped: str | None, step_s: float, cpu_s: float
-    ) -> None:
-        phases_s = self._phases.take()
+    def _emit_step(self, facts: StepStats, skipped: str | None, seconds: _StepSeconds) -> None:
         step, memory = self._state.step, self._memory.read_rank_memory()
         if skipped is not None and self._mesh.rank == 0:
             batch = self._job.train.global_batch_size
@@ -84,34 +128,47 @@ class StepRecorder:
             and is_first_rank_of_stage(self._mesh)
         ):
             self._bus.emit(build_expert_event(step, self._state.model.expert_load))
-        self._bus.emit(
-            StepFinished(
-                step=step,
-                loss=facts.loss,
-                num_targets=facts.num_targets,
-                tokens_seen=self._state.tokens_seen,
-                learning_rate=learning_rate(self._job, step, self._plan.peak_lr),
-                grad_norm=facts.grad_norm,
-                step_s=step_s,
-                tokens_per_s=facts.num_targets / step_s,
-                phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
-                unaccounted_s=step_s - sum(phases_s.values()),
-                rss_bytes=memory.rss_bytes,
-                sent_bytes=facts.sent_bytes,
-                loss_scale=facts.loss_scale,
-                sent_tp_bytes=facts.sent_tp_bytes,
-                peak_bytes=memory.peak_bytes,
-                reserved_bytes=memory.reserved_bytes,
-                sent_cp_bytes=facts.sent_cp_bytes,
-                sent_ep_bytes=facts.sent_ep_bytes,
-                sent_pp_bytes=facts.sent_pp_bytes,
-                cpu_s=round(cpu_s, 6),
-            )
+        finished = StepFinished(
+            step=step,
+            loss=facts.loss,
+            num_targets=facts.num_targets,
+            tokens_seen=self._state.tokens_seen,
+            learning_rate=learning_rate(self._job, step, self._plan.peak_lr),
+            grad_norm=facts.grad_norm,
+            step_s=seconds.step_s,
+            tokens_per_s=facts.num_targets / seconds.step_s,
+            phases_s=_round_to_microseconds(seconds.phases_s),
+            unaccounted_s=seconds.step_s - sum(seconds.phases_s.values()),
+            rss_bytes=memory.rss_bytes,
+            sent_bytes=facts.sent_bytes,
+            loss_scale=facts.loss_scale,
+            sent_tp_bytes=facts.sent_tp_bytes,
+            peak_bytes=memory.peak_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            sent_cp_bytes=facts.sent_cp_bytes,
+            sent_ep_bytes=facts.sent_ep_bytes,
+            sent_pp_bytes=facts.sent_pp_bytes,
+            cpu_s=round(seconds.cpu_s, 6),
+            communication_s=_round_to_microseconds(seconds.communication_s),
         )
+        for event in self._detail.list_events(finished):
+            self._bus.emit(event)
         for event in self._list_events(step):
             self._bus.emit(event)
+        self._emit_operator_cost()
         self._warn_of_layout_dependent_draws()
         self._warn_of_unused_parameters()
+
+    def _emit_operator_cost(self) -> None:
+        cost = self._state.model.operator_cost
+        if cost is None or self._has_operator_cost or self._mesh.rank != 0:
+            return
+        self._has_operator_cost = True
+        self._bus.emit(
+            OperatorsCounted(
+                self._state.step, cost.num_calls, self._plan.num_microbatches, cost.call_s
+            )
+        )
 
     def _warn_of_layout_dependent_draws(self) -> None:
         """Warn, once, of each module whose random numbers depend on the layout."""
@@ -145,3 +202,7 @@ class StepRecorder:
             where = f"rank {self._mesh.rank}'s loss of step {self._state.step}"
             text = f"{len(unused)} parameters had no part in {where}: {names}"
             self._bus.emit(Note("unused_parameters", {"why": text, "names": sorted(unused)}))
+
+
+def _round_to_microseconds(seconds_of: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 6) for name, seconds in seconds_of.items()}

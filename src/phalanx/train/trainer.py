@@ -93,15 +93,17 @@ class Trainer:
         self._evals = EvaluationHistory()
         self._is_saveable = False
 
-    def run(self) -> str:
+    def run(self, asked_s: float | None = None) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
+
+        `asked_s`: when the run was asked for (monotonic seconds): what passed since is start-up.
 
         On every rank: RunTakenError, after the step that is being done, if another job has taken
         the run; CheckpointError if the save at the end or at a stop fails, or if after the first
         update there is state that no checkpoint holds; NumericsError if a guard gives up.
         """
         try:
-            return self._run_steps()
+            return self._run_steps(asked_s)
         except RunTakenError:
             # The save in flight can no longer be committed: there is nothing to wait for.
             raise
@@ -112,7 +114,7 @@ class Trainer:
         finally:
             self._tracer.close()
 
-    def _run_steps(self) -> str:
+    def _run_steps(self, asked_s: float | None) -> str:
         if self._evaluator is not None:
             self._evaluator.require_known_metric(self.job.eval.metric)
         run_dir = None if self.storage is None else self.storage.run_dir
@@ -121,28 +123,32 @@ class Trainer:
         )
         self._best.record_best_if_missing(self._evals, self.state.step)
         self._invariants.start()
-        self._recorder.start()
+        self._recorder.start(asked_s)
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
             self._tracer.begin_step(self.state.step + 1)
             facts, skipped = self.step()
-            self._recorder.hold_step_facts(facts, skipped)
-            gather_and_emit_pipeline_spans(
-                self.state.step, self.job.train.steps, self.state.model, self.bus
-            )
-            if skipped is None:
-                # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
-                self._require_state_is_saveable()
-            sigterm, sigint, is_fenced, trace_request, *save_flags = facts.flags
-            # Before a save: the run is another job's by now.
-            if is_fenced and self._get_storage_fence is not None:
-                raise self._get_storage_fence.run_taken_error()
-            self._tracer.accept_request(trace_request, self.state.step)
-            is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
-            if self._schedule is not None:
-                self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
-            self._recorder.record_last_step()
+            with self.phases("record"):
+                self._recorder.hold_step_facts(facts, skipped)
+                gather_and_emit_pipeline_spans(
+                    self.state.step, self.job.train.steps, self.state.model, self.bus
+                )
+                if skipped is None:
+                    # A skipped step makes no optimizer state. All ranks skip alike: this is
+                    # collective.
+                    self._require_state_is_saveable()
+                sigterm, sigint, is_fenced, trace_request, *save_flags = facts.flags
+                # Before a save: the run is another job's by now.
+                if is_fenced and self._get_storage_fence is not None:
+                    raise self._get_storage_fence.run_taken_error()
+                self._tracer.accept_request(trace_request, self.state.step)
+                is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
+                if self._schedule is not None:
+                    self._schedule.save_if_due(
+                        save_flags, is_stop=sigterm + sigint > 0, is_end=is_end
+                    )
+                self._recorder.record_last_step()
             self._tracer.end_step(self.state.step)
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
@@ -163,15 +169,17 @@ class Trainer:
         self.phases.step = step
         # What a user's module draws besides dropout is a function of (seed, step, share of the
         # batch): resuming repeats it. Dropout follows the sample instead (parallel.dropout).
-        seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
+        with self.phases("prepare"):
+            seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
-        flags = (
-            *self._build_step_flags(),
-            *self._invariants.count_batch_for_reduction(microbatches),
-        )
+        with self.phases("record"):
+            flags = (
+                *self._build_step_flags(),
+                *self._invariants.count_batch_for_reduction(microbatches),
+            )
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
         facts = self._invariants.remove_counts_from_flags(facts)
@@ -193,8 +201,13 @@ class Trainer:
         self.state.step = step
         self.state.tokens_seen += facts.num_targets
         self.state.samples_seen += self.job.train.global_batch_size
-        self._invariants.finish_step(facts)
+        with self.phases("record"):
+            self._invariants.finish_step(facts)
         return facts, skipped
+
+    def record_ending(self) -> None:
+        """Emit the seconds since the last step or evaluation, when all is done."""
+        self._recorder.record_ending()
 
     def _require_state_is_saveable(self) -> None:
         """Raise CheckpointError, once, for state that no checkpoint holds: many optimizers make it
@@ -221,7 +234,7 @@ class Trainer:
             self.state.model,
             self.bus,
             None if self.storage is None else self.storage.run_dir,
-            self._recorder.exclude_seconds_from_next_step,
+            partial(self._recorder.exclude_from_next_step, "trace"),
             may_write=lambda: self.storage is None or not self.storage.is_lost(),
         )
 
@@ -304,7 +317,7 @@ class Trainer:
                     self._schedule.save(is_last_chance=True, prune=False)
                 return str(request)
         wall_s = time.perf_counter() - began
-        self._recorder.exclude_seconds_from_next_step(wall_s)
+        self._recorder.exclude_from_next_step("evaluate", wall_s)
         self._record_evaluation(evaluation, wall_s)
         self._invariants.emit_summary()
         return None

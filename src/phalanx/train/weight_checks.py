@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from phalanx.core.phases import WORLD_AXIS
 from phalanx.mesh.bit_digest import compute_bit_digest
 from phalanx.mesh.logical import full_name, get_local_tensor
 from phalanx.mesh.transfer import create_fp64_on_device, start_copy_of_numbers_to_host
@@ -110,7 +111,7 @@ class WeightChecks:
             after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
             movements[name] = self._build_movement_flags(name, before, after)
         row = self._build_gathered_row(digests, movements, missing, num_foreign)
-        with self._model.phases("collective", "all_gather digests of weights"):
+        with self._model.phases("collective", "all_gather digests of weights", axis=WORLD_AXIS):
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
         self._must_move, self._before = {}, {}

@@ -161,7 +161,9 @@ def select_layout_cases(
     has_experts = (
         not job.model.is_foreign and build_model_shape(job, SHRUNK_VOCAB_SIZE).experts is not None
     )
-    axes_of_name = _map_names_to_axes(layout_names, job_layout, num_ranks, has_experts=has_experts)
+    axes_of_name = _map_layout_names_to_axes(
+        layout_names, job_layout, num_ranks, has_experts=has_experts
+    )
     notes = []
     if shrink:
         job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(axes_of_name.values()))
@@ -384,7 +386,7 @@ def _join_numbers_with_or(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
-def _map_names_to_axes(
+def _map_layout_names_to_axes(
     layout_names: Sequence[str], job_layout: dict[str, Any], num_ranks: int, *, has_experts: bool
 ) -> dict[str, dict[str, Any]]:
     """The axes of each named layout, by its name.

@@ -187,7 +187,7 @@ class Trace:
             stored = parameter_dtype_of_row(self.dtype)
             rounding = UPDATE_ROUNDINGS * EPSILON_OF_DTYPE[stored] / TOLERANCE_OF_DTYPE[stored]
             return max(self.sizes[kind][name], rounding * self.norm(kind, name))
-        usual = self._find_usual_norm(kind)
+        usual = self._compute_root_mean_square_norm(kind)
         if self._is_mere_rounding(kind, name):
             return usual
         return max(self.sizes[kind][name], 1e-3 * usual)
@@ -199,7 +199,7 @@ class Trace:
             self.sizes[name_gradients_set(step)][name] for step in range(len(self.steps))
         )
 
-    def _find_usual_norm(self, kind: str) -> float:
+    def _compute_root_mean_square_norm(self, kind: str) -> float:
         sizes = self.sizes[kind]
         return math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
 
@@ -209,7 +209,7 @@ class Trace:
         share = ROUNDING_64
         if self.narrows or self.dtype != "float64":
             share = ROUNDING_32
-        return 0 < self.sizes[kind][name] <= share * self._find_usual_norm(kind)
+        return 0 < self.sizes[kind][name] <= share * self._compute_root_mean_square_norm(kind)
 
 
 def read_trace(directory: Path) -> Trace:

@@ -225,14 +225,15 @@ class AsyncCheckpointer:
         assert self._write is None, "one save at a time"
         began = time.perf_counter()
         snapshots: list[RankSnapshot] = []
-        with (
-            self._emitting_save_failure(step, is_last),
-            run_on_all_ranks_or_raise(self._mesh, self._storage.store.url, "taking the state"),
-        ):
-            snapshots.append(take_snapshot())
-        written = self._write_snapshot_as_checkpoint(
-            snapshots[0], self._mesh, self._phases, record, is_last=is_last
-        )
+        with self._phases("ckpt_prepare"):
+            with (
+                self._emitting_save_failure(step, is_last),
+                run_on_all_ranks_or_raise(self._mesh, self._storage.store.url, "taking the state"),
+            ):
+                snapshots.append(take_snapshot())
+            written = self._write_snapshot_as_checkpoint(
+                snapshots[0], self._mesh, self._phases, record, is_last=is_last
+            )
         wall_s = time.perf_counter() - began
         self._emit_saved_checkpoint(step, written, SaveSeconds(wall_s, wall_s))
         if prune and self._mesh.rank == 0:

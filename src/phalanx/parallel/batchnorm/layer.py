@@ -39,14 +39,14 @@ class BatchStatisticsGroup:
             dtype=rank_values.dtype,
             device=rank_values.device,
         )
-        with self.phases("collective", "all_gather BatchNorm statistics"):
+        with self.phases("collective", "all_gather BatchNorm statistics", axis="dp"):
             dist.all_gather_into_tensor(gathered.view(-1), rank_values, group=self.group)
         return gathered
 
     def sum_over_ranks(self, sums: torch.Tensor) -> None:
         """Add `sums` up over the ranks, in place."""
         if self.all:
-            with self.phases("collective", "all_reduce BatchNorm gradients"):
+            with self.phases("collective", "all_reduce BatchNorm gradients", axis="dp"):
                 dist.all_reduce(sums, group=self.group)
 
 

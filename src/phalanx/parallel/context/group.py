@@ -57,7 +57,7 @@ class ContextGroup:
         self.sent_bytes += tensor.nbytes
 
         def wait() -> torch.Tensor:
-            with self.phases("collective", "ring attention"):
+            with self.phases("collective", "ring attention", axis="cp"):
                 for work in works:
                     work.wait()
             return arrived
@@ -69,14 +69,14 @@ class ContextGroup:
         rows = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         rows[self.rank] = tensor
         self.sent_bytes += tensor.nbytes * (self.size - 1)
-        with self.phases("collective", "all_gather keys and values"):
+        with self.phases("collective", "all_gather keys and values", axis="cp"):
             all_gather_rows_in_place(rows, self.group)
         return rows
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of this rank's row of `rows` [ranks, ...], which is spent."""
         self.sent_bytes += rows[0].nbytes * (self.size - 1)
-        with self.phases("collective", "reduce_scatter gradients of keys and values"):
+        with self.phases("collective", "reduce_scatter gradients of keys and values", axis="cp"):
             if is_on_cpu(rows):
                 return reduce_scatter_rows(rows, self.group)
             rank_rows = torch.empty_like(rows[0])
@@ -88,7 +88,7 @@ class ContextGroup:
         rows = rows.contiguous()
         arrived = torch.empty_like(rows)
         self.sent_bytes += rows[0].nbytes * (self.size - 1)
-        with self.phases("collective", "all_to_all heads"):
+        with self.phases("collective", "all_to_all heads", axis="cp"):
             dist.all_to_all_single(arrived, rows, group=self.group)
         return arrived
 

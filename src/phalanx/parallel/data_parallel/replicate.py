@@ -247,7 +247,7 @@ class BackwardCommunicationTimer:
         self._missing.discard(parameter)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
-            self._phases.enter("collective", "all_reduce gradients")
+            self._phases.enter("collective", "all_reduce gradients", axis="dp")
 
     def start_before_backward(self) -> None:
         """Before a forward-backward whose gradients are reduced."""

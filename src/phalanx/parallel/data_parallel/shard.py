@@ -251,7 +251,7 @@ def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) 
             group: Any,
             async_op: bool = False,
         ) -> Any:
-            with phases.collective("all_gather parameters"):
+            with phases.collective("all_gather parameters", axis="dp"):
                 if async_op or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, async_op)
                 rows = output_tensor.view(group.size(), -1)
@@ -273,7 +273,7 @@ def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) 
         ) -> Any:
             # The unit's own group: experts are scattered over fewer ranks than the rest.
             traffic.add_reduce_scatter(input_tensor.nbytes, group.size())
-            with phases.collective("reduce_scatter gradients"):
+            with phases.collective("reduce_scatter gradients", axis="dp"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)

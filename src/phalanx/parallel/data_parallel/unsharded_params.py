@@ -84,7 +84,7 @@ def average_gradients_in_one_collective(
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(gradient.flatten().to(dtype))
         flat = torch.cat(gradients)
-        with phases("collective", "all_reduce gradients of whole parameters"):
+        with phases("collective", "all_reduce gradients of whole parameters", axis="dp"):
             dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
         for parameter, mean in zip(tensors, flat.split([p.numel() for p in tensors]), strict=True):

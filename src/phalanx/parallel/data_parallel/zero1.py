@@ -175,7 +175,7 @@ class UpdatedParameterGather:
             for span in spans:
                 span.write_to_bucket(bucket[self._rank], self._rank)
             # One collective per bucket: a gather per parameter would cost its latency each time.
-            with self._phases("collective", "all_gather updated weights"):
+            with self._phases("collective", "all_gather updated weights", axis="dp"):
                 all_gather_rows_in_place(bucket, self._group)
             for span in spans:
                 span.read_from_bucket(bucket, self._rank)

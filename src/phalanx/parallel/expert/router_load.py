@@ -74,7 +74,7 @@ class ReducedRouterLoads:
         if not self.mesh.is_tp_leader:
             counts = torch.zeros_like(counts)
         if self.group is not None:
-            with self.phases("collective", "all_reduce loads of experts"):
+            with self.phases("collective", "all_reduce loads of experts", axis="dp"):
                 dist.all_reduce(counts, group=self.group)
         self._counts = dict(
             zip(self.routers, counts.split([len(part) for part in parts]), strict=True)

@@ -193,7 +193,7 @@ class ExpertGroup:
         for each of its own."""
         arrived = torch.empty_like(counts_PE)
         self.sent_bytes += counts_PE.nbytes // self.size * (self.size - 1)
-        with self.phases("collective", "all_to_all counts of rows"):
+        with self.phases("collective", "all_to_all counts of rows", axis="ep"):
             dist.all_to_all_single(arrived, counts_PE.contiguous(), group=self.group)
         return arrived
 
@@ -207,7 +207,7 @@ class ExpertGroup:
             (len(rows_RD) - to[self.rank]) * rows_RD.shape[1] * rows_RD.element_size()
         )
         self.num_exchanges += 1
-        with self.phases("collective", "all_to_all rows of experts"):
+        with self.phases("collective", "all_to_all rows of experts", axis="ep"):
             dist.all_to_all_single(
                 arrived, rows_RD.contiguous(), list(of), list(to), group=self.group
             )

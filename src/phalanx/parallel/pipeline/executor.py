@@ -78,6 +78,11 @@ class PipelineExecutor:
         self._tensor_group = self.context.axes.find(TensorParallelGroup)
 
     @property
+    def operator_cost(self) -> None:
+        """Not counted: stages call operators for several microbatches in turn."""
+        return None
+
+    @property
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept at most at one time, of all microbatches in flight."""
         return self._memory.saved_bytes
@@ -297,7 +302,9 @@ class PipelineExecutor:
                 return self._compute_stage_forward(stage, stage_input, batch, objective)
 
             try:
-                with self.context.phases("pipeline", "infer shapes of a new form of microbatch"):
+                with self.context.phases(
+                    "pipeline", "infer shapes of a new form of microbatch", axis="pp"
+                ):
                     pipeline = self.staged.pipeline
                     self._specs[key] = infer_stage_input_specs(
                         self.context.root,

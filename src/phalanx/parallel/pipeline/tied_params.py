@@ -53,7 +53,7 @@ def sum_gradients_of_tied_parameters(
     # cannot be compared.
     for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
         own_part = torch.cat([_gradient_or_zeros(p).flatten() for p in parameters]).to(dtype)
-        with phases("collective", "exchange gradients of parameters of several stages"):
+        with phases("collective", "exchange gradients of parameters of several stages", axis="pp"):
             total = _sum_over_holding_ranks(staged, holders, own_part)
         for parameter, part in zip(
             parameters,

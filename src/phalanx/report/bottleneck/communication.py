@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import mean
 
+from phalanx.core.phases import WORLD_AXIS
 from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
 from phalanx.report.bottleneck.study import StepStudy
 from phalanx.report.bottleneck.what_if import calculate_speedup
-from phalanx.report.formats import format_percent
+from phalanx.report.formats import format_milliseconds, format_percent
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Seconds that even the rank that comes last spends in collectives, over all steps; `by_call`:
+    those that are known by "axis: operation"."""
+
+    seconds: float
+    by_call: Mapping[str, float]
+
+    @property
+    def by_axis(self) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for name, call_s in self.by_call.items():
+            axis = name.partition(": ")[0]
+            seconds[axis] = seconds.get(axis, 0.0) + call_s
+        return seconds
 
 
 def find_communication(study: StepStudy) -> None:
     """The rank that waits least in collectives waits for nobody: its seconds are transfer."""
-    transfer_s = 0.0
-    for index in range(study.table.num_steps):
-        transfer_s += min(
-            rows[index].seconds.get("collective", 0.0) for rows in study.table.rows.values()
-        )
-    share = transfer_s / study.total_s
+    transfer = _measure_transfer(study)
+    share = transfer.seconds / study.total_s
     if len(study.table.ranks) < 2 or share < MIN_SHARE:
         return
-    axis, how = _find_busiest_axis(study)
+    axis, how = _find_slowest_axis(study, transfer)
     evidence = [
         f"even the rank that comes last spends {format_percent(share, 1)} of a step in"
         " collectives, which is transfer and no waiting"
@@ -31,8 +47,8 @@ def find_communication(study: StepStudy) -> None:
         Cause(
             "communication",
             share,
-            calculate_speedup(study.table, study.total_s - transfer_s),
-            f"communication over {axis}" if axis else "communication",
+            calculate_speedup(study.table, study.total_s - transfer.seconds),
+            _name_communication(axis),
             tuple(evidence),
             _advise_on_communication(axis),
             axis=axis,
@@ -41,8 +57,41 @@ def find_communication(study: StepStudy) -> None:
     )
 
 
+def _name_communication(axis: str) -> str:
+    if not axis:
+        return "communication"
+    if axis == WORLD_AXIS:
+        return "communication of all ranks"
+    return f"communication over {axis}"
+
+
+def _measure_transfer(study: StepStudy) -> _Transfer:
+    seconds, by_call = 0.0, dict[str, float]()
+    for index in range(study.table.num_steps):
+        steps = [rows[index] for rows in study.table.rows.values()]
+        last = min(steps, key=lambda step: step.seconds.get("collective", 0.0))
+        seconds += last.seconds.get("collective", 0.0)
+        for name, call_s in last.communication_s.items():
+            by_call[name] = by_call.get(name, 0.0) + max(call_s, 0.0)
+    return _Transfer(seconds, by_call)
+
+
+def _find_slowest_axis(study: StepStudy, transfer: _Transfer) -> tuple[str, str]:
+    """The axis of most of the transfer, and how that is known; ("", "") where it is not."""
+    by_axis = transfer.by_axis
+    if not by_axis:
+        return _find_busiest_axis(study)
+    calls = sorted(transfer.by_call.items(), key=lambda item: item[1], reverse=True)
+    largest = [
+        f"{name} {format_milliseconds(call_s / study.table.num_steps)}"
+        for name, call_s in calls[:3]
+    ]
+    return max(by_axis, key=by_axis.__getitem__), f"of a step: {', '.join(largest)}"
+
+
 def _find_busiest_axis(study: StepStudy) -> tuple[str, str]:
-    """The axis over which most is sent, and how that is known; ("", "") where it is not."""
+    """The axis over which most is sent, of a run that did not record seconds by axis, and how that
+    is known."""
     wide = [axis for axis, degree in (study.outline.degrees or {}).items() if degree > 1]
     names = sorted({"dp" if axis.startswith("dp") else axis for axis in wide})
     if len(names) == 1:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
 from phalanx.report.bottleneck.communication import find_bubble, find_communication
 from phalanx.report.bottleneck.shared import (
-    find_data,
+    DATA,
+    HOST_OVERHEAD,
+    SAVING,
     find_evaluation,
-    find_host_overhead,
     find_missing_processor_time,
-    find_saving_time,
+    find_shared_cause,
+    find_small_operators,
     find_uneven_steps,
 )
 from phalanx.report.bottleneck.step_table import StepTable
@@ -35,12 +37,22 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     # Those that single ranks have come first: what is left is everyone's.
     for group in study.group_comparable_ranks():
         find_straggler(study, group)
+    for cause in (DATA, SAVING, HOST_OVERHEAD):
+        find_shared_cause(study, cause)
+    # Loaders that all wait for hide who is late: what a rank computes longer, it waits less.
+    for group in study.group_comparable_ranks():
+        find_straggler(study, group)
     for find in (
-        find_data, find_saving_time, find_host_overhead, find_communication, find_bubble,
-        find_evaluation, find_missing_processor_time, find_uneven_steps,
-    ):  # fmt: skip
+        find_small_operators,
+        find_communication,
+        find_bubble,
+        find_evaluation,
+        find_missing_processor_time,
+        find_uneven_steps,
+    ):
         find(study)
-    causes = sorted(study.causes, key=lambda cause: cause.speedup, reverse=True)
+    # By share and not by gain: an upper bound may be far above what its removal gives.
+    causes = sorted(study.causes, key=lambda cause: cause.share, reverse=True)
     if not causes:
         causes = _describe_compute(study)
     return BottleneckVerdict(

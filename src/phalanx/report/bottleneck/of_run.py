@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.events import CheckpointSaved, EvalFinished, PipelineMeasured
+from phalanx.observe.events import CheckpointSaved, EvalFinished, OperatorsCounted, PipelineMeasured
 from phalanx.observe.tail import read_recorded_events
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.find import find_bottleneck
@@ -43,6 +43,9 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         for event in _select_of_lead(run_dir, CheckpointSaved, lead)
         if first <= event.step <= last
     ]
+    operators = None
+    for event in _select_of_lead(run_dir, OperatorsCounted, lead):
+        operators = event
     newest = None
     for event in _select_of_lead(run_dir, PipelineMeasured, lead):
         newest = event
@@ -55,6 +58,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         num_saves=len(saves),
         sent_bytes={"dp": table.newest.sent_bytes, **table.newest.sent_by_axis},
         degrees=degrees,
+        operators=operators,
         pipeline=MeasuredPipeline.from_event(newest, plan, run_dir),
         flops_per_token=finite_or_zero(number_or_nan(plan.get("flops_per_token"))),
         tokens_per_s=finite_or_zero(table.newest.tokens_per_s),

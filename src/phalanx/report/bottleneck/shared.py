@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 
 from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
@@ -13,59 +14,102 @@ from phalanx.report.formats import format_percent
 _MIN_PROCESSOR_SHARE = 0.7
 
 
-def find_data(study: StepStudy) -> None:
-    share = study.typical_share("data")
-    speedup = study.take_out_group("data")
-    if share >= MIN_SHARE:
-        study.causes.append(
-            Cause(
-                "data",
-                share,
-                speedup,
-                "waiting for data",
-                (f"ranks wait {format_percent(share, 1)} of a step for their next batch",),
-                "read ahead with more workers (data.workers), or make the source faster",
-                phase="data",
-            )
+@dataclass(frozen=True)
+class _SharedCause:
+    """A cause that takes time groups out of the steps of all ranks; `evidence` has {share} and
+    {num_saves}."""
+
+    kind: str
+    groups: tuple[str, ...]
+    subject: str
+    evidence: str
+    action: str
+
+
+DATA = _SharedCause(
+    "data",
+    ("data",),
+    "waiting for data",
+    "ranks wait {share} of a step for their next batch",
+    "read ahead with more workers (data.workers), or make the source faster",
+)
+SAVING = _SharedCause(
+    "checkpoint",
+    ("checkpoint",),
+    "saving",
+    "training stands still for {share} of its time while {num_saves} checkpoints are saved",
+    'save less often (checkpoint.every="auto" finds the interval), or beside training'
+    " (checkpoint.asynchronous)",
+)
+HOST_OVERHEAD = _SharedCause(
+    "host overhead",
+    ("unaccounted", "other"),
+    "work of the host around the forwards and backwards of a step",
+    "{share} of a step belongs to no forward, backward, collective, optimizer or save",
+    "look at hooks, callbacks and logging of your own that run in each step; steps of a few"
+    " milliseconds need more tokens (train.global_batch_size)",
+)
+
+
+def find_shared_cause(study: StepStudy, cause: _SharedCause) -> None:
+    """Charge the seconds of the cause's time groups to it, if they are a tenth of a step."""
+    share = study.typical_share(cause.groups)
+    speedup = study.take_out_groups(cause.groups)
+    if share < MIN_SHARE:
+        return
+    evidence = cause.evidence.format(
+        share=format_percent(share, 1), num_saves=study.outline.num_saves
+    )
+    study.causes.append(
+        Cause(
+            cause.kind,
+            share,
+            speedup,
+            cause.subject,
+            (evidence,),
+            cause.action,
+            phase=cause.groups[0],
         )
+    )
 
 
-def find_saving_time(study: StepStudy) -> None:
-    share = study.typical_share("checkpoint")
-    speedup = study.take_out_group("checkpoint")
-    if share >= MIN_SHARE:
-        study.causes.append(
-            Cause(
-                "checkpoint",
-                share,
-                speedup,
-                "saving",
-                (
-                    f"training stands still for {format_percent(share, 1)} of its time"
-                    f" while {study.outline.num_saves} checkpoints are saved",
-                ),
-                'save less often (checkpoint.every="auto" finds the interval), or beside'
-                " training (checkpoint.asynchronous)",
-                phase="checkpoint",
-            )
+def find_small_operators(study: StepStudy) -> None:
+    """Forward and backward that are mostly the calling of operators, whose number larger
+    microbatches, a compiler or fewer and larger layers make smaller."""
+    operators = study.outline.operators
+    if operators is None or not 0 < operators.call_s < 1 or operators.num_microbatches < 1:
+        return
+    num_calls = operators.num_calls * operators.num_microbatches
+    host_s = num_calls * operators.call_s
+    step_s = study.total_s / max(study.table.num_steps, 1)
+    share = host_s / step_s
+    if share < MIN_SHARE:
+        return
+    evidence = (
+        f"a step calls {num_calls:,} operators ({operators.num_calls:,} a microbatch), and one"
+        f" call costs {1e6 * operators.call_s:.1f} us by itself: {format_percent(share, 1)} of a"
+        " step",
+    )
+    saved_share, action = share, "larger layers, a larger batch, or train.compile"
+    if operators.num_microbatches > 1:
+        # In one microbatch a step calls as many as one of them does now.
+        saved_share = share * (1 - 1 / operators.num_microbatches)
+        action = (
+            f"larger microbatches: a step has {operators.num_microbatches} of them"
+            " (train.micro_batch_size), as far as memory allows"
         )
-
-
-def find_host_overhead(study: StepStudy) -> None:
-    share = study.typical_share("unaccounted")
-    speedup = study.take_out_group("unaccounted")
-    if share >= MIN_SHARE:
-        study.causes.append(
-            Cause(
-                "host overhead",
-                share,
-                speedup,
-                "work of the host between the phases of a step",
-                (f"{format_percent(share, 1)} of a step belongs to none of its phases",),
-                "look at hooks, callbacks and logging of your own that run in each step",
-                phase="unaccounted",
-            )
+    study.causes.append(
+        Cause(
+            "host overhead",
+            min(share, 1.0),
+            1 / max(1 - saved_share, 0.1),
+            "calling operators on small tensors",
+            evidence,
+            action,
+            phase="forward",
+            is_upper_bound=True,
         )
+    )
 
 
 def find_evaluation(study: StepStudy) -> None:
@@ -149,6 +193,6 @@ def find_uneven_steps(study: StepStudy) -> None:
 def _sum_lateness(study: StepStudy, group: tuple[int, ...]) -> float:
     late_s = 0.0
     for index in range(study.table.num_steps):
-        self_seconds = [study.table.rows[rank][index].self_s for rank in group]
-        late_s += max(self_seconds) - median(self_seconds)
+        own_seconds = [study.remaining_seconds(rank, index) for rank in group]
+        late_s += max(own_seconds) - median(own_seconds)
     return late_s

@@ -4,14 +4,14 @@ them."""
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.files import open_regular_file, read_bounded_lines
-from phalanx.observe.events import StepFinished
-from phalanx.observe.tail import RANK_FILE_PATTERN, parse_valid_event_line
+from phalanx.observe.events import StepFinished, StepsSummed
+from phalanx.observe.tail import RANK_FILE_PATTERN
+from phalanx.report.bottleneck.rank_tail import RankTail, read_rank_tail
+from phalanx.report.event_log import find_first_step
 from phalanx.report.facts import TIME_GROUPS, get_time_group_of_phase
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
@@ -19,16 +19,19 @@ MAX_STEPS_PER_RANK = 2_000
 # Rows of all ranks together: what a page may spend on them is about two seconds.
 MAX_ROWS = 200_000
 _BYTES_PER_STEP = 1_024  # of a line that is written today, with room
+_MAX_LEAD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class RankStep:
     """One step of one rank: `step_s` from record to record, `seconds` of it by time group
-    (`phalanx.report.facts.TIME_GROUPS`), `cpu_s` of the process (0: nobody counted)."""
+    (`phalanx.report.facts.TIME_GROUPS`), `cpu_s` of the process (0: nobody counted),
+    `communication_s` by "axis: operation" (empty: of an earlier release)."""
 
     step_s: float
     seconds: Mapping[str, float]
     cpu_s: float
+    communication_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def waiting_s(self) -> float:
@@ -72,7 +75,8 @@ def read_step_table(run_dir: Path) -> StepTable | None:
     """The newest steps of a run's last attempt; None where no rank has recorded any.
 
     Reads the ends of the files alone, so that a long run costs no more than a short one. Ranks
-    whose file cannot be read are left out.
+    whose file cannot be read are left out. Where ranks wrote sums of steps, a row is the mean of
+    such a window.
     """
     paths = _find_newest_files(run_dir / "events")
     if not paths:
@@ -80,14 +84,20 @@ def read_step_table(run_dir: Path) -> StepTable | None:
     attempt = max(number for _, number in paths)
     of_attempt = {rank: path for (rank, number), path in paths.items() if number == attempt}
     num_steps = max(min(MAX_STEPS_PER_RANK, MAX_ROWS // len(of_attempt)), 1)
-    events_of_rank: dict[int, dict[int, StepFinished]] = {}
+    tails: dict[int, RankTail] = {}
     for rank in sorted(of_attempt):
-        events = _read_last_steps(of_attempt[rank], num_steps)
-        if events:
-            events_of_rank[rank] = events
-    if not events_of_rank:
+        tail = read_rank_tail(of_attempt[rank], num_steps * _BYTES_PER_STEP)
+        if tail.steps or tail.windows:
+            tails[rank] = tail
+    if not tails:
         return None
-    return _align_ranks(attempt, events_of_rank, _find_first_step(of_attempt[min(of_attempt)]))
+    first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
+    if any(tail.windows for tail in tails.values()):
+        lead_path = of_attempt[min(of_attempt)]
+        # Rank 0 wrote each step of the windows.
+        tails[min(tails)] = read_rank_tail(lead_path, _MAX_LEAD_BYTES)
+        return align_windows(attempt, tails)
+    return _align_steps(attempt, tails, first_step, num_steps)
 
 
 def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
@@ -103,68 +113,63 @@ def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
     return paths
 
 
-def _read_last_steps(path: Path, num_steps: int) -> dict[int, StepFinished]:
-    """The events of the last `num_steps` steps or so, by step."""
-    events: dict[int, StepFinished] = {}
-    for event in _iterate_last_step_events(path, num_steps * _BYTES_PER_STEP):
-        if math.isfinite(event.step_s) and event.step_s > 0:
-            events[int(event.step)] = event
-    newest = sorted(events)[-num_steps:]
-    return {step: events[step] for step in newest}
-
-
-def _iterate_last_step_events(path: Path, num_bytes: int) -> Iterator[StepFinished]:
-    mark = b'"event":"step_finished"'
-    try:
-        with open_regular_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > num_bytes:
-                file.seek(size - num_bytes)
-                # The line that the cut went through.
-                file.readline(num_bytes)
-            lines = [line for line in read_bounded_lines(file) if mark in line]
-    except OSError:
-        return
-    for line in lines:
-        envelope = parse_valid_event_line(line)
-        if envelope is not None and isinstance(envelope.event, StepFinished):
-            yield envelope.event
-
-
-def _find_first_step(path: Path) -> int:
-    """The first step that an attempt recorded: from there it warms up."""
-    try:
-        with open_regular_file(path) as file:
-            for line in read_bounded_lines(file):
-                envelope = parse_valid_event_line(line)
-                if envelope is not None and isinstance(envelope.event, StepFinished):
-                    return int(envelope.event.step)
-    except OSError:
-        pass
-    return 0
-
-
-def _sum_phases_by_group(event: StepFinished) -> dict[str, float]:
-    seconds = dict.fromkeys(TIME_GROUPS, 0.0)
-    for phase, phase_s in event.phases_s.items():
-        if math.isfinite(phase_s):
-            seconds[get_time_group_of_phase(phase)] += phase_s
-    if math.isfinite(event.unaccounted_s):
-        seconds["unaccounted"] = event.unaccounted_s
-    return seconds
-
-
-def _align_ranks(
-    attempt: int, events_of_rank: dict[int, dict[int, StepFinished]], first_step: int
+def _align_steps(
+    attempt: int, tails: Mapping[int, RankTail], first_step: int, num_steps: int
 ) -> StepTable:
-    common = set.intersection(*(set(events) for events in events_of_rank.values()))
-    steps = tuple(sorted(step for step in common if step >= first_step + WARM_UP_STEPS))
+    common = set.intersection(*(set(tail.steps) for tail in tails.values()))
+    warm = sorted(step for step in common if step >= first_step + WARM_UP_STEPS)
+    steps = tuple(warm[-num_steps:])
     rows: dict[int, tuple[RankStep, ...]] = {}
-    for rank, events in events_of_rank.items():
-        rows[rank] = tuple(_make_row(events[step]) for step in steps)
-    lead_events = events_of_rank[min(events_of_rank)]
-    return StepTable(attempt, steps, rows, lead_events[max(lead_events)])
+    for rank, tail in tails.items():
+        rows[rank] = tuple(make_row([tail.steps[step]]) for step in steps)
+    return StepTable(attempt, steps, rows, _find_newest_step(tails))
 
 
-def _make_row(event: StepFinished) -> RankStep:
-    return RankStep(event.step_s, _sum_phases_by_group(event), event.cpu_s)
+def _find_newest_step(tails: Mapping[int, RankTail]) -> StepFinished:
+    for rank in sorted(tails):
+        if tails[rank].steps:
+            return tails[rank].steps[max(tails[rank].steps)]
+    raise AssertionError("no rank has recorded a step")
+
+
+def make_row(events: Sequence[StepFinished | StepsSummed]) -> RankStep:
+    """The mean step of some steps and sums of steps."""
+    count = sum(_count_steps(event) for event in events)
+    groups_s = dict.fromkeys(TIME_GROUPS, 0.0)
+    communication_s: dict[str, float] = {}
+    for event in events:
+        for phase, phase_s in event.phases_s.items():
+            if math.isfinite(phase_s):
+                groups_s[get_time_group_of_phase(phase)] += phase_s / count
+        if math.isfinite(event.unaccounted_s):
+            groups_s["unaccounted"] += event.unaccounted_s / count
+        for name, seconds in event.communication_s.items():
+            communication_s[name] = communication_s.get(name, 0.0) + seconds / count
+    return RankStep(
+        sum(event.step_s for event in events) / count,
+        groups_s,
+        sum(event.cpu_s for event in events) / count,
+        communication_s,
+    )
+
+
+def _count_steps(event: StepFinished | StepsSummed) -> int:
+    return int(event.num_steps) if isinstance(event, StepsSummed) else 1
+
+
+def align_windows(attempt: int, tails: Mapping[int, RankTail]) -> StepTable | None:
+    """The windows that all ranks have, each as one row; None where there is no such window.
+
+    A rank that wrote each of its steps has the mean of those in the window.
+    """
+    summed = [set(tail.windows) for tail in tails.values() if tail.windows]
+    windows = sorted(set.intersection(*summed))
+    covered = [window for window in windows if all(tail.covers(window) for tail in tails.values())]
+    if not covered:
+        return None
+    rows = {
+        rank: tuple(make_row(tail.list_events_within(window)) for window in covered)
+        for rank, tail in tails.items()
+    }
+    last_steps = tuple(last for _, last in covered)
+    return StepTable(attempt, last_steps, rows, _find_newest_step(tails))

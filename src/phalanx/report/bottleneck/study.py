@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from phalanx.observe.events import OperatorsCounted
 from phalanx.report.bottleneck.cause import Cause
 from phalanx.report.bottleneck.step_table import RankStep, StepTable
 from phalanx.report.bottleneck.what_if import (
@@ -23,7 +24,8 @@ class RunOutline:
     """The facts that a verdict needs besides the steps.
 
     `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
-    `sent_bytes` of a step by axis ("dp", "tp", ...); `degrees` by axis of the layout.
+    `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
+    ("dp", "tp", ...); `degrees` by axis of the layout.
     """
 
     device: str = ""
@@ -35,6 +37,7 @@ class RunOutline:
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     pipeline: MeasuredPipeline | None = None
+    operators: OperatorsCounted | None = None
     flops_per_token: float = 0.0
     tokens_per_s: float = 0.0
 
@@ -62,10 +65,14 @@ class StepStudy:
         saved_s = before_s - self._seconds.total_s()
         return calculate_speedup(self.table, self.total_s - saved_s)
 
-    def take_out_group(self, group: str) -> float:
-        """Take a time group out of all ranks; returns the speed-up that it alone gives."""
+    def remaining_seconds(self, rank: int, index: int) -> float:
+        """A rank's own seconds of a step, without the causes that were found so far."""
+        return self._seconds(rank, index)
+
+    def take_out_groups(self, groups: Sequence[str]) -> float:
+        """Take time groups out of all ranks; returns the speed-up that they alone give."""
         return self.take_out(
-            {rank: select_phase_seconds(rows, group) for rank, rows in self.table.rows.items()}
+            {rank: select_phase_seconds(rows, groups) for rank, rows in self.table.rows.items()}
         )
 
     def group_comparable_ranks(self) -> list[tuple[int, ...]]:
@@ -79,14 +86,14 @@ class StepStudy:
             groups.append(ranks[start : start + num_in_stage])
         return groups
 
-    def typical_share(self, group: str) -> float:
-        """The share of the steps' time (0 to 1) of a time group, in the median over ranks that are
+    def typical_share(self, groups: Sequence[str]) -> float:
+        """The share of the steps' time (0 to 1) of time groups, in the median over ranks that are
         no stragglers."""
         stragglers = {cause.rank for cause in self.causes if cause.kind == "straggler"}
         shares = []
         for rank, rows in self.table.rows.items():
             if rank not in stragglers:
-                shares.append(sum(select_phase_seconds(rows, group)) / self.total_s)
+                shares.append(sum(select_phase_seconds(rows, groups)) / self.total_s)
         return median(shares)
 
     def processor_share(self, rank: int) -> float:

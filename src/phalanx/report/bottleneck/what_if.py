@@ -6,13 +6,13 @@ there. So what a step gains is what the largest of the ranks' own seconds loses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from phalanx.report.bottleneck.step_table import RankStep, StepTable
 
 SecondsOfRank = Callable[[int, int], float]
-"""(rank, index of a step) -> seconds of its own that a rank would have in that step."""
+"""(rank, index of a step) -> seconds that a rank has, or would have, in that step."""
 
 
 def simulate_steps(table: StepTable, self_seconds: SecondsOfRank) -> float:
@@ -62,26 +62,18 @@ class EditedSeconds:
         return edited
 
 
-def select_phase_seconds(rows: tuple[RankStep, ...], group: str) -> list[float]:
-    """A rank's seconds of one time group, step by step, never negative."""
-    return [max(row.seconds.get(group, 0.0), 0.0) for row in rows]
+def select_phase_seconds(rows: tuple[RankStep, ...], groups: Sequence[str]) -> list[float]:
+    """A rank's seconds of some time groups, step by step, never negative."""
+    return [max(sum(row.seconds.get(group, 0.0) for group in groups), 0.0) for row in rows]
 
 
 def calculate_excess(
-    table: StepTable, rank: int, peers: tuple[int, ...], group: str | None = None
+    table: StepTable, rank: int, peers: tuple[int, ...], seconds: SecondsOfRank
 ) -> list[float]:
-    """Step by step: how many seconds more of its own `rank` has than the median of `peers`;
-    of one time group, or of all. Negative where it has fewer."""
+    """Step by step: how many `seconds` more `rank` has than the median of `peers`; negative where
+    it has fewer."""
     excess = []
     for index in range(table.num_steps):
-        excess.append(
-            _own_seconds(table.rows[rank][index], group)
-            - median(_own_seconds(table.rows[other][index], group) for other in peers)
-        )
+        of_peers = median(seconds(other, index) for other in peers)
+        excess.append(seconds(rank, index) - of_peers)
     return excess
-
-
-def _own_seconds(row: RankStep, group: str | None) -> float:
-    if group is None:
-        return row.self_s
-    return row.seconds.get(group, 0.0)

@@ -12,6 +12,7 @@ from phalanx.report.facts import TIME_GROUPS, RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range
+from phalanx.report.sections.ledger import render_ledgers
 
 MAX_SHOWN_RANKS = 32
 
@@ -41,7 +42,7 @@ def render_time(facts: RunFacts) -> Html:
     else:
         body = [
             _render_bottleneck(facts),
-            _render_wall_time(facts),
+            render_ledgers(facts) if facts.rank_ledgers else _render_wall_time(facts),
             _render_rank_times(facts),
             _render_time_chart(facts),
         ]

@@ -66,18 +66,18 @@ class TrackedPhases(PhaseTimer):
         super().leave(name)
         self._tracker.purpose = ""
 
-    def enter(self, name: str, collective: str = "") -> None:
-        super().enter(name, collective)
+    def enter(self, name: str, words: str = "", *, axis: str = "") -> None:
+        super().enter(name, words, axis=axis)
         if name == "collective":
-            self._tracker.purpose = collective
+            self._tracker.purpose = words
         # Waiting for others is no moment of its own.
         if name not in (FORWARD, BACKWARD, OPTIMIZER):
             return
         microbatch, stage = self._microbatch, -1
         if name == OPTIMIZER:
             microbatch = -1
-        elif collective:
-            stage, microbatch = _parse_pipeline_action(collective)
+        elif words:
+            stage, microbatch = _parse_pipeline_action(words)
         elif name == FORWARD:
             microbatch = self._microbatch = self._microbatch + 1
             self.on_microbatch()

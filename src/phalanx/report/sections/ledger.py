@@ -1,0 +1,153 @@
+"""The ledger of seconds: where the whole run of each rank went, and what its communication was."""
+
+from __future__ import annotations
+
+from phalanx.report import formats
+from phalanx.report.bars import draw_stacked_bar
+from phalanx.report.facts import RunFacts
+from phalanx.report.figure import draw_legend
+from phalanx.report.ledger import LEDGER_PARTS, RankLedger
+from phalanx.report.markup import Html, build_table, build_tag
+
+MAX_SHOWN_LEDGERS = 16
+
+UNATTRIBUTED = "unattributed"
+_CSS_CLASS_OF_PART = {
+    "start-up": "g7",
+    "data": "g0",
+    "forward": "g1",
+    "backward": "g2",
+    "communication": "g3",
+    "pipeline waiting": "g10",
+    "optimizer": "g4",
+    "checkpoint": "g5",
+    "evaluation": "g6",
+    "prepare and record": "g8",
+    "other phases": "g8",
+    "steps done again": "g8",
+    "restart": "g8",
+    "ending": "g7",
+    UNATTRIBUTED: "g9",
+}
+
+
+def render_ledgers(facts: RunFacts) -> Html:
+    """A bar for each rank, the table behind the bars, and communication by axis and operation."""
+    ledgers = choose_shown_ledgers(facts.rank_ledgers)
+    lead = ledgers[0]
+    full_s = max(max(each.wall_s, sum(each.parts_s.values())) for each in ledgers)
+    used = list_used_parts(ledgers)
+    rows = [_render_ledger_row(each, full_s) for each in ledgers]
+    return build_tag(
+        "div",
+        build_tag("h3", f"The whole run: {formats.format_seconds_or_missing(lead.wall_s)}"),
+        draw_legend([*used, UNATTRIBUTED], _CSS_CLASS_OF_PART),
+        build_table(["rank", "seconds of the run by what they went to", UNATTRIBUTED], rows),
+        build_tag("p", _describe_basis(facts, ledgers), class_="note"),
+        [build_tag("p", text, class_="note warning") for text in list_ledger_warnings(ledgers)],
+        build_tag(
+            "details",
+            build_tag("summary", "Data table"),
+            build_table(["rank", *used, UNATTRIBUTED, "wall"], list_ledger_rows(ledgers, used)),
+        ),
+        _render_communication(lead),
+        class_="block",
+    )
+
+
+def choose_shown_ledgers(ledgers: list[RankLedger]) -> list[RankLedger]:
+    """The first rank's, and of the others those with most that is unattributed."""
+    if len(ledgers) <= MAX_SHOWN_LEDGERS:
+        return ledgers
+    others = sorted(ledgers[1:], key=lambda each: each.unattributed_s, reverse=True)
+    return [ledgers[0], *sorted(others[: MAX_SHOWN_LEDGERS - 1], key=lambda each: each.rank)]
+
+
+def list_used_parts(ledgers: list[RankLedger]) -> list[str]:
+    return [name for name in LEDGER_PARTS if any(each.parts_s[name] > 0 for each in ledgers)]
+
+
+def list_ledger_rows(ledgers: list[RankLedger], used: list[str]) -> list[list[str]]:
+    rows = []
+    for each in ledgers:
+        seconds = [*[each.parts_s[name] for name in used], each.unattributed_s, each.wall_s]
+        rows.append([str(each.rank), *[formats.format_seconds_or_missing(s) for s in seconds]])
+    return rows
+
+
+def list_ledger_warnings(ledgers: list[RankLedger]) -> list[str]:
+    """Sentences about ledgers that do not add up."""
+    warnings = []
+    for each in ledgers:
+        if each.counted_twice_s:
+            twice = formats.format_seconds_or_missing(each.counted_twice_s)
+            warnings.append(
+                f"The parts of rank {each.rank} are {twice} more than the wall: something was"
+                " counted twice."
+            )
+    return warnings
+
+
+def list_communication_rows(ledger: RankLedger) -> list[list[str]]:
+    """By axis and operation: seconds, of a step, and the share of the wall; the largest first."""
+    rows = []
+    for name, seconds in sorted(ledger.communication_s.items(), key=lambda item: -item[1]):
+        axis, _, operation = name.partition(": ")
+        of_step_s = seconds / max(ledger.num_steps, 1)
+        rows.append(
+            [
+                axis,
+                operation,
+                formats.format_seconds_or_missing(seconds),
+                formats.format_milliseconds(of_step_s),
+                formats.format_percent(seconds, ledger.wall_s),
+            ]
+        )
+    return rows
+
+
+def _render_ledger_row(ledger: RankLedger, full_s: float) -> list[Html | str]:
+    parts_s = {**ledger.parts_s, UNATTRIBUTED: ledger.unattributed_s}
+    texts = {}
+    for name, seconds in parts_s.items():
+        share = formats.format_percent(seconds, ledger.wall_s)
+        texts[name] = f"{formats.format_seconds_or_missing(seconds)} ({share})"
+    bar = draw_stacked_bar(parts_s, _CSS_CLASS_OF_PART, full_s, texts)
+    return [str(ledger.rank), build_tag("div", bar, class_="bars"), texts[UNATTRIBUTED]]
+
+
+def _describe_basis(facts: RunFacts, ledgers: list[RankLedger]) -> str:
+    note = (
+        "The wall is measured by the supervisor, the parts by each rank; what no part claims is"
+        " unattributed."
+    )
+    if not all(each.is_supervised for each in ledgers):
+        note = (
+            "No supervisor has said how long the run took: the wall is from the first to the last"
+            " word of each rank. What no part claims is unattributed."
+        )
+    num_hidden = len(facts.rank_ledgers) - len(ledgers)
+    if num_hidden:
+        note += (
+            f" Shown are rank {ledgers[0].rank} and those with most that is unattributed;"
+            f" {num_hidden} ranks are left out."
+        )
+    return note
+
+
+def _render_communication(ledger: RankLedger) -> Html | None:
+    rows = list_communication_rows(ledger)
+    if not rows:
+        return None
+    head = ["axis", "operation", "seconds", "of a step", "of the run"]
+    return build_tag(
+        "div",
+        build_tag("h3", f"What rank {ledger.rank} waited for in communication"),
+        build_table(head, rows),
+        build_tag(
+            "p",
+            "Seconds in which this rank computed nothing: transfer, and waiting for others. What"
+            " goes on beside computation is not in it.",
+            class_="note",
+        ),
+    )

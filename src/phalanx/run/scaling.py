@@ -1,0 +1,279 @@
+"""Trains a job on 1, 2, 4 ... ranks for a few steps, and says how well it scales and what ate the
+rest.
+
+Torch-free: ranks are started and supervised as `phalanx train` does it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.core.cores import count_allowed_cores
+from phalanx.core.errors import ExitCode, PhalanxError, UsageError
+from phalanx.core.units import plural
+from phalanx.job.schema import Job
+from phalanx.report.bottleneck.step_table import StepTable, read_step_table
+from phalanx.run.plan_job import plan_job
+from phalanx.run.scratch import open_scratch_directory
+from phalanx.run.train_job import train_job
+
+GOOD_EFFICIENCY = 0.80
+"""Of linear scaling: below it guides of the field say to look for what is lost."""
+_TERMS = ("data", "forward", "backward", "optimizer", "pipeline")
+
+
+@dataclass(frozen=True)
+class ScalingRun:
+    """What one run on `num_ranks` ranks took: `terms_s` are seconds of a step by term in the mean
+    over ranks ("backward", "dp: all_reduce gradients"), which sum to `step_s`."""
+
+    num_ranks: int
+    step_s: float
+    tokens_per_s: float
+    terms_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """A number of ranks beside the smallest: medians over repeats.
+
+    `efficiency`: tokens/s over those of linear scaling (1 is linear). `lost`: by term the share of
+    a step that it takes beyond linear scaling; negative where it takes less.
+    """
+
+    num_ranks: int
+    layout: str
+    global_batch_size: int
+    step_s: float
+    tokens_per_s: float
+    efficiency: float
+    lost: Mapping[str, float] = field(default_factory=dict)
+    why_not: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.efficiency >= GOOD_EFFICIENCY
+
+    def to_json(self) -> dict[str, Any]:
+        if self.why_not:
+            return {"num_ranks": self.num_ranks, "why_not": self.why_not}
+        return {
+            "num_ranks": self.num_ranks,
+            "layout": self.layout,
+            "global_batch_size": self.global_batch_size,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "efficiency": self.efficiency,
+            "is_good": self.is_good,
+            "lost": {name: round(share, 4) for name, share in self.lost.items()},
+            "why_not": None,
+        }
+
+
+@dataclass(frozen=True)
+class ScalingRequest:
+    """What is run: the job on each of `ranks`, `num_steps` steps, `repeats` times in turn.
+
+    `is_strong`: the batch of a step stays; else each rank keeps its share (weak scaling).
+    """
+
+    job: Job
+    ranks: Sequence[int]
+    num_steps: int
+    repeats: int
+    is_strong: bool
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.ranks) * self.repeats
+
+
+@dataclass(frozen=True)
+class ScalingResult:
+    """The points, ascending by ranks; `remarks` on what they cannot show. `stop_code`: the exit
+    code of a stop, with which nothing is said."""
+
+    points: tuple[ScalingPoint, ...]
+    remarks: tuple[str, ...]
+    is_strong: bool
+    stop_code: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of phalanx.scaling/1."""
+        return {
+            "scaling": "strong" if self.is_strong else "weak",
+            "good_efficiency": GOOD_EFFICIENCY,
+            "points": [point.to_json() for point in self.points],
+            "remarks": list(self.remarks),
+        }
+
+
+def measure_scaling(
+    request: ScalingRequest, *, on_run: Callable[[int, int, int], None] = lambda *_: None
+) -> ScalingResult:
+    """Train the job on each number of ranks in turn, in directories that are removed.
+
+    `on_run(index, total, num_ranks)` is called before each run. Raises UsageError where the batch
+    cannot be split over the smallest number of ranks, or what the smallest run raises. A larger run
+    that fails is a point with its reason.
+    """
+    jobs = {ranks: _copy_job_for_ranks(request, ranks) for ranks in request.ranks}
+    runs: dict[int, list[ScalingRun]] = {ranks: [] for ranks in request.ranks}
+    failures: dict[int, str] = {}
+    least = min(request.ranks)
+    with open_scratch_directory("scaling") as scratch:
+        for index in range(request.num_runs):
+            ranks = request.ranks[index % len(request.ranks)]
+            if ranks in failures:
+                continue
+            on_run(index, request.num_runs, ranks)
+            try:
+                outcome = _train_on_ranks(jobs[ranks], scratch.directory / str(index))
+            except PhalanxError as refusal:
+                if ranks == least:
+                    raise
+                failures[ranks] = str(refusal)
+                continue
+            if isinstance(outcome, int):
+                return ScalingResult((), (), request.is_strong, outcome)
+            if isinstance(outcome, str):
+                failures[ranks] = outcome
+            else:
+                runs[ranks].append(outcome)
+    if least in failures:
+        raise UsageError(f"the run on {plural(least, 'rank')} failed: {failures[least]}")
+    points = [
+        _build_point(jobs[ranks], runs[least], runs[ranks], failures.get(ranks, ""), request)
+        for ranks in sorted(request.ranks)
+    ]
+    return ScalingResult(tuple(points), tuple(_list_remarks(request)), request.is_strong)
+
+
+def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
+    body = request.job.to_json()
+    batch = request.job.train.global_batch_size
+    if not request.is_strong:
+        # Each rank keeps what it has of the job's own plan.
+        own_ranks = request.job.parallel.ranks or min(request.ranks)
+        batch = batch * ranks // own_ranks
+        if batch * own_ranks != request.job.train.global_batch_size * ranks:
+            raise UsageError(
+                f"train.global_batch_size={request.job.train.global_batch_size} of"
+                f" {plural(own_ranks, 'rank')} has no whole share for {ranks}",
+                fix="give a batch that they divide, or --strong",
+            )
+    body["parallel"]["ranks"] = ranks
+    body["train"] |= {
+        "steps": request.num_steps,
+        "global_batch_size": batch,
+        "sample_tokens": 0,
+    }
+    body["eval"] |= {"every_steps": None, "tokens": 0}
+    body["observe"]["sinks"] = []
+    body["checkpoint"] |= {
+        "at_end": False,
+        "every_steps": None,
+        "every_minutes": None,
+        "url": None,
+    }
+    return Job.model_validate_json(json.dumps(body))
+
+
+def _train_on_ranks(job: Job, run_dir: Path) -> ScalingRun | str | int:
+    """What the steps took; why the run failed; or the exit code of a stop."""
+    body = job.to_json()
+    body["run"]["dir"] = str(run_dir)
+    result = train_job(Job.model_validate_json(json.dumps(body)), quiet=True)
+    if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
+        return int(result.exit_code)
+    if result.exit_code != ExitCode.OK:
+        return result.error.splitlines()[0]
+    table = read_step_table(run_dir)
+    if table is None or not table.num_steps:
+        return "no step after the first ones was recorded"
+    return _summarize_table(table)
+
+
+def _summarize_table(table: StepTable) -> ScalingRun:
+    step_s = table.total_s / table.num_steps
+    terms_s: dict[str, float] = {}
+    for rows in table.rows.values():
+        for row in rows:
+            for name in _TERMS:
+                _add(terms_s, name, row.seconds.get(name, 0.0))
+            for name, seconds in row.communication_s.items():
+                _add(terms_s, name, seconds)
+    num_rows = table.num_steps * len(table.rows)
+    terms_s = {name: seconds / num_rows for name, seconds in terms_s.items()}
+    terms_s["other"] = step_s - sum(terms_s.values())
+    return ScalingRun(len(table.rows), step_s, table.newest.num_targets / step_s, terms_s)
+
+
+def _add(sums: dict[str, float], name: str, seconds: float) -> None:
+    sums[name] = sums.get(name, 0.0) + seconds
+
+
+def _build_point(
+    job: Job,
+    smallest: Sequence[ScalingRun],
+    runs: Sequence[ScalingRun],
+    why_not: str,
+    request: ScalingRequest,
+) -> ScalingPoint:
+    ranks = job.parallel.ranks or 1
+    batch = job.train.global_batch_size
+    if why_not or not runs:
+        return ScalingPoint(ranks, "", batch, math.nan, math.nan, math.nan, {}, why_not)
+    factor = ranks / min(request.ranks)
+    step_s, tokens_per_s = _median_of(runs, "step_s"), _median_of(runs, "tokens_per_s")
+    linear_tokens_per_s = factor * _median_of(smallest, "tokens_per_s")
+    # What a term may take in linear scaling: as long as on the smallest number of ranks, or its
+    # part where the batch is split.
+    shrinks_by = factor if request.is_strong else 1.0
+    base_s, terms_s = _median_terms(smallest), _median_terms(runs)
+    lost = {
+        name: (terms_s.get(name, 0.0) - base_s.get(name, 0.0) / shrinks_by) / step_s
+        for name in dict.fromkeys((*base_s, *terms_s))
+    }
+    return ScalingPoint(
+        ranks,
+        plan_job(job, checks_initial=False).plan.chosen.name,
+        batch,
+        step_s,
+        tokens_per_s,
+        tokens_per_s / linear_tokens_per_s,
+        lost,
+    )
+
+
+def _median_of(runs: Sequence[ScalingRun], name: str) -> float:
+    return median(getattr(run, name) for run in runs)
+
+
+def _median_terms(runs: Sequence[ScalingRun]) -> dict[str, float]:
+    names = dict.fromkeys(name for run in runs for name in run.terms_s)
+    return {name: median(run.terms_s.get(name, 0.0) for run in runs) for name in names}
+
+
+def _list_remarks(request: ScalingRequest) -> list[str]:
+    remarks = []
+    cores, most = count_allowed_cores(), max(request.ranks)
+    device = plan_job(request.job, checks_initial=False).plan.device
+    if device == "cpu" and most > cores:
+        remarks.append(
+            f"{most} ranks share {plural(cores, 'core')}: from {cores + 1} ranks on the"
+            " efficiency is that of too few cores"
+        )
+    elif device == "cpu":
+        remarks.append(
+            "ranks share this machine's memory and clock: computation gets slower with each"
+        )
+    if request.repeats == 1:
+        remarks.append("each number of ranks ran once: noise of this machine is not known")
+    return remarks

@@ -1,0 +1,183 @@
+"""The ledger of seconds over event files that the real writer's envelopes make: each second once,
+beside a wall that is measured apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.events import (
+    Envelope,
+    Event,
+    MonotonicClockReading,
+    RestartScheduled,
+    RunFinished,
+    StepFinished,
+    TimeBetweenSteps,
+    wrap_event_in_envelope,
+)
+from phalanx.report.event_log import read_event_log
+from phalanx.report.ledger import RankLedger
+
+PHASES_S = {"data": 0.1, "forward": 0.3, "backward": 0.5, "collective": 0.05, "pipeline": 0.02}
+STEP_S = 1.0
+UNACCOUNTED_S = STEP_S - sum(PHASES_S.values())
+Timed = tuple[float, Event]
+
+
+def step_of(number: int, phases_s: dict[str, float] = PHASES_S) -> StepFinished:
+    return StepFinished(
+        step=number,
+        loss=2.0,
+        num_targets=8,
+        tokens_seen=8,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        step_s=STEP_S,
+        tokens_per_s=8.0,
+        phases_s=phases_s,
+        unaccounted_s=STEP_S - sum(phases_s.values()),
+        rss_bytes=1,
+        communication_s={"tp: all_gather sequence": 0.03, "world: all_reduce step facts": 0.02},
+    )
+
+
+def write(
+    run_dir: Path, name: str, rank: int, attempt: int, timed: Sequence[Timed], clock: str = "one"
+) -> None:
+    """A file of one process, whose events are written at the given moments."""
+    (run_dir / "events").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for seq, (at_s, event) in enumerate(timed):
+        envelope: Envelope = wrap_event_in_envelope(event, rank=rank, attempt=attempt, seq=seq)
+        reading = MonotonicClockReading(clock, timed[0][0])
+        envelope = replace(envelope, monotonic_s=at_s, clock=reading)
+        lines.append(envelope.to_line())
+    (run_dir / "events" / name).write_text("\n".join(lines) + "\n")
+
+
+def steps_from(first: int, last: int, began_s: float) -> list[Timed]:
+    return [
+        (began_s + STEP_S * (number - first + 1), step_of(number))
+        for number in range(first, last + 1)
+    ]
+
+
+def ledgers_of(run_dir: Path) -> list[RankLedger]:
+    return read_event_log(run_dir).ledger.build_ledgers()
+
+
+def test_every_second_of_an_undisturbed_run_has_its_part(tmp_path: Path) -> None:
+    """Start-up 5 s, ten steps, an evaluation of 2 s, an ending of 1.5 s, half a second until the
+    supervisor has seen it."""
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 105.0)]
+    events += [
+        (117.0, TimeBetweenSteps(10, "evaluate", 2.0)),
+        (118.5, TimeBetweenSteps(10, "ending", 1.5)),
+    ]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    write(tmp_path, "supervisor.jsonl", -1, 0, [(119.0, RunFinished("finished", 0, 10, 19.0))])
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.is_supervised
+    assert ledger.num_steps == 10
+    expected = {
+        "start-up": 5.0,
+        "data": 1.0,
+        "forward": 3.0,
+        "backward": 5.0,
+        "communication": 0.5,
+        "pipeline waiting": 0.2,
+        "evaluation": 2.0,
+        "ending": 2.0,
+    }
+    parts = {name: seconds for name, seconds in ledger.parts_s.items() if seconds}
+    assert parts == pytest.approx(expected)
+    assert ledger.unattributed_s == pytest.approx(10 * UNACCOUNTED_S)
+    assert ledger.counted_twice_s == 0
+    assert sum(ledger.communication_s.values()) == pytest.approx(parts["communication"])
+
+
+def test_steps_that_a_restart_undid_are_one_part(tmp_path: Path) -> None:
+    """Dies after step 6, goes on from step 5: two seconds were for nothing, and 3 s passed before
+    there was a process again."""
+    write(
+        tmp_path,
+        "rank-0000-attempt-00.jsonl",
+        0,
+        0,
+        [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 6, 105.0)],
+    )
+    write(
+        tmp_path,
+        "rank-0000-attempt-01.jsonl",
+        0,
+        1,
+        [
+            (118.0, TimeBetweenSteps(4, "startup", 4.0)),
+            *steps_from(5, 8, 118.0),
+            (122.0, TimeBetweenSteps(8, "ending", 0.0)),
+        ],
+    )
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [(112.0, RestartScheduled(1, 3, 4)), (122.0, RunFinished("finished", 0, 8, 22.0))],
+    )
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.parts_s["steps done again"] == pytest.approx(2.0)
+    assert ledger.parts_s["restart"] == pytest.approx(3.0)
+    assert ledger.parts_s["start-up"] == pytest.approx(9.0)
+    assert ledger.num_steps == 8
+    assert ledger.unattributed_s == pytest.approx(8 * UNACCOUNTED_S)
+
+
+def test_seconds_that_two_parts_claim_are_said(tmp_path: Path) -> None:
+    twice = {**PHASES_S, "backward": 0.5 + 2 * UNACCOUNTED_S}
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0))]
+    events += [(105.0 + number, step_of(number, twice)) for number in range(1, 11)]
+    events.append((115.0, TimeBetweenSteps(10, "ending", 0.0)))
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    write(tmp_path, "supervisor.jsonl", -1, 0, [(115.0, RunFinished("finished", 0, 10, 15.0))])
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.counted_twice_s == pytest.approx(10 * UNACCOUNTED_S)
+    assert ledger.unattributed_s == 0
+
+
+def test_a_pause_that_nobody_claims_is_unattributed(tmp_path: Path) -> None:
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 112.0)]
+    events.append((122.0, TimeBetweenSteps(10, "ending", 0.0)))
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    write(tmp_path, "supervisor.jsonl", -1, 0, [(122.0, RunFinished("finished", 0, 10, 22.0))])
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.unattributed_s == pytest.approx(7.0 + 10 * UNACCOUNTED_S)
+
+
+def test_without_a_supervisor_the_wall_is_the_ranks_own(tmp_path: Path) -> None:
+    """As under another launcher, or while the run goes on; a clock of another machine is not
+    compared."""
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 105.0)]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    (ledger,) = ledgers_of(tmp_path)
+    assert not ledger.is_supervised
+    assert ledger.wall_s == pytest.approx(15.0)
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [(9_000.0, RunFinished("finished", 0, 10, 16.0))],
+        clock="another",
+    )
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.parts_s["ending"] == 0
+    assert ledger.unattributed_s == pytest.approx(1.0 + 10 * UNACCOUNTED_S)
+
+
+def test_runs_of_earlier_releases_have_no_ledger(tmp_path: Path) -> None:
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, steps_from(1, 10, 105.0))
+    assert ledgers_of(tmp_path) == []

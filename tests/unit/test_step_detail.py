@@ -1,0 +1,145 @@
+"""What a rank writes of its steps: within the bound of a run, and nothing of a step is lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.events import (
+    Event,
+    StepFinished,
+    StepsSummed,
+    TimeBetweenSteps,
+    wrap_event_in_envelope,
+)
+from phalanx.report.bottleneck.step_table import read_step_table
+from phalanx.report.event_log import read_event_log
+from phalanx.train.step_detail import (
+    BYTES_PER_STEP,
+    BYTES_PER_WINDOW,
+    MAX_RUN_BYTES,
+    ODD_STEP_RATIO,
+    StepDetail,
+)
+
+STEP_S, ODD_S = 0.100, 0.400
+
+
+def step_of(number: int, *, late_s: float = 0.0, waits_s: float = 0.0) -> StepFinished:
+    step_s = STEP_S + late_s + waits_s
+    return StepFinished(
+        step=number,
+        loss=2.0,
+        num_targets=2048,
+        tokens_seen=2048 * number,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        step_s=step_s,
+        tokens_per_s=2048 / step_s,
+        phases_s={
+            "data": 0.001,
+            "forward": 0.032,
+            "backward": 0.060 + late_s,
+            "collective": 0.004 + waits_s,
+            "optimizer": 0.002,
+        },
+        unaccounted_s=0.001,
+        rss_bytes=10**9 + number,
+        peak_bytes=2 * 10**9,
+        cpu_s=0.9 * step_s,
+        communication_s={"dp: all_reduce gradients": 0.004 + waits_s},
+    )
+
+
+def write_steps(detail: StepDetail, num_steps: int, odd: set[int] = frozenset()) -> list[Event]:  # type: ignore[assignment]
+    written: list[Event] = []
+    for number in range(1, num_steps + 1):
+        late_s = ODD_S if number in odd else 0.0
+        written += detail.list_events(step_of(number, late_s=late_s))
+    return written + detail.flush()
+
+
+def count_bytes(written: list[Event], rank: int) -> int:
+    return sum(
+        len(wrap_event_in_envelope(event, rank=rank, attempt=0, seq=seq).to_line()) + 1
+        for seq, event in enumerate(written, start=100_000)
+    )
+
+
+def test_small_runs_write_each_step_of_each_rank() -> None:
+    written = write_steps(StepDetail(7, 8, 0, 2_000), 2_000)
+    assert [type(event) for event in written] == [StepFinished] * 2_000
+
+
+def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_below_200_mb() -> None:
+    """Rank 0 by the size of its line; the others by what one of them writes, with slow steps
+    among them."""
+    num_steps = 100_000
+    odd = set(random.Random(1).sample(range(1, num_steps + 1), 500))
+    written = write_steps(StepDetail(3, 1_000, 0, num_steps), num_steps, odd)
+    lead_bytes = num_steps * count_bytes([step_of(num_steps)], 0)
+    assert lead_bytes + 999 * count_bytes(written, 3) < 200e6
+    assert len(written) > 100, "and something is said of it"
+    assert count_bytes([step_of(num_steps)], 0) <= BYTES_PER_STEP
+    windows = [event for event in written if isinstance(event, StepsSummed)]
+    assert count_bytes(windows[:1], 999) <= BYTES_PER_WINDOW
+
+
+def test_sums_and_single_steps_are_all_steps() -> None:
+    num_steps = 40_000
+    odd = {5, 9_000, 9_001, 39_999}
+    detail = StepDetail(2, 2_000, 0, num_steps)
+    written = write_steps(detail, num_steps, odd)
+    each = [event for event in written if isinstance(event, StepFinished)]
+    windows = [event for event in written if isinstance(event, StepsSummed)]
+    assert len(each) + sum(window.num_steps for window in windows) == num_steps
+    total_s = sum(event.step_s for event in (*each, *windows))
+    assert total_s == pytest.approx(num_steps * STEP_S + len(odd) * ODD_S)
+    # Those that took long are there by themselves.
+    assert odd <= {event.step for event in each}
+    assert STEP_S + ODD_S > ODD_STEP_RATIO * STEP_S
+    borders = [(window.first_step, window.last_step) for window in windows]
+    assert borders[0][0] == detail.num_first_steps + 1
+    assert all(after[0] == before[1] + 1 for before, after in zip(borders, borders[1:]))  # noqa: B905, RUF007
+
+
+def test_a_resumed_run_counts_the_steps_that_are_left() -> None:
+    left = StepDetail(1, 1_000, 99_000, 100_000)
+    assert left.window_steps < StepDetail(1, 1_000, 0, 100_000).window_steps
+    assert MAX_RUN_BYTES > 0
+
+
+def test_reports_read_windows_as_they_read_steps(tmp_path: Path) -> None:
+    """Rank 2 is 50 ms late in each backward; rank 0 wrote each step, the others windows."""
+    (tmp_path / "events").mkdir()
+    num_steps = 3_000
+    for rank in range(3):
+        detail = StepDetail(rank, 3 if rank == 0 else 100_000, 0, num_steps)
+        events: list[Event] = [TimeBetweenSteps(0, "startup", 1.0)]
+        for number in range(1, num_steps + 1):
+            late_s, waits_s = (0.050, 0.0) if rank == 2 else (0.0, 0.050)
+            events += detail.list_events(step_of(number, late_s=late_s, waits_s=waits_s))
+        events += [*detail.flush(), TimeBetweenSteps(num_steps, "ending", 0.5)]
+        lines = [
+            wrap_event_in_envelope(event, rank=rank, attempt=0, seq=seq).to_line()
+            for seq, event in enumerate(events)
+        ]
+        path = tmp_path / "events" / f"rank-{rank:04}-attempt-00.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        assert (rank == 0) == (len(lines) > num_steps)
+    table = read_step_table(tmp_path)
+    assert table is not None
+    assert table.ranks == (0, 1, 2)
+    assert table.num_steps >= 10
+    for rank, rows in table.rows.items():
+        own_s = 0.146 if rank == 2 else 0.096
+        assert all(row.self_s == pytest.approx(own_s, abs=1e-6) for row in rows)
+        assert all(row.step_s == pytest.approx(0.150, abs=1e-6) for row in rows)
+    log = read_event_log(tmp_path)
+    for ledger in log.ledger.build_ledgers():
+        assert ledger.num_steps == num_steps
+        assert ledger.parts_s["forward"] == pytest.approx(0.032 * num_steps)
+    assert log.clocks[1].num_steps == num_steps
+    assert log.num_unreadable == 0
