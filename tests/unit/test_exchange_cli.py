@@ -430,6 +430,9 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ],
     ("report",): lambda d: [(d,)],
     ("where",): lambda d: [(d,)],
+    ("logs",): lambda d: [(d,)],
+    # One that is taken for a run would be served until Ctrl-C.
+    ("watch",): lambda d: [(d / "weights.pt",), (d / "weights.pt", "--terminal")],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [
         (d, "--prompt", "a"),

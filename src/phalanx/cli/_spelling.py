@@ -27,7 +27,9 @@ VERB_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("check", "compare", "parity"), "verify"),
     **dict.fromkeys(("ls", "prune", "export", "convert"), "checkpoint"),
     **dict.fromkeys(("tokenize", "tokenizer", "preprocess", "build", "prepare"), "data"),
-    **dict.fromkeys(("show", "watch", "view", "plot", "page"), "report"),
+    **dict.fromkeys(("show", "view", "plot", "page"), "report"),
+    **dict.fromkeys(("live", "follow", "monitor", "dashboard", "serve"), "watch"),
+    **dict.fromkeys(("log", "tail"), "logs"),
 }
 DATA_SOURCE_SUFFIXES = (
     *(".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".parquet", ".arrow"),

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.log_times import LogTimeWriter
 from phalanx.core.secrets import Redactor, find_url_secret_spans
 from phalanx.core.spellings import SecretSpellings, build_secret_spellings
 
@@ -22,35 +23,41 @@ _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
 _NOT_NEWLINE_PATTERN = re.compile(r"[^\n]")
 
 
-def redirect_output_to_log(path: Path, redactor: Redactor) -> None:
+def redirect_output_to_log(path: Path, redactor: Redactor, *, with_times: bool = False) -> None:
     """Point standard output and error at the end of `path`, standard input stays.
 
     What Python prints passes `redactor`. What C code and child processes print does not: see
-    `overwrite_secrets_in_file`.
+    `overwrite_secrets_in_file`. `with_times`: when it was printed is kept beside the log
+    (`core.log_times`).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_regular_file_for_append(path) as log:
         for target in (1, 2):
             # At the descriptors, so that C code and child processes write there, too.
             os.dup2(log.fileno(), target)
-    redact_standard_streams(redactor)
+    times = None
+    if with_times:
+        times = LogTimeWriter.open_for_log(path)
+    redact_standard_streams(redactor, times)
 
 
-def redact_standard_streams(redactor: Redactor) -> None:
+def redact_standard_streams(redactor: Redactor, times: LogTimeWriter | None = None) -> None:
     """Have `sys.stdout` and `sys.stderr` write whole lines to descriptors 1 and 2, each through
     `redactor`."""
-    sys.stdout, sys.stderr = RedactedStream(1, redactor), RedactedStream(2, redactor)
+    sys.stdout = RedactedStream(1, redactor, times)
+    sys.stderr = RedactedStream(2, redactor, times)
 
 
 class RedactedStream(io.TextIOWrapper):
     """A text stream that takes secrets out of what is written, line by line: one printed in two
     parts is found too."""
 
-    def __init__(self, fd: int, redactor: Redactor) -> None:
+    def __init__(self, fd: int, redactor: Redactor, times: LogTimeWriter | None = None) -> None:
         # Descriptors 1 and 2 outlive this stream: other code writes to them as well.
         raw = open(fd, "wb", closefd=False)
         super().__init__(raw, encoding="utf-8", errors="backslashreplace")
         self._redactor = redactor
+        self._times = times
         self._num_lost = 0
         # Each thread's line: no lock that a fork could inherit locked.
         self._begun = threading.local()
@@ -78,12 +85,15 @@ class RedactedStream(io.TextIOWrapper):
         """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it
         again and again."""
         data = text.encode("utf-8", "backslashreplace")
+        num_bytes = len(data)
         try:
             while data:
                 # A write may take only a part: a full disk takes what fits before it refuses.
                 data = data[os.write(self.fileno(), data) :]
         except OSError:
             self._num_lost += 1
+        if self._times is not None:
+            self._times.record_write(self.fileno(), num_bytes - len(data))
 
 
 def overwrite_secrets_in_file(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:

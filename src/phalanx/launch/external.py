@@ -11,10 +11,12 @@ from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 @dataclass(frozen=True)
 class ExternalLaunch:
-    """The rank this process is; `words` tell a person from which variables that was read."""
+    """The rank this process is; `words` tell a person from which variables that was read, and
+    `launcher` names what started it."""
 
     rank_env: RankEnv
     words: str
+    launcher: str = "another launcher"
 
 
 def read_external_launch(environ: MutableMapping[str, str]) -> ExternalLaunch | None:
@@ -31,8 +33,12 @@ def read_external_launch(environ: MutableMapping[str, str]) -> ExternalLaunch | 
     if rank_env is None:
         return None
     if launched is not None:
-        return ExternalLaunch(rank_env, f"from {launched.origin}: {launched.words}")
+        words = f"from {launched.origin}: {launched.words}"
+        return ExternalLaunch(rank_env, words, launched.origin)
     words = f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all"
     if rank_env.world_size > 1:
         words += f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    # torchrun sets it, and nothing else does.
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        return ExternalLaunch(rank_env, words, "torchrun")
     return ExternalLaunch(rank_env, words)

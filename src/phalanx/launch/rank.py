@@ -75,7 +75,9 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
     try:
         _redirect_stdin_to_devnull()
         redirect_output_to_log(
-            rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ)
+            rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt),
+            Redactor(os.environ),
+            with_times=True,
         )
         faulthandler.enable(2)
         # Descriptor 2 is the rank's log since `redirect_output_to_log`.

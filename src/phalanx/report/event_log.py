@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.files import open_regular_file, read_bounded_lines
 from phalanx.observe import events
-from phalanx.observe.events import Envelope, StepFinished, StepsSummed
+from phalanx.observe.events import Envelope, MonotonicClockReading, StepFinished, StepsSummed
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
 from phalanx.report.expert_facts import ExpertLog
@@ -126,22 +127,63 @@ class EventLog:
 
 
 def read_event_log(run_dir: Path) -> EventLog:
-    files = _list_event_files(run_dir / "events")
-    log = EventLog(
-        lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR_RANK), default=0)
-    )
-    log.ledger = LedgerBuilder(_find_first_steps(files, log.lead_rank))
-    for _, _, path in files:
-        # A file is one process's (the supervisor's: of one after another), and names its own clock.
-        clock = None
-        for line in _read_lines(path):
-            envelope = parse_valid_event_line(line, clock)
-            if envelope is None:
-                log.num_unreadable += 1
-            else:
-                clock = envelope.clock
-                log.add_event(envelope)
-    return log
+    """All that the event files of a run hold now."""
+    reader = EventLogReader(run_dir)
+    reader.read_new_events(with_torn_lines=True)
+    return reader.log
+
+
+class EventLogReader:
+    """Reads the event files of a run into `log`, again and again while they grow: each byte
+    once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / "events"
+        self.log = EventLog(lead_rank=0)
+        self._first_steps: dict[int, int] = {}
+        # By the path of each file: bytes that were read, and its clock.
+        self._offsets: dict[Path, int] = {}
+        self._clocks: dict[Path, MonotonicClockReading | None] = {}
+
+    def read_new_events(self, *, with_torn_lines: bool = False) -> None:
+        """Add what was written since the last call.
+
+        A last line without its end waits for it, or is read as it is `with_torn_lines`.
+        """
+        files = _list_event_files(self._directory)
+        lead_rank = min((rank for rank, _, _ in files if rank != SUPERVISOR_RANK), default=0)
+        first_steps = _find_first_steps(files, lead_rank)
+        if (lead_rank, first_steps) != (self.log.lead_rank, self._first_steps):
+            # Whose steps are kept, and which of them another attempt did again, depends on it.
+            self.log, self._first_steps = EventLog(lead_rank), first_steps
+            self.log.ledger = LedgerBuilder(first_steps)
+            self._offsets, self._clocks = {}, {}
+        for _, _, path in files:
+            for line in self._read_new_lines(path, with_torn_lines):
+                # A file is one process's (the supervisor's: of one after another), and names its
+                # own clock.
+                envelope = parse_valid_event_line(line, self._clocks.get(path))
+                if envelope is None:
+                    self.log.num_unreadable += 1
+                else:
+                    self._clocks[path] = envelope.clock
+                    self.log.add_event(envelope)
+
+    def _read_new_lines(self, path: Path, with_torn_line: bool) -> Iterator[bytes]:
+        offset, num_torn_bytes = self._offsets.get(path, 0), 0
+        try:
+            with open_regular_file(path) as file:
+                if os.fstat(file.fileno()).st_size <= offset:
+                    return
+                file.seek(offset)
+                for line in read_bounded_lines(file):
+                    if not with_torn_line and not line.endswith(b"\n"):
+                        num_torn_bytes = len(line)
+                    elif line.strip():
+                        yield line
+                self._offsets[path] = file.tell() - num_torn_bytes
+        except OSError:
+            return
 
 
 def _find_first_steps(files: list[tuple[int, int, Path]], rank: int) -> dict[int, int]:

@@ -17,6 +17,8 @@ from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.ledger import RankLedger
+from phalanx.report.raw_events import RawEvents
+from phalanx.report.self_time import SelfTimeMap
 from phalanx.report.timeline import RunTimeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
@@ -219,6 +221,10 @@ class RunFacts:
     units: MetricUnits
     warnings: list[str]
     """What was said before the first step or along the way that a person should know."""
+    self_times: SelfTimeMap | None = None
+    """None of one rank alone, or where no step was recorded."""
+    raw: RawEvents = field(default_factory=RawEvents)
+    """Lines of the event files; read only for a page."""
 
     @property
     def describe_sent_gradients(self) -> str:

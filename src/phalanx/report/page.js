@@ -1,15 +1,21 @@
 // The read-out of a chart: the points nearest to the pointer, or to the place the arrow keys moved to.
 "use strict";
-for (const figure of document.querySelectorAll("figure.chart")) {
+const readOut = (figure) => {
   const island = figure.querySelector("script.points");
-  if (!island) continue;
-  const data = JSON.parse(island.textContent);
+  if (!island) return;
   const plot = figure.querySelector(".plot");
   const cursor = plot.querySelector(".cursor");
   const output = figure.querySelector("output");
-  const [low, high] = data.x;
-  const main = data.series[0][2];
-  let at = main.length - 1;
+  let text, data, low, high, main, at;
+  // A live page replaces the text of the island: it is parsed again where it is another one.
+  const load = () => {
+    if (island.textContent === text) return;
+    text = island.textContent;
+    data = JSON.parse(text);
+    [low, high] = data.x;
+    main = data.series[0][2];
+    at = Math.min(at ?? Infinity, main.length - 1);
+  };
 
   const nearest = (xs, x) => {
     let begin = 0, end = xs.length - 1;
@@ -50,6 +56,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   const hide = () => { cursor.hidden = true; output.textContent = ""; };
 
   plot.addEventListener("pointermove", (event) => {
+    load();
     const box = plot.getBoundingClientRect();
     const x = low + ((event.clientX - box.left) / box.width) * (high - low);
     if (main.length) showRow(nearest(main, x));
@@ -57,6 +64,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   plot.addEventListener("pointerleave", hide);
   plot.addEventListener("blur", hide);
   plot.addEventListener("keydown", (event) => {
+    load();
     const big = Math.max(1, Math.round(main.length / 20));
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -big, PageDown: big, Home: -main.length, End: main.length };
     if (event.key === "Escape") return hide();
@@ -64,4 +72,5 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     event.preventDefault();
     showRow(cursor.hidden ? at : at + moves[event.key]);
   });
-}
+};
+for (const figure of document.querySelectorAll("figure.chart")) readOut(figure);

@@ -19,7 +19,8 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
 from phalanx.observe.units import choose_metric_units_of_job
-from phalanx.report.bottleneck.of_run import judge_run
+from phalanx.report.bottleneck.of_run import judge_step_table
+from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
     RankPhaseSeconds,
@@ -35,6 +36,7 @@ from phalanx.report.history import (
     select_skips_not_redone,
     select_steps_not_redone,
 )
+from phalanx.report.self_time import build_self_time_map
 from phalanx.report.timeline import RunTimeline
 
 NAN = math.nan
@@ -54,12 +56,14 @@ _SINGLE_RANK_EVENTS = (
 _ATTEMPT_START_EVENTS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
 
 
-def collect_run_facts(run_dir: Path) -> RunFacts:
+def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     """Read everything a run has written so far.
 
-    A run that wrote nothing gives facts that say so.
+    A run that wrote nothing gives facts that say so. `log`: its events, where they were read
+    already.
     """
-    log = read_event_log(run_dir)
+    if log is None:
+        log = read_event_log(run_dir)
     problems: list[str] = []
     plan = _read_json_object(run_dir / "plan.json", problems)
     job = _read_json_object(run_dir / "job.json", problems)
@@ -72,6 +76,8 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)
+    table = read_step_table(run_dir)
+    num_stages = int(identity.layout.get("pp", 1))
     # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None
     if finished is not None:
@@ -106,7 +112,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         ),
         experts=log.experts.build_expert_facts(history.attempt_of.get),
         invariants=log.invariants.list_invariant_facts(),
-        bottleneck=judge_run(run_dir, plan),
+        bottleneck=judge_step_table(run_dir, plan, table),
         story=story,
         ledger=ledger,
         rank_ledgers=log.ledger.build_ledgers(),
@@ -123,6 +129,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         kept_best=read_best_step(run_dir),
         units=choose_metric_units_of_job(job),
         warnings=_list_warning_texts(story, at_the_end),
+        self_times=build_self_time_map(table, num_stages),
     )
 
 

@@ -19,8 +19,8 @@ from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWa
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalLaunch
+from phalanx.launch.output_destination import record_output_destination
 from phalanx.launch.paths import next_attempt_number
-from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
@@ -77,7 +77,7 @@ def train_as_rank(
     # Before anything can be refused: the others must be told of it.
     store = DecisionStore(job, ranks)
     if ranks.rank != 0:
-        return _train_as_other_rank(job, ranks, store, began_s, output)
+        return _train_as_other_rank(job, launched, store, began_s, output)
     is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
     resume = resumed is not None or is_restart
     try:
@@ -96,6 +96,7 @@ def train_as_rank(
                 prepared.lock.acquire_token_for_attempt().number,
             )
             store.publish_decision(RankZeroDecision(run_dir, plan, attempt, epoch))
+            record_output_destination(run_dir, 0, attempt, launched.launcher)
             run = RankRunInputs(
                 prepared.job,
                 plan,
@@ -173,12 +174,13 @@ def _install_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _train_as_other_rank(
-    job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput
+    job: Job, launched: ExternalLaunch, store: DecisionStore, began_s: float, output: RunOutput
 ) -> RunEnd:
     """Train as a rank other than 0.
 
     What it must not say itself is in the result: rank 0 says it.
     """
+    ranks = launched.rank_env
     decision = store.wait_for_decision()
     run_dir, plan = decision.run_dir, decision.plan
     if decision.exit_code is not None or plan is None:
@@ -200,6 +202,7 @@ def _train_as_other_rank(
     run = RankRunInputs(
         job, plan, run_dir, ranks.rank, decision.attempt, began_s, RunOwnershipClaim(decision.epoch)
     )
+    record_output_destination(run_dir, ranks.rank, decision.attempt, launched.launcher)
     try:
         code = store.run_rank(run)
     except PhalanxError as error:

@@ -1,4 +1,4 @@
-"""`judge_run`: the verdict of a run directory."""
+"""`judge_run`: the verdict of a run directory; `judge_step_table`, where its steps were read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from phalanx.report.formats import dict_or_empty, finite_or_zero, number_or_nan
 def judge_run(run_dir: Path, plan: dict[str, Any]) -> BottleneckVerdict | None:
     """The causes that bound the newest steps of a run, beside its plan (of plan.json, trusted in
     nothing); None where no step was recorded."""
-    table = read_step_table(run_dir)
+    return judge_step_table(run_dir, plan, read_step_table(run_dir))
+
+
+def judge_step_table(
+    run_dir: Path, plan: dict[str, Any], table: StepTable | None
+) -> BottleneckVerdict | None:
+    """The same of `table`, the newest steps of the run; None without one."""
     if table is None:
         return None
     return find_bottleneck(table, _outline_run(run_dir, plan, table))

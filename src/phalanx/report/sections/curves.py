@@ -17,11 +17,13 @@ MAX_SHOWN_METRICS = 8
 MAX_NAME_CHARS = 32
 
 
-def render_curves(facts: RunFacts) -> Html:
+def render_curves(facts: RunFacts, lanes: Html | None = None) -> Html:
+    """The section; `lanes` go under the loss, on its axis."""
     return build_tag(
         "section",
         build_tag("h2", "Training"),
         draw_loss_chart(facts),
+        lanes,
         *draw_metric_charts(facts),
         build_tag(
             "div", draw_learning_rate_chart(facts), draw_gradient_norm_chart(facts), class_="pair"

@@ -12,11 +12,11 @@ from phalanx.report.charts import ChartSeries, LineChart, ReferenceLine, draw_li
 from phalanx.report.expert_facts import ExpertFacts, compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
+from phalanx.report.heat import draw_heat_axis, draw_heat_cells
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range, list_restart_marks
 
 MAX_LAYERS, MAX_EXPERTS = 160, 1024
-MAX_SEPARATE_COLUMNS = 64  # cells are drawn apart
 ROW_PX, FEW_PX = 16, 26  # height of a layer's row, and where there are few layers
 
 # By share of the even load, from none to far too much; below even is blue, above is orange, about
@@ -87,15 +87,8 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     ]
     # At most 16 numbers on the axis: MAX_EXPERTS has every 64th.
     step = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if columns / size <= 16)
-    ticks = []
-    for number in range(0, columns, step):
-        style = f"left:{100 * (number + 0.5) / columns:.3f}%"
-        ticks.append(build_tag("span", str(number), style=style))
-    axis = [
-        build_tag("span"),
-        build_tag("div", ticks, class_="heataxis"),
-        build_tag("span", "max / mean", class_="heatend"),
-    ]
+    texts = [str(number) if number % step == 0 else "" for number in range(columns)]
+    axis = draw_heat_axis(texts, "max / mean")
     names = [name for _, name in LOAD_LEVELS]
     note = (
         "Colour: tokens of an expert over the mean of its layer, in one step over all ranks."
@@ -135,28 +128,10 @@ def _draw_layer_row(
     """Its name, its cells (one path for each colour; of many, neighbours that share it are one),
     and its worst."""
     mean = sum(tokens) / max(len(tokens), 1)
-    paths: dict[int, str] = {}
     levels = [choose_heat_level(count, mean) for count in tokens]
-    start, is_few = 0, columns <= MAX_SEPARATE_COLUMNS
-    # One beyond the last expert, where the last run ends.
-    for end in range(1, len(levels) + 1):
-        if end == len(levels) or levels[end] != levels[start] or is_few:
-            paths[levels[start]] = (
-                paths.get(levels[start], "") + f"M{start} 0h{end - start}v1h{start - end}z"
-            )
-            start = end
     over = compute_max_over_mean_load(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
-    svg = build_tag(
-        "svg",
-        [build_tag("path", d=d, class_=f"h{level}") for level, d in sorted(paths.items())],
-        viewBox=f"0 0 {columns} 1",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-        style=f"height:{height}px",
-        class_="few" if is_few else None,
-    )
+    svg = draw_heat_cells(levels, label, num_cells=columns, height_px=height)
     end_text = f"{over:.2f}"
     if dropped:
         end_text += f", {formats.format_rounded_count(dropped)} dropped"

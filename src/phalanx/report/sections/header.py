@@ -6,8 +6,12 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.report import formats
+from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
+from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_small_text, build_tag
+from phalanx.report.sections.raw import draw_why_link
+from phalanx.report.sections.timing import CSS_CLASS_OF_LEDGER_ENTRY
 
 _CSS_CLASS_OF_STATUS = {
     "finished": "finished",
@@ -17,6 +21,18 @@ _CSS_CLASS_OF_STATUS = {
 }
 _METRIC_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
 MAX_SHOWN_WARNINGS = 10
+# By tile: the key of the event lines behind its number.
+_KEY_OF_TILE = {
+    "Steps done": "loss",
+    "Final training loss": "loss",
+    "Held-out loss": "held-out",
+    "Wall time": "wall",
+    "Restarts": "restarts",
+    "Resumes": "resumes",
+    "Skipped steps": "skips",
+    "Layout": "layout",
+    "Waiting for other stages": "pipeline",
+}
 
 
 def render_header(facts: RunFacts) -> Html:
@@ -30,7 +46,10 @@ def render_header(facts: RunFacts) -> Html:
             class_="name",
         ),
         build_tag("p", _describe_start_and_duration(facts), class_="when"),
-        build_tag("dl", [_render_key_value(*key) for key in _list_run_tiles(facts)], class_="keys"),
+        build_tag(
+            "dl", [_render_key_value(facts, *key) for key in _list_run_tiles(facts)], class_="keys"
+        ),
+        _render_goodput(facts),
         [
             build_tag("p", text, class_="note warning")
             for text in facts.warnings[:MAX_SHOWN_WARNINGS]
@@ -38,13 +57,41 @@ def render_header(facts: RunFacts) -> Html:
     )
 
 
-def _render_key_value(name: str, value: str, detail: str = "") -> Html:
+def _render_key_value(facts: RunFacts, name: str, value: str, detail: str = "") -> Html:
     unit = next((unit for unit in _METRIC_UNITS if value.endswith(unit)), "")
     children: list[Html | str] = [value.removesuffix(unit)]
     if unit:
         children.append(build_tag("span", unit, class_="unit"))
+    why = draw_why_link(facts, _KEY_OF_TILE.get(name, ""), name)
     return build_tag(
-        "div", build_tag("dt", name), build_tag("dd", children, build_small_text(detail))
+        "div", build_tag("dt", name), build_tag("dd", children, build_small_text(detail), why)
+    )
+
+
+def _render_goodput(facts: RunFacts) -> Html | None:
+    """The share of the run's life that went into steps which stand, and what took the rest."""
+    ledger = facts.ledger
+    good_s = ledger.parts_s.get("training steps", 0.0)
+    good_s += ledger.parts_s.get("waiting for other stages", 0.0)
+    if not (ledger.wall_s > 0 and good_s > 0):
+        return None
+    texts = {}
+    for name, part_s in ledger.parts_s.items():
+        seconds = formats.format_seconds_or_missing(part_s)
+        texts[name] = f"{seconds} ({formats.format_percent(part_s, ledger.wall_s)})"
+    used = [name for name, part_s in ledger.parts_s.items() if part_s > 0]
+    return build_tag(
+        "div",
+        build_tag(
+            "p",
+            build_tag("strong", f"Goodput {formats.format_percent(good_s, ledger.wall_s)}"),
+            ": the part of the run's life that went into steps which stand, without their waiting"
+            " for data, saving and evaluating. ",
+            build_tag("a", "Where the time went", href="#time"),
+        ),
+        draw_stacked_bar(ledger.parts_s, CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
+        draw_legend(used, CSS_CLASS_OF_LEDGER_ENTRY),
+        class_="goodput",
     )
 
 

@@ -13,6 +13,7 @@ from phalanx.observe.words import describe_event
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_note, build_table, build_tag
+from phalanx.report.sections.raw import draw_raw_link
 
 MAX_STORY_ROWS = 300
 MAX_TEXT_SAMPLES = 3
@@ -32,13 +33,19 @@ _FAILURE_EVENTS = (
 _EVENTS_SHOWN_ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 
 
-def render_story(facts: RunFacts) -> Html:
+def select_shown_story(facts: RunFacts) -> tuple[list[Envelope], int]:
+    """The events that the page tells, and how many of the others were left out."""
     story = [
         envelope
         for envelope in facts.story
         if not isinstance(envelope.event, _EVENTS_SHOWN_ELSEWHERE)
     ]
-    shown, num_left_out = _drop_frequent_events(story)
+    return _drop_frequent_events(story)
+
+
+def render_story(facts: RunFacts) -> Html:
+    """The section: what happened, in order."""
+    shown, num_left_out = select_shown_story(facts)
     if not shown:
         body: list[Html | None] = [build_note("Nothing has been recorded yet.")]
     else:
@@ -95,7 +102,8 @@ def _render_story_row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
         "span", f"+{after}", title=formats.format_timestamp(envelope.time_unix_s), class_="nowrap"
     )
     detail = _render_traceback(envelope)
-    return [when, f"{origin}, attempt {envelope.attempt}", build_tag("div", line, detail)]
+    words = build_tag("div", line, " ", draw_raw_link(facts, envelope), detail)
+    return [when, f"{origin}, attempt {envelope.attempt}", words]
 
 
 def _describe_unknown_event(envelope: Envelope) -> str:

@@ -24,7 +24,7 @@ CSS_CLASS_OF_GROUP = {
         name for name in TIME_GROUPS if name not in _CSS_CLASS_OF_LATER_GROUP
     )
 } | _CSS_CLASS_OF_LATER_GROUP
-_CSS_CLASS_OF_LEDGER_ENTRY = {
+CSS_CLASS_OF_LEDGER_ENTRY = {
     "training steps": "g1",
     "waiting for data": "g0",
     "waiting for other stages": "g10",
@@ -100,8 +100,8 @@ def _render_wall_time(facts: RunFacts) -> Html:
             f"The whole run: {formats.format_seconds_or_missing(ledger.wall_s)} of rank"
             f" {facts.lead_rank}",
         ),
-        draw_stacked_bar(ledger.parts_s, _CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
-        draw_legend(shown, _CSS_CLASS_OF_LEDGER_ENTRY),
+        draw_stacked_bar(ledger.parts_s, CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
+        draw_legend(shown, CSS_CLASS_OF_LEDGER_ENTRY),
         build_tag(
             "p",
             "“Everything else” is what lies between the steps: waiting for a restart, generating"

@@ -1,0 +1,188 @@
+"""Writes the events of a run of 1,000 ranks and 100,000 steps, and measures its page.
+
+    python benchmarks/big_run.py DIR [--ranks 1000] [--steps 100000] [--last 500]
+
+The lines are those of `Envelope.to_line`, which ranks write; their numbers are made up from a seed.
+A rank writes one line a step: of all ranks that would be 70 GB. So rank 0 has all steps, the others
+the `--last` ones, which is what the page reads of them besides sums over all steps.
+
+Prints, as JSON: bytes of the events and of the page, seconds and peak memory of `phalanx report`,
+and where chromium is installed the milliseconds from the start of navigation to the first paint,
+to the page's load event, and until its scripts are done and it answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.observe import events
+from phalanx.observe.bus import build_event_file_path
+from phalanx.observe.events import Envelope, Event, MonotonicClockReading
+
+ROOT = Path(__file__).parents[1]
+START_UNIX_S, STEP_S = 1_790_000_000.0, 1.25
+CLOCK = MonotonicClockReading("clock-of-the-benchmark", 1000.0)
+SLOW_RANK, SLOW_S = 613, 0.15
+LAYOUT = {"pp": 5, "dp_replicate": 1, "dp_shard": 25, "cp": 1, "tp": 8, "ep": 1}
+GIB = 2**30
+
+
+class RankWriter:
+    """Writes one rank's events, at seconds of the run's life."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.rank, self._num_written = rank, 0
+        self._file = open(build_event_file_path(run_dir, rank, 0), "w", encoding="utf-8")
+
+    def write(self, event: Event, at_s: float) -> None:
+        """Append one line."""
+        line = Envelope(
+            event, self.rank, 0, START_UNIX_S + at_s, self._num_written, 1000.0 + at_s, CLOCK
+        ).to_line()
+        self._file.write(line + "\n")
+        self._num_written += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_run(run_dir: Path, num_ranks: int, num_steps: int, num_last: int) -> None:
+    """Write the events, the job and the plan of the run."""
+    (run_dir / "events").mkdir(parents=True)
+    layout = LAYOUT
+    if num_ranks != 1000:
+        layout = dict.fromkeys(LAYOUT, 1) | {"dp_shard": num_ranks}
+    plan = {"layout": layout, "world_size": num_ranks, "device": "cuda", "zero_stage": 3}
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    job = {"run": {"name": "big"}, "train": {"steps": num_steps}}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    for rank in range(num_ranks):
+        writer = RankWriter(run_dir, rank)
+        first = 1
+        if rank:
+            first = max(num_steps - num_last + 1, 1)
+        if rank == 0:
+            start = events.RunStarted("big", "d", num_ranks, 0, num_steps, "cuda", layout, "", 90.0)
+            writer.write(start, 90.0)
+        for step, event in write_steps(rank, first, num_steps):
+            writer.write(event, 90.0 + step * STEP_S)
+            if rank == 0:
+                for other in list_rare_events(step):
+                    writer.write(other, 90.0 + step * STEP_S + 0.01)
+        sizes = {"parameters": 30 * GIB, "activations": 25 * GIB, "peak": 60 * GIB}
+        writer.write(events.MemoryMeasured(sizes, sizes, 2 * GIB), 91.0 + num_steps * STEP_S)
+        writer.close()
+    supervisor = RankWriter(run_dir, -1)
+    supervisor.write(events.RanksStarted(list(range(1, num_ranks + 1)), 60.0), 60.0)
+    end_s = 95.0 + num_steps * STEP_S
+    supervisor.write(events.RunFinished("finished", 0, num_steps, end_s), end_s)
+    supervisor.close()
+
+
+def write_steps(rank: int, first: int, last: int) -> Iterator[tuple[int, events.StepFinished]]:
+    """The steps of one rank."""
+    rng = random.Random(rank)
+    for step in range(first, last + 1):
+        own_s = 1.0 + rng.gauss(0.0, 0.01)
+        if rank == SLOW_RANK:
+            own_s += SLOW_S
+        phases_s = {
+            "data": 0.004,
+            "forward": round(0.3 * own_s, 6),
+            "backward": round(0.6 * own_s, 6),
+            "collective": round(STEP_S - own_s, 6),
+            "optimizer": round(0.08 * own_s, 6),
+        }
+        loss = 2.0 + 8.0 / math.sqrt(step) + rng.gauss(0.0, 0.02)
+        if rng.random() < 2e-4:
+            loss += 1.5
+        yield step, events.StepFinished(
+            step, loss, 4_194_304, 4_194_304 * step, 3e-4 * min(step / 2000, 1.0),
+            1.0 + rng.random(), STEP_S + rng.gauss(0.0, 0.01), 4_194_304 / STEP_S, phases_s,
+            STEP_S - sum(phases_s.values()), 9 * GIB, 3 * GIB, 0.0, GIB, 61 * GIB, 70 * GIB,
+            0, 0, 2**28, 1.2,
+        )  # fmt: skip
+
+
+def list_rare_events(step: int) -> Iterator[Event]:
+    """What happens besides steps: saves, evaluations, skipped steps."""
+    if step % 500 == 0:
+        yield events.CheckpointSaved(step, f"checkpoints/step-{step}", 900 * GIB, 40.0, 0.8)
+    if step % 1000 == 0:
+        loss = 2.0 + 8.0 / math.sqrt(step)
+        yield events.EvalFinished(step, loss, 10**7, 20.0, {}, step, loss)
+    if step % 2777 == 0:
+        yield events.StepSkipped(step, "nonfinite_gradients", math.nan, step * 1024, 1024)
+
+
+def measure_report(run_dir: Path) -> dict[str, float]:
+    """Seconds, peak MiB and bytes of the page that `phalanx report` makes."""
+    began_s = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "report", str(run_dir)], env=environment
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit("phalanx report failed")
+    return {
+        "report_s": round(time.monotonic() - began_s, 2),
+        "report_peak_mib": usage.ru_maxrss // 1024,
+        "page_bytes": (run_dir / "report.html").stat().st_size,
+    }
+
+
+def measure_opening(page: Path) -> dict[str, float]:
+    """Milliseconds of a real browser, the middle one of five; nothing without chromium."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from browser import find_chromium, open_browser
+
+    if find_chromium() is None:
+        return {}
+    measured = []
+    with open_browser() as browser:
+        for _ in range(5):
+            browser.open("about:blank")
+            browser.open(page.as_uri())
+            measured.append(
+                browser.evaluate(
+                    "new Promise((done) => requestAnimationFrame(() => setTimeout(() => done({"
+                    "paint_ms: performance.getEntriesByName('first-contentful-paint')[0].startTime,"
+                    "load_ms: performance.timing.loadEventEnd - performance.timing.navigationStart,"
+                    "answer_ms: performance.now()}))))"
+                )
+            )
+    middle = {}
+    for name in measured[0]:
+        middle[name] = round(sorted(each[name] for each in measured)[2], 1)
+    return middle
+
+
+def main() -> None:
+    """Write the run where there is none, then measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--last", type=int, default=500)
+    options = parser.parse_args()
+    if not (options.run_dir / "events").exists():
+        write_run(options.run_dir, options.ranks, options.steps, options.last)
+    event_bytes = sum(path.stat().st_size for path in (options.run_dir / "events").iterdir())
+    result: dict[str, float] = {"event_bytes": event_bytes, **measure_report(options.run_dir)}
+    result |= measure_opening(options.run_dir / "report.html")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

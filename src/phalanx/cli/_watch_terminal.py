@@ -1,0 +1,96 @@
+"""`phalanx watch --terminal`: the bar and the events of a run that was started elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.files import read_json
+from phalanx.core.terminal import wrap_stream_in_filter
+from phalanx.launch.liveness import describe_liveness
+from phalanx.launch.paths import next_attempt_number
+from phalanx.observe.console import Console, open_console
+from phalanx.observe.events import RunFinished, RunStarted
+from phalanx.observe.run_end import read_recorded_end
+from phalanx.observe.tail import EventTail, read_recorded_events
+from phalanx.observe.units import choose_metric_units_of_job
+
+_POLL_INTERVAL_S = 0.2
+_DEFAULT_LOG_EVERY = 10
+_LIVENESS_INTERVAL_S = 2.0
+
+
+def show_run_in_terminal(run_dir: Path) -> int:
+    """Show the newest attempt of a run and those that follow, until the run ends or Ctrl-C.
+
+    Returns the exit code of the verb: 0 also for a run that failed, which it says.
+    """
+    job = _read_job(run_dir)
+    console = open_console(
+        wrap_stream_in_filter(sys.stdout),
+        total_steps=_find_total_steps(run_dir) or _read_count(job, "train", "steps"),
+        log_every=_read_count(job, "observe", "log_every") or _DEFAULT_LOG_EVERY,
+        units=choose_metric_units_of_job(job),
+    )
+    tail = EventTail(run_dir, attempt_from=max(next_attempt_number(run_dir) - 1, 0))
+    end = None
+    try:
+        end = _show_events_until_end(run_dir, console, tail)
+    except KeyboardInterrupt:
+        # The usual end of watching.
+        pass
+    finally:
+        console.close()
+    if end is not None:
+        print(f"run     {run_dir}: {end.status} at step {end.step:,}, exit code {end.exit_code}")
+    return 0
+
+
+def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> RunFinished:
+    said, looked_s = "", 0.0
+    while True:
+        # Before the events are read: what was written until the end is read then.
+        end = read_recorded_end(run_dir)
+        for envelope in tail.read_new_events():
+            console.write(envelope)
+        console.tick()
+        if end is not None:
+            return end
+        now = time.monotonic()
+        if now - looked_s >= _LIVENESS_INTERVAL_S:
+            looked_s = now
+            sentence = describe_liveness(run_dir)
+            if sentence != said:
+                console.say(sentence)
+                said = sentence
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _find_total_steps(run_dir: Path) -> int:
+    """The steps of the newest attempt, as it said at its start: a resumed run may have more than
+    its first job; 0 before any has begun."""
+    total = 0
+    for envelope in read_recorded_events(run_dir, RunStarted):
+        if isinstance(envelope.event, RunStarted):
+            total = int(envelope.event.total_steps)
+    return total
+
+
+def _read_job(run_dir: Path) -> dict[str, Any]:
+    """The job of a run; empty where its file is missing or damaged."""
+    try:
+        job = read_json(run_dir / "job.json")
+    except (OSError, ValueError):
+        return {}
+    if isinstance(job, dict):
+        return job
+    return {}
+
+
+def _read_count(job: dict[str, Any], section: str, key: str) -> int:
+    table = job.get(section)
+    if isinstance(table, dict) and type(table.get(key)) is int:
+        return int(table[key])
+    return 0

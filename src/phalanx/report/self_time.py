@@ -1,0 +1,113 @@
+"""The own time of each rank in each step beside that of its peers: where ranks are slow by
+themselves, with waiting for others removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from phalanx.report.sample import split_into_buckets
+
+if TYPE_CHECKING:
+    # At run time in a circle: the table's groups of phases stand beside the facts.
+    from phalanx.report.bottleneck.step_table import StepTable
+
+MAX_MAP_ROWS = 48
+MAX_MAP_COLUMNS = 120
+NUM_SLOWEST_RANKS = 12
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank's own seconds in a step, in the mean; `excess_s` beyond the median of its peers, and
+    most in `worst_step`."""
+
+    rank: int
+    self_s: float
+    excess_s: float
+    worst_step: int
+    worst_excess_s: float
+
+
+@dataclass(frozen=True)
+class SelfTimeMap:
+    """Seconds that ranks take by themselves beyond the median of their peers.
+
+    `rows[i]` is of `ranks[i]`, several neighbours where there are many ranks: the largest of
+    them. `steps[j]` are the first and the last step of column j, whose values are means.
+    `slowest`: ranks by excess, largest first. `mean_excess_s` by rank. `attempt` is that of all
+    steps, `step_s` the median length of a step.
+    """
+
+    attempt: int
+    ranks: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[float, ...], ...]
+    slowest: tuple[SlowRank, ...]
+    mean_excess_s: dict[int, float]
+    step_s: float
+
+
+def build_self_time_map(table: StepTable | None, num_stages: int) -> SelfTimeMap | None:
+    """The map of a table of steps; peers are the ranks of one of `num_stages` pipeline stages.
+
+    None without steps, or of one rank alone.
+    """
+    if table is None or not table.num_steps or len(table.ranks) < 2:
+        return None
+    excess = _compute_excess(table, num_stages)
+    means = {rank: sum(values) / len(values) for rank, values in excess.items()}
+    columns = split_into_buckets(table.num_steps, MAX_MAP_COLUMNS)
+    by_rank = {
+        rank: [sum(values[start:end]) / (end - start) for start, end in columns]
+        for rank, values in excess.items()
+    }
+    ranks = table.ranks
+    buckets = [ranks[start:end] for start, end in split_into_buckets(len(ranks), MAX_MAP_ROWS)]
+    rows = []
+    for bucket in buckets:
+        of_bucket = [by_rank[rank] for rank in bucket]
+        rows.append(tuple(max(column) for column in zip(*of_bucket, strict=True)))
+    steps = [(table.steps[start], table.steps[end - 1]) for start, end in columns]
+    lead = table.rows[ranks[0]]
+    return SelfTimeMap(
+        attempt=table.attempt,
+        ranks=tuple(buckets),
+        steps=tuple(steps),
+        rows=tuple(rows),
+        slowest=_list_slowest_ranks(table, excess, means),
+        mean_excess_s=means,
+        step_s=median(row.step_s for row in lead),
+    )
+
+
+def _compute_excess(table: StepTable, num_stages: int) -> dict[int, list[float]]:
+    """By rank, for each step: its own seconds beyond the median of its peers, itself included."""
+    excess: dict[int, list[float]] = {}
+    for peers in _split_into_peers(table.ranks, num_stages):
+        self_s = {rank: [row.self_s for row in table.rows[rank]] for rank in peers}
+        usual_s = [median(column) for column in zip(*self_s.values(), strict=True)]
+        for rank, values in self_s.items():
+            excess[rank] = [value - usual for value, usual in zip(values, usual_s, strict=True)]
+    return {rank: excess[rank] for rank in table.ranks}
+
+
+def _split_into_peers(ranks: tuple[int, ...], num_stages: int) -> list[tuple[int, ...]]:
+    """Ranks with the same work: the outermost axis is that of the pipeline."""
+    if num_stages <= 1 or len(ranks) % num_stages or len(ranks) == num_stages:
+        return [ranks]
+    size = len(ranks) // num_stages
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+
+def _list_slowest_ranks(
+    table: StepTable, excess: dict[int, list[float]], means: dict[int, float]
+) -> tuple[SlowRank, ...]:
+    slowest = []
+    for rank in sorted(means, key=lambda rank: (-means[rank], rank))[:NUM_SLOWEST_RANKS]:
+        values, rows = excess[rank], table.rows[rank]
+        worst = max(range(len(values)), key=values.__getitem__)
+        self_s = sum(row.self_s for row in rows) / len(rows)
+        slowest.append(SlowRank(rank, self_s, means[rank], table.steps[worst], values[worst]))
+    return tuple(slowest)

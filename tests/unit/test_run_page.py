@@ -1,0 +1,259 @@
+"""The page's maps of ranks, its lanes and its links to raw events; and the page as a browser shows
+it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from test_bottleneck import write_run
+from test_pipeline_measured import pipeline
+from test_report import Page
+
+from browser import Browser, open_browser
+from phalanx.observe import events
+from phalanx.observe.bus import Bus
+from phalanx.plan.layout import Layout
+from phalanx.report import write_report
+from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_table
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.self_time import MAX_MAP_COLUMNS, MAX_MAP_ROWS, build_self_time_map
+
+LAYOUT = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+STEP_S = 0.2
+
+
+def table_of(own_s: dict[int, list[float]]) -> StepTable:
+    """Ranks in step, each of which waits for the slowest: all steps take `STEP_S`."""
+    rows = {}
+    for rank, seconds in own_s.items():
+        rows[rank] = tuple(
+            RankStep(STEP_S, {"backward": each, "collective": STEP_S - each}, 0.0)
+            for each in seconds
+        )
+    steps = tuple(range(4, 4 + len(rows[0])))
+    newest = events.StepFinished(4, 1.0, 1, 1, 1.0, 1.0, STEP_S, 1.0, {}, 0.0, 1)
+    return StepTable(0, steps, rows, newest)
+
+
+# --- own time -------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_the_others_wait_for_is_slow_though_all_steps_are_equal() -> None:
+    own_s = {rank: [0.10] * 6 for rank in range(4)}
+    own_s[2] = [0.10, 0.10, 0.18, 0.10, 0.14, 0.10]
+    times = build_self_time_map(table_of(own_s), num_stages=1)
+    assert times is not None
+    assert times.ranks == ((0,), (1,), (2,), (3,))
+    assert times.rows[2] == pytest.approx((0.0, 0.0, 0.08, 0.0, 0.04, 0.0))
+    assert [max(map(abs, times.rows[rank])) for rank in (0, 1, 3)] == pytest.approx([0, 0, 0])
+    slow = times.slowest[0]
+    assert (slow.rank, slow.worst_step) == (2, 6)
+    assert slow.excess_s == pytest.approx(0.02)
+    assert slow.worst_excess_s == pytest.approx(0.08)
+
+
+def test_ranks_of_a_stage_with_more_work_are_not_slow() -> None:
+    """Peers are those with the same work: in two stages nobody is behind."""
+    own_s = {rank: [0.10 + 0.05 * (rank >= 2)] * 3 for rank in range(4)}
+    alone = build_self_time_map(table_of(own_s), num_stages=1)
+    staged = build_self_time_map(table_of(own_s), num_stages=2)
+    assert alone is not None
+    assert staged is not None
+    assert max(map(max, alone.rows)) > 0.01
+    assert max(map(max, staged.rows)) == pytest.approx(0.0)
+
+
+def test_many_ranks_and_steps_are_a_map_of_bounded_size_and_hide_no_slow_rank() -> None:
+    own_s = {rank: [0.10] * 500 for rank in range(300)}
+    own_s[217] = [0.15] * 500
+    times = build_self_time_map(table_of(own_s), num_stages=1)
+    assert times is not None
+    assert len(times.rows) <= MAX_MAP_ROWS
+    assert {len(row) for row in times.rows} == {len(times.steps)}
+    assert len(times.steps) <= MAX_MAP_COLUMNS
+    assert [rank for bucket in times.ranks for rank in bucket] == list(range(300))
+    assert (times.steps[0][0], times.steps[-1][1]) == (4, 503)
+    (slow,) = [row for row, bucket in zip(times.rows, times.ranks, strict=True) if 217 in bucket]
+    assert slow == pytest.approx([0.05] * len(times.steps))
+    assert sum(max(row) > 0.01 for row in times.rows) == 1
+
+
+def test_one_rank_alone_and_no_steps_have_no_map() -> None:
+    assert build_self_time_map(table_of({0: [0.1] * 5}), num_stages=1) is None
+    assert build_self_time_map(table_of({0: [], 1: []}), num_stages=1) is None
+    assert build_self_time_map(None, num_stages=1) is None
+
+
+# --- a page of a run of eight ranks ---------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Eight ranks in two stages; rank 5 is slow in its backward. A fault, a restart, a skip."""
+    write_run(tmp_path, {5: {"backward": 0.03}}, num_ranks=8)
+    plan = {
+        "layout": LAYOUT, "world_size": 8, "zero_stage": 3, "device": "cpu",
+        "pipeline": pipeline("interleaved", num_ranks=2).to_json(),
+    }  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "job.json").write_text(json.dumps({"run": {"name": "eight"}}))
+    rank, supervisor = Bus(rank=0, run_dir=tmp_path), Bus(rank=-1, run_dir=tmp_path)
+    rank.emit(events.RunStarted("eight", "d", 8, 0, 40, "cpu", LAYOUT, "", 1.0))
+    rank.emit(events.StepSkipped(10, "nonfinite_gradients", math.nan, 0, 8))
+    rank.emit(events.CheckpointSaved(20, "checkpoints/step-20", 5 * 2**20, 0.25))
+    rank.emit(events.EvalFinished(40, 2.0, 500, 0.2))
+    supervisor.emit(events.RankFailed(5, 30, "backward", "signal", "killed", 0.3))
+    supervisor.emit(events.RestartScheduled(1, 3, 20))
+    supervisor.emit(events.RunFinished("finished", 0, 40, 42.5))
+    rank.close()
+    supervisor.close()
+    return tmp_path
+
+
+def section_of(page: Page, name: str) -> str:
+    found = re.search(rf'<section id="{name}">(.*?)</section>', page.source, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def test_the_slow_rank_stands_out_with_the_line_of_its_worst_step(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    ranks = section_of(page, "ranks")
+    assert re.search(r"Rank 5 takes \d+\.\d ms longer by itself than the median", ranks)
+    labels = re.findall(r'aria-label="rank (\d): \S(\S+) ms of its peers in the mean', ranks)
+    assert [rank for rank, _ in labels] == list(map(str, range(8)))
+    assert max(labels, key=lambda label: float(label[1]))[0] == "5"
+    table = read_step_table(run_dir)
+    assert table is not None
+    times = collect_run_facts(run_dir).self_times
+    assert times is not None
+    shown = re.search(r'<div id="raw-rank-5".*?</div>', page.source, re.DOTALL)
+    assert shown is not None
+    assert f"&quot;step&quot;:{times.slowest[0].worst_step}," in shown[0]
+    assert "events/rank-0005-attempt-00.jsonl, line " in shown[0]
+
+
+def test_the_mesh_has_each_rank_and_what_it_holds(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    mesh = section_of(page, "mesh")
+    cells = re.findall(r"<i(?: class=\"h\d\")?>(\d+)</i>", mesh)
+    assert cells == list(map(str, range(8)))
+    slow = re.search(r'<i class="h(\d)">5</i>', mesh)
+    assert slow is not None
+    assert int(slow[1]) >= 6
+    rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", mesh)
+    held = {int(rank): re.findall(r"<td>(.*?)</td>", rest) for rank, rest in rows}
+    layout = Layout.from_json(LAYOUT)
+    for rank in range(8):
+        at = layout.coordinates(rank)
+        blocks = {0: "0–1 with embedding; 4–5", 1: "2–3; 6–7 with head"}[at["pp"]]
+        assert held[rank] == [
+            blocks,
+            f"{at['tp'] + 1} of 2",
+            "all",
+            f"{at['dp_shard'] + 1} of 2",
+            f"optimizer, gradients and parameters: {at['dp_shard'] + 1} of 2",
+        ]
+
+
+def test_lanes_lie_on_the_axis_of_the_loss(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    training = section_of(page, "training")
+    in_chart = re.search(r'<b class="skip" style="left:([\d.]+)%', training)
+    in_lane = re.search(r'<b class="warn" style="left:([\d.]+)%" title="[^"]*step 10', training)
+    assert in_chart is not None
+    assert in_lane is not None
+    assert in_lane[1] == in_chart[1]
+    names = re.findall(r'<span class="lanelabel">(\w+)</span>', training)
+    assert names == ["faults", "starts", "skips", "saves", "evals"]
+
+
+def test_the_goodput_is_that_of_the_ledger(run_dir: Path) -> None:
+    facts = collect_run_facts(run_dir)
+    share = 100 * facts.ledger.parts_s["training steps"] / facts.ledger.wall_s
+    page = Page(write_report(run_dir))
+    assert f"Goodput {share:.1f} %" in page.text
+
+
+def test_each_raw_line_stands_in_the_file_that_it_names(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    raw = section_of(page, "raw")
+    shown = re.findall(r"<h3>events/(\S+), line ([\d,]+)</h3><pre[^>]*>(.*?)</pre>", raw)
+    assert len(shown) >= 10
+    for file, number, text in shown:
+        lines = (run_dir / "events" / file).read_text().splitlines()
+        assert text.replace("&quot;", '"') == lines[int(number.replace(",", "")) - 1]
+    for key in ("loss", "held-out", "restarts", "skips", "wall", "layout"):
+        assert f'href="#raw-{key}"' in page.source, key
+        assert f'id="raw-{key}"' in page.source, key
+
+
+def test_a_run_of_one_rank_has_neither_map(tmp_path: Path) -> None:
+    write_run(tmp_path, {}, num_ranks=1)
+    page = Page(write_report(tmp_path))
+    assert 'id="ranks"' not in page.source
+    assert 'id="mesh"' not in page.source
+    assert 'href="#ranks"' not in page.source
+
+
+def test_damaged_files_cost_parts_and_not_the_page(run_dir: Path) -> None:
+    for layout in ({"pp": 10**9, "tp": 10**9}, {"pp": -1}, {"tp": "two"}, [], {"ep": 7}):
+        (run_dir / "plan.json").write_text(json.dumps({"layout": layout, "zero_stage": "x"}))
+        with open(run_dir / "events" / "rank-0000-attempt-00.jsonl", "ab") as file:
+            file.write(b'\xff{"event":"note","seq":99999999999999999999}\n{"seq":1')
+        Page(write_report(run_dir))
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_page_without_a_request_or_an_error(
+    run_dir: Path, width: int, dark: bool
+) -> None:
+    page = write_report(run_dir)
+    with open_browser() as browser:
+        browser.open(page.as_uri(), width=width, dark=dark)
+        assert browser.problems == []
+        assert {url for url in browser.requests if url != "data:,"} == {page.as_uri()}
+        assert is_as_wide_as_its_window(browser), "nothing is scrolled sideways"
+        picture = browser.take_screenshot(run_dir / "page.png")
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        # Lanes and loss share their frame: the same left and right edge.
+        edges = browser.evaluate(
+            "['#training .plot', '#training .eventlane'].map((each) => {"
+            " const box = document.querySelector(each).getBoundingClientRect();"
+            " return [Math.round(box.left), Math.round(box.right)]; })"
+        )
+        assert edges[0] == edges[1]
+
+
+def is_as_wide_as_its_window(browser: Browser) -> bool:
+    return bool(
+        browser.evaluate(
+            "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
+    )
+
+
+def test_a_why_link_shows_the_lines_behind_the_number(run_dir: Path) -> None:
+    page = write_report(run_dir)
+    with open_browser() as browser:
+        browser.open(page.as_uri())
+        visible = (
+            "[...document.querySelectorAll('.raw')].filter((each) => each.offsetHeight > 0)"
+            ".map((each) => each.id)"
+        )
+        assert browser.evaluate(visible) == []
+        # By the keyboard, as somebody without a mouse does.
+        browser.evaluate("document.querySelector('a.why[href=\"#raw-restarts\"]').focus()")
+        browser.press("Enter")
+        assert browser.evaluate(visible) == ["raw-restarts"]
+        text = browser.evaluate("document.getElementById('raw-restarts').innerText")
+        assert '"event":"rank_failed"' in text
+        assert '"event":"restart_scheduled"' in text

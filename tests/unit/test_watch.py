@@ -1,0 +1,307 @@
+"""`phalanx watch`: one page over HTTP for whoever has its address, and the same run in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import open_browser
+from phalanx.cli import _app
+from phalanx.observe import events
+from phalanx.observe.bus import Bus
+from phalanx.report.live.live_page import LivePage
+from phalanx.report.live.page_server import PageServer, open_page_server
+from phalanx.report.page import CONTENT_SECURITY_POLICY
+
+LAYOUT = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+
+
+class LiveRun:
+    """A run of one rank that goes on as the test says, written by the real writers."""
+
+    def __init__(self, directory: Path, total_steps: int = 100) -> None:
+        self.directory = directory
+        self._rank = Bus(rank=0, run_dir=directory)
+        self._supervisor = Bus(rank=-1, run_dir=directory)
+        self._rank.emit(events.RunStarted("a-run", "d", 1, 0, total_steps, "cpu", LAYOUT, "", 1.0))
+        self._num_steps = 0
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._num_steps += 1
+            phases_s = {"forward": 0.04, "backward": 0.05}
+            self._rank.emit(
+                events.StepFinished(
+                    self._num_steps, 3.0 - 0.01 * self._num_steps, 64, 64, 1e-3, 1.0, 0.1, 640.0,
+                    phases_s, 0.01, 2**28,
+                )
+            )  # fmt: skip
+
+    def finish(self, status: str = "finished", code: int = 0) -> None:
+        self._supervisor.emit(events.RunFinished(status, code, self._num_steps, 12.0))
+
+    def close(self) -> None:
+        self._rank.close()
+        self._supervisor.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[LiveRun]:
+    live = LiveRun(tmp_path)
+    yield live
+    live.close()
+
+
+@contextlib.contextmanager
+def serving(run: LiveRun) -> Iterator[PageServer]:
+    page = LivePage(run.directory, lambda: "1 of 1 rank here are alive.")
+    with open_page_server(0, page.render) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """`phalanx ARGUMENTS` in a process that does not outlive the test, whatever fails."""
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ask(
+    server: PageServer, path: str, *, method: str = "GET", host: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """One real request over a socket, its path as it stands."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        if host != "":
+            connection.putheader("Host", host or f"127.0.0.1:{server.port}")
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_page_is_there_for_who_has_its_address(run: LiveRun) -> None:
+    run.train(12)
+    with serving(run) as server:
+        status, headers, body = ask(server, f"/{server.token}/")
+        assert status == 200
+        assert b"12 / 100" in body
+        assert b'id="live"' in body
+        assert headers["Content-Type"] == "text/html; charset=utf-8"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Content-Security-Policy"] == (
+            f"{CONTENT_SECURITY_POLICY}; connect-src 'self'; frame-ancestors 'none'"
+        )
+        assert server.server_address[0] == "127.0.0.1"
+        again, _, nothing = ask(server, f"/{server.token}/", If_None_Match=headers["ETag"])
+        assert (again, nothing) == (304, b"")
+        assert ask(server, f"/{server.token}/", host=f"localhost:{server.port}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "127.0.0.1.evil.example:{port}",
+        "[::1]:{port}",
+    ],
+)
+def test_another_host_name_is_refused(run: LiveRun, host: str) -> None:
+    """A name that was rebound to 127.0.0.1 comes with the right token, and a wrong Host."""
+    with serving(run) as server:
+        status, _, body = ask(
+            server, f"/{server.token}/", host=host.replace("{port}", str(server.port))
+        )
+        assert status == 403
+        assert b"a-run" not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE"])
+def test_only_get_is_answered(run: LiveRun, method: str) -> None:
+    with serving(run) as server:
+        status, headers, body = ask(server, f"/{server.token}/", method=method)
+        assert (status, headers["Allow"]) == (405, "GET")
+        assert b"a-run" not in body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/", "/{token}", "/wrong/", "/{token}/../", "/{token}/job.json", "/{token}//etc/passwd",
+        "/{token}/%2e%2e/%2e%2e/etc/passwd", "/../../etc/passwd", "/{token}/?x=1", "/favicon.ico",
+        "http://127.0.0.1/{token}/", "/{short}/",
+    ],
+)  # fmt: skip
+def test_no_other_path_is_there(run: LiveRun, path: str) -> None:
+    with serving(run) as server:
+        asked = path.replace("{token}", server.token).replace("{short}", server.token[:-1])
+        status, _, body = ask(server, asked)
+        assert (status, body) == (404, b"nothing is there\n")
+
+
+def test_tokens_are_long_and_never_the_same(run: LiveRun) -> None:
+    with serving(run) as first, serving(run) as second:
+        assert first.token != second.token
+        assert len(first.token) >= 32
+        assert ask(first, f"/{second.token}/")[0] == 404
+
+
+def test_a_port_that_is_taken_is_refused(run: LiveRun, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(run) as server:
+        arguments = ["watch", str(run.directory), "--port", str(server.port)]
+        assert _app.run_command_line(arguments) == 2
+        assert f"port {server.port} cannot be opened" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("{nowhere}",), "no run is there"),
+        (("{run}", "--port", "99999"), "--port"),
+        (("{run}", "--port", "80", "--terminal"), "leave one out"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: LiveRun, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"{run}": str(run.directory), "{nowhere}": str(run.directory / "nowhere")}
+    assert _app.run_command_line(["watch", *(names.get(each, each) for each in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_the_command_serves_until_it_is_interrupted(run: LiveRun) -> None:
+    run.train(3)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started("watch", str(run.directory), **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = process.stdout.readline().split()[1]
+        host, _, path = address.removeprefix("http://").partition("/")
+        connection = http.client.HTTPConnection(host, timeout=30)
+        connection.request("GET", f"/{path}")
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+
+
+def test_the_terminal_shows_a_run_that_was_started_elsewhere_to_its_end(run: LiveRun) -> None:
+    """On a terminal of its own: the bar of the steps, then how the run ended."""
+    run.train(40)
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    streams = {"stdout": theirs, "stderr": theirs, "stdin": theirs}
+    with started("watch", str(run.directory), "--terminal", **streams, env=environment) as process:
+        os.close(theirs)
+        shown = read_until(ours, b"40/100")
+        assert b"loss 2.6" in shown
+        run.train(1)
+        read_until(ours, b"41/100")
+        run.finish("failed", 1)
+        assert b"failed at step 41" in read_until(ours, b"exit code 1")
+        assert process.wait(30) == 0
+    os.close(ours)
+
+
+def read_until(descriptor: int, words: bytes) -> bytes:
+    shown = b""
+    while words not in shown:
+        try:
+            piece = os.read(descriptor, 1 << 16)
+        except OSError:
+            piece = b""
+        assert piece, shown
+        shown += piece
+    return shown
+
+
+def test_the_terminal_view_of_a_pipe_ends_with_an_interrupt(run: LiveRun) -> None:
+    run.train(10)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started("watch", str(run.directory), "--terminal", **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "a-run: 1 rank on cpu, one rank, started in 1.0 s\n"
+        assert process.stdout.readline().startswith("step 1/100  loss 2.99")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+def test_a_browser_keeps_what_its_reader_does_while_the_page_is_updated(run: LiveRun) -> None:
+    """The element with the focus stays the same element, its read-out stays, open tables stay
+    open; nothing is asked of anybody but the server."""
+    run.train(20)
+    with open_browser() as browser, serving(run) as server:
+        browser.open(server.url)
+        browser.wait_for("document.querySelector('.updated').textContent.startsWith('Up to date')")
+        browser.evaluate(
+            "(() => { const plot = document.querySelector('#training .plot'); plot.mark = 'mine';"
+            " plot.focus(); document.querySelector('#training details').open = true; })()"
+        )
+        browser.press("ArrowLeft")
+        assert browser.evaluate(
+            "document.querySelector('#training output').textContent"
+        ).startswith("step 20:")
+        run.train(5)
+        browser.wait_for("document.querySelector('dl.keys').textContent.includes('25 / 100')")
+        state = browser.evaluate(
+            "[document.activeElement.mark, document.querySelector('#training details').open,"
+            " document.querySelector('#training output').textContent,"
+            " document.querySelector('#live').textContent]"
+        )
+        assert state[:2] == ["mine", True]
+        assert state[2].startswith("step 20:")
+        assert "1 of 1 rank here are alive." in state[3]
+        # The keys now move through the new points.
+        browser.press("ArrowRight")
+        assert browser.evaluate(
+            "document.querySelector('#training output').textContent"
+        ).startswith("step 21:")
+        run.finish()
+        browser.wait_for("document.querySelector('#live').textContent.includes('has ended')")
+        assert (
+            browser.evaluate("document.querySelector('header .status').textContent") == "finished"
+        )
+        assert browser.problems == []
+        assert {url.partition("#")[0] for url in browser.requests if url != "data:,"} == {
+            server.url
+        }
