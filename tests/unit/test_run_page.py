@@ -17,8 +17,8 @@ from browser import Browser, open_browser
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
-from phalanx.report import write_report
 from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_table
+from phalanx.report.page import write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.self_time import MAX_MAP_COLUMNS, MAX_MAP_ROWS, build_self_time_map
 
@@ -246,7 +246,7 @@ def test_a_why_link_shows_the_lines_behind_the_number(run_dir: Path) -> None:
     with open_browser() as browser:
         browser.open(page.as_uri())
         visible = (
-            "[...document.querySelectorAll('.raw')].filter((each) => each.offsetHeight > 0)"
+            "[...document.querySelectorAll('.rawlines')].filter((each) => each.offsetHeight > 0)"
             ".map((each) => each.id)"
         )
         assert browser.evaluate(visible) == []

@@ -121,4 +121,4 @@ def _render_lines(name: str, lines: list[RawEvent]) -> Html:
     for line in lines:
         body += [build_tag("h3", line.origin), build_tag("pre", line.text, tabindex=0)]
     # Shown by the style sheet where the address names it; a link moves the focus there, too.
-    return build_tag("div", body, id=name, class_="raw", tabindex=-1)
+    return build_tag("div", body, id=name, class_="rawlines", tabindex=-1)
