@@ -128,8 +128,7 @@ class StepFinished(Event):
     @property
     def waiting_s(self) -> float:
         """Seconds in collectives and for other stages: sending, and waiting for other ranks."""
-        waits = (self.phases_s.get("collective", 0.0), self.phases_s.get("pipeline", 0.0))
-        return sum(seconds for seconds in waits if math.isfinite(seconds))
+        return _sum_waits(self.phases_s)
 
 
 @dataclass(frozen=True)
@@ -155,6 +154,11 @@ class StepsSummed(Event):
     cpu_s: float
     rss_bytes: int
     peak_bytes: int
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in collectives and for other stages: sending, and waiting for other ranks."""
+        return _sum_waits(self.phases_s)
 
 
 @dataclass(frozen=True)
@@ -647,6 +651,11 @@ def wrap_event_in_envelope(event: Event, *, rank: int, attempt: int, seq: int = 
         now_s,
         MonotonicClockReading(build_monotonic_clock_id(), now_s) if seq == 0 else None,
     )
+
+
+def _sum_waits(phases_s: dict[str, float]) -> float:
+    waits = (phases_s.get("collective", 0.0), phases_s.get("pipeline", 0.0))
+    return sum(seconds for seconds in waits if math.isfinite(seconds))
 
 
 def _replace_nonfinite_by_null(value: Any) -> Any:

@@ -23,6 +23,13 @@ from phalanx.report.ledger import LedgerBuilder
 from phalanx.report.timeline import TimelineBuilder
 
 NAN = math.nan
+# For ledgers of samples and seconds, for verdicts, and for whoever watches.
+_NOT_FOR_THE_STORY = (
+    events.SamplesRead,
+    events.TimeBetweenSteps,
+    events.OperatorsCounted,
+    events.WorkProgressed,
+)
 SUPERVISOR_RANK = -1
 
 
@@ -96,8 +103,7 @@ class EventLog:
             # When one failed belongs to the story; what held is told in its own section.
             if not event.is_summary:
                 self.rest.append(envelope)
-        # For ledgers, of samples and of seconds, not for the story.
-        elif not isinstance(event, events.SamplesRead | events.TimeBetweenSteps):
+        elif not isinstance(event, _NOT_FOR_THE_STORY):
             self.rest.append(envelope)
 
     @property

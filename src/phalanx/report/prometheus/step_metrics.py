@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 
-from phalanx.observe.events import Envelope, RunStarted, StepFinished, StepSkipped
+from phalanx.observe.events import Envelope, RunStarted, StepFinished, StepSkipped, StepsSummed
 from phalanx.observe.loss_spikes import LossSpikeDetector
 from phalanx.report.facts import get_time_group_of_phase
 from phalanx.report.formats import finite_or_zero
@@ -40,6 +40,8 @@ class StepMetrics:
             self._add_step_of_rank(event, str(envelope.rank))
             if envelope.rank == LEAD_RANK:
                 self._add_step(event)
+        elif isinstance(event, StepsSummed):
+            self._add_seconds_of_rank(event, str(envelope.rank))
         elif isinstance(event, StepSkipped):
             self._values.add("phalanx_skipped_steps_total", 1, event.reason)
             if event.reason == "overflow":
@@ -50,7 +52,8 @@ class StepMetrics:
             self._values.set("phalanx_step", event.step)
             self._spikes.forget()
 
-    def _add_step_of_rank(self, event: StepFinished, rank: str) -> None:
+    def _add_seconds_of_rank(self, event: StepFinished | StepsSummed, rank: str) -> None:
+        """Of one step, or of the sum of several."""
         values = self._values
         for phase, seconds in event.phases_s.items():
             values.add("phalanx_phase_seconds_total", seconds, rank, phase)
@@ -59,12 +62,16 @@ class StepMetrics:
         values.add("phalanx_self_seconds_total", event.step_s - event.waiting_s, rank)
         if event.cpu_s:
             values.add("phalanx_cpu_seconds_total", event.cpu_s, rank)
-        for axis, num_bytes in {"dp": event.sent_bytes, **event.sent_by_axis}.items():
-            if num_bytes:
-                values.add("phalanx_sent_bytes_total", num_bytes, rank, axis)
         values.set("phalanx_memory_resident_bytes", event.rss_bytes, rank)
         if event.peak_bytes:
             values.set("phalanx_memory_peak_bytes", event.peak_bytes, rank)
+
+    def _add_step_of_rank(self, event: StepFinished, rank: str) -> None:
+        values = self._values
+        self._add_seconds_of_rank(event, rank)
+        for axis, num_bytes in {"dp": event.sent_bytes, **event.sent_by_axis}.items():
+            if num_bytes:
+                values.add("phalanx_sent_bytes_total", num_bytes, rank, axis)
         if event.reserved_bytes:
             values.set("phalanx_memory_reserved_bytes", event.reserved_bytes, rank)
 
