@@ -64,7 +64,7 @@ def fish(folder: Path, line: str) -> list[str]:
 
 
 def test_verbs_and_options(folder: Path) -> None:
-    assert bash(folder, "tr") == ["train"]
+    assert bash(folder, "tr") == ["trace", "train"]
     assert {"init", "plan", "report", "train"} <= set(bash(folder, ""))
     assert {"--resume", "--explain", "--json"} <= set(bash(folder, "train", "--"))
     assert "--install-completion" in bash(folder, "--")

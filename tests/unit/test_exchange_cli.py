@@ -393,6 +393,7 @@ DISGUISES = (
     *(
         "checkpoints/step-1/rank-0000.safetensors",
         "events/rank-0.jsonl",
+        "traces/rank-0000-attempt-00-steps-1-2.jsonl",
         "rows.parquet",
         "weights.pt",
         "weights.ckpt",
@@ -433,6 +434,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("logs",): lambda d: [(d,)],
     # One that is taken for a run would be served until Ctrl-C.
     ("watch",): lambda d: [(d / "weights.pt",), (d / "weights.pt", "--terminal")],
+    ("trace",): lambda d: [(d,), (d, "--steps", "1")],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [
         (d, "--prompt", "a"),

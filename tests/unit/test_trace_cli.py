@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> Path:
             for step in range(steps.first, steps.last + 1):
                 writer.write_rows([StepSpan(step, step * 1000, step * 1000 + 900)])
                 writer.write_rows(
-                    [PhaseSpan(step, 0, 1, "forward", "", step * 1000, step * 1000 + 1)]
+                    [PhaseSpan(step, 0, 1, "forward", "", "", step * 1000, step * 1000 + 1)]
                 )
             writer.close(is_complete=True)
     return tmp_path / "run"

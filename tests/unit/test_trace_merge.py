@@ -85,9 +85,9 @@ def rows_of(shift_ns: int = 0) -> list[list[TraceRow]]:
     return [
         [StepSpan(7, zero, zero + 1000), StepSpan(8, zero + 1000, zero + 2000)],
         [
-            PhaseSpan(7, 0, 1, "forward", "", zero + 10, zero + 200),
-            PhaseSpan(7, 0, 1, "collective", "all_reduce gradients", zero + 300, zero + 400),
-            PhaseSpan(7, 0, 1, "backward", "", zero + 200, zero + 500),
+            PhaseSpan(7, 0, 1, "forward", "", "", zero + 10, zero + 200),
+            PhaseSpan(7, 0, 1, "collective", "all_reduce gradients", "dp", zero + 300, zero + 400),
+            PhaseSpan(7, 0, 1, "backward", "", "", zero + 200, zero + 500),
         ],
         list(GROUP),
         [
@@ -117,7 +117,7 @@ def test_a_trace_has_phases_collectives_and_memory_of_each_rank(tmp_path: Path) 
         assert phases["backward"].parent is phases["step 7"]
         assert phases["backward"].self_ns == 200
         assert phases["collective"].args == {
-            "step": 7, "microbatch": 0, "of": "all_reduce gradients",
+            "step": 7, "microbatch": 0, "of": "all_reduce gradients", "axis": "dp",
         }  # fmt: skip
         (microbatch,) = trace.slices(rank, "microbatches")
         assert (microbatch.name, microbatch.ns) == ("microbatch 0", 490)

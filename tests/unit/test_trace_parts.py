@@ -36,8 +36,8 @@ HEADER = TracePartHeader(
     PART_SCHEMA, 1, 2, 0, 3, 4, False, "cpu", "a host", 7, "one", "one", "pp 1"
 )
 PHASES = [
-    PhaseSpan(3, -1, 1, "data", "", 10, 20),
-    PhaseSpan(3, 0, 1, "forward", "words, with ünicode", 20, 2**62),
+    PhaseSpan(3, -1, 1, "data", "", "", 10, 20),
+    PhaseSpan(3, 0, 1, "forward", "words, with ünicode", "", 20, 2**62),
 ]
 
 
@@ -83,9 +83,9 @@ def test_of_a_rank_that_died_the_lines_before_are_read(tmp_path: Path) -> None:
         '{"kind": "memory", "texts": [], "rows": [[1, 2, 1e3]]}',
         '{"kind": "memory", "texts": [], "rows": [[1, 2, 99999999999999999999]]}',
         '{"kind": "memory", "texts": [], "rows": 5}',
-        '{"kind": "phase", "texts": ["a"], "rows": [[1, 0, 1, 1, 0, 1, 2]]}',
-        '{"kind": "phase", "texts": ["a"], "rows": [[1, 0, 1, -1, 0, 1, 2]]}',
-        '{"kind": "phase", "texts": [1], "rows": [[1, 0, 1, 0, 0, 1, 2]]}',
+        '{"kind": "phase", "texts": ["a"], "rows": [[1, 0, 1, 1, 0, 0, 1, 2]]}',
+        '{"kind": "phase", "texts": ["a"], "rows": [[1, 0, 1, -1, 0, 0, 1, 2]]}',
+        '{"kind": "phase", "texts": [1], "rows": [[1, 0, 1, 0, 0, 0, 1, 2]]}',
         '{"kind": "end"}',
         "[" * 100_000,
     ],

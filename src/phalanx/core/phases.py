@@ -81,7 +81,7 @@ class SpanObserver(Protocol):
     """Told of each phase that begins, and of the end of the innermost one, with the marks that its
     seconds are counted by."""
 
-    def begin_span(self, name: str, words: str, mark: Any) -> None: ...
+    def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None: ...
 
     def end_span(self, mark: Any) -> None: ...
 
@@ -229,7 +229,7 @@ class PhaseTimer:
         self._since = now
         self._write_position(name, words)
         for observer in self.observers:
-            observer.begin_span(name, words, now)
+            observer.begin_span(name, words, axis, now)
         for listener in self._listeners:
             listener(self.step, name)
 

@@ -15,7 +15,7 @@ class NvtxRanges:
     def __init__(self) -> None:
         self._depth = 0
 
-    def begin_span(self, name: str, words: str, mark: Any) -> None:
+    def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None:
         self._depth += 1
         torch.cuda.nvtx.range_push(f"{name}: {words}" if words else name)
 

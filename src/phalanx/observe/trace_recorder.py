@@ -81,6 +81,7 @@ class _MarkedSpan:
     microbatch: int
     name: str
     words: str
+    axis: str
     start: Any
     end: Any
     is_action: bool = False
@@ -94,7 +95,7 @@ class ThreadSpans:
         self._stack: list[tuple[str, str, float]] = []
         self._rows: list[TraceRow] = []
 
-    def begin_span(self, name: str, words: str, mark: float) -> None:
+    def begin_span(self, name: str, words: str, axis: str, mark: float) -> None:
         self._stack.append((name, words, mark))
 
     def end_span(self, mark: float) -> None:
@@ -116,7 +117,7 @@ class ThreadSpans:
 
     def _build_row(self, name: str, words: str, start_s: float, end_s: float) -> PhaseSpan:
         start_ns, end_ns = _convert_to_ns(start_s), _convert_to_ns(end_s)
-        return PhaseSpan(self._phases.step, -1, 0, name, words, start_ns, end_ns)
+        return PhaseSpan(self._phases.step, -1, 0, name, words, "", start_ns, end_ns)
 
 
 def _convert_to_ns(host_s: float) -> int:
@@ -137,7 +138,7 @@ class TraceRecorder:
     ) -> None:
         self._phases, self._box, self._read_memory = phases, box, read_memory
         self._clock = TraceClock(phases.clock)
-        self._stack: list[tuple[int, int, str, str, Any]] = []
+        self._stack: list[tuple[int, int, str, str, str, Any]] = []
         self._spans: list[_MarkedSpan] = []
         self._collectives: dict[int, _OpenCollective] = {}
         self._rows: list[TraceRow] = []
@@ -165,7 +166,7 @@ class TraceRecorder:
         """`actions` of a pipeline: name and two marks each."""
         self._rows.append(StepSpan(step, self._step_began_ns, time.perf_counter_ns()))
         for action, start, end in actions:
-            self._spans.append(_MarkedSpan(step, -1, action, "", start, end, is_action=True))
+            self._spans.append(_MarkedSpan(step, -1, action, "", "", start, end, is_action=True))
         self._sample_memory()
 
     def add_operators(self, operators: Sequence[OperatorSpan]) -> None:
@@ -173,14 +174,14 @@ class TraceRecorder:
 
     # Told by the phases
 
-    def begin_span(self, name: str, words: str, mark: Any) -> None:
-        self._stack.append((self._phases.step, self._phases.microbatch, name, words, mark))
+    def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None:
+        step, microbatch = self._phases.step, self._phases.microbatch
+        self._stack.append((step, microbatch, name, words, axis, mark))
 
     def end_span(self, mark: Any) -> None:
         # One that was open when tracing began has no beginning here.
         if self._stack:
-            step, microbatch, name, words, start = self._stack.pop()
-            self._spans.append(_MarkedSpan(step, microbatch, name, words, start, mark))
+            self._spans.append(_MarkedSpan(*self._stack.pop(), mark))
             self._sample_memory()
 
     def observe_thread(self, phases: PhaseTimer) -> ThreadSpans:
@@ -260,11 +261,9 @@ class TraceRecorder:
             elif span.is_action:
                 rows.append(ActionSpan(span.step, span.name, start_ns, end_ns))
             else:
-                rows.append(
-                    PhaseSpan(
-                        span.step, span.microbatch, 1, span.name, span.words, start_ns, end_ns
-                    )
-                )
+                place = span.step, span.microbatch, 1
+                words = span.name, span.words, span.axis
+                rows.append(PhaseSpan(*place, *words, start_ns, end_ns))
         self._spans = later
         return rows
 

@@ -19,7 +19,7 @@ class StepSpan(NamedTuple):
 class PhaseSpan(NamedTuple):
     """A phase of the thread that trains, or of one beside it (`is_foreground` 0: a save).
 
-    `words`: what it stands for; microbatch -1: of none.
+    `words`: what it stands for; `axis`: of a collective, "" otherwise; microbatch -1: of none.
     """
 
     step: int
@@ -27,6 +27,7 @@ class PhaseSpan(NamedTuple):
     is_foreground: int
     name: str
     words: str
+    axis: str
     start_ns: int
     end_ns: int
 

@@ -111,6 +111,8 @@ class RankTracks:
                 annotations["microbatch"] = row.microbatch
             if row.words:
                 annotations["of"] = row.words
+            if row.axis:
+                annotations["axis"] = row.axis
             start_ns, end_ns = self._align(row.start_ns), self._align(row.end_ns)
             spans.append(TrackSpan(start_ns, end_ns, row.name, annotations))
         return spans
