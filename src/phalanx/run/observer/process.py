@@ -44,6 +44,8 @@ METRICS_TARGET_FILE = "metrics-target.json"
 # While a process of before still has the port.
 BIND_TIMEOUT_S = 30.0
 _USUAL_SCRAPE_INTERVAL_S = 15.0
+# Whoever stops a run kills it soon after.
+LAST_ALERTS_IN_HASTE_S = 3.0
 
 
 def run_observer_process(arguments: Sequence[str]) -> int:
@@ -105,10 +107,12 @@ class Observer:
 
     def close(self) -> None:
         """Send the last alerts, wait for the last scrape, give the port back."""
-        self._sender.close(LAST_ALERTS_TIMEOUT_S)
+        state = self._follower.metrics.state
+        is_in_haste = state in ("preempted", "interrupted")
+        self._sender.close(LAST_ALERTS_IN_HASTE_S if is_in_haste else LAST_ALERTS_TIMEOUT_S)
         if self._server is None:
             return
-        if self._follower.metrics.state in ("finished", "failed"):
+        if state in ("finished", "failed"):
             self._server.wait_until_scraped(self._find_last_scrape_wait_s(self._server))
         self._server.close()
         with contextlib.suppress(OSError):
