@@ -22,6 +22,8 @@ from phalanx.report.prometheus.values import MetricSnapshot
 
 # Without an event for so long, the black boxes are asked, as often: a step may take minutes.
 SILENCE_S = 10.0
+# And this often in any case: of a large run, ranks other than 0 do not write every step.
+BLACK_BOX_INTERVAL_S = 30.0
 
 
 class RunFollower:
@@ -57,7 +59,8 @@ class RunFollower:
         # What the supervisor says, of an alert that was not sent perhaps, is no progress.
         if any(envelope.rank >= 0 for envelope in envelopes):
             self._progress_s = now_s
-        elif now_s - max(self._progress_s, self._boxes_read_s) >= self._silence_s:
+        is_silent = now_s - max(self._progress_s, self._boxes_read_s) >= self._silence_s
+        if is_silent or now_s - self._boxes_read_s >= BLACK_BOX_INTERVAL_S:
             self._boxes_read_s = now_s
             self._read_black_boxes(now_s)
         return envelopes
