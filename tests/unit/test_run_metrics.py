@@ -138,6 +138,50 @@ def test_seconds_of_ranks_are_told_apart() -> None:
     assert story.value("phalanx_steps_total") == 1, "a step is one, however many ranks do it"
 
 
+def test_sums_of_steps_count_as_their_steps() -> None:
+    """What ranks of a large run write: the same counters, and means of a step."""
+    story, one_by_one = Story(), Story()
+    for each in (story, one_by_one):
+        each.start()
+    steps = [
+        replace(STEP, step=number, communication_s={"tp: all_gather x": 0.2}) for number in (1, 2)
+    ]
+    one_by_one.tell(*steps, rank=1)
+    story.tell(
+        events.StepsSummed(
+            *(1, 2, 2, 2.0, 1.0, 1),
+            phases_s={"forward": 1.0, "collective": 0.4},
+            communication_s={"tp: all_gather x": 0.4},
+            unaccounted_s=0.6,
+            cpu_s=0.0,
+            rss_bytes=2**30,
+            peak_bytes=0,
+        ),
+        rank=1,
+    )
+    summed, single = (each.metrics.build_snapshot().values for each in (story, one_by_one))
+    assert summed.keys() == single.keys()
+    for name in summed.keys() - {
+        "phalanx_refresh_timestamp_seconds",
+        "phalanx_last_progress_timestamp_seconds",
+        "phalanx_checkpoint_age_seconds",
+    }:
+        assert summed[name] == pytest.approx(single[name]), name
+    assert story.value("phalanx_step_self_seconds", "1") == pytest.approx(0.8)
+    assert story.value("phalanx_communication_seconds_total", "1", "tp") == pytest.approx(0.4)
+    story.tell(events.TimeBetweenSteps(2, "evaluate", 1.5), rank=1)
+    assert story.value("phalanx_between_steps_seconds_total", "1", "evaluate") == 1.5
+
+
+def test_the_mean_of_a_step_forgets_the_first_ones() -> None:
+    story = Story()
+    story.start()
+    story.steps(1, 5, step_s=10.2)
+    assert story.value("phalanx_step_self_seconds", "0") == pytest.approx(10.0)
+    story.steps(6, 400)
+    assert story.value("phalanx_step_self_seconds", "0") == pytest.approx(0.8, abs=0.01)
+
+
 def test_an_overflow_of_fp16_is_ordinary_and_a_nan_is_not() -> None:
     story = Story()
     story.start()

@@ -179,6 +179,9 @@ def extract_metric_values(
         if event.waiting_s:
             values["time/wait_s"] = event.waiting_s
             values["time/self_s"] = event.step_s - event.waiting_s
+        for words, seconds in event.communication_s.items():
+            name = f"time/communication_{sanitise_metric_name(words.partition(':')[0])}_s"
+            values[name] = values.get(name, 0.0) + seconds
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}
     if isinstance(event, _LATE_EVENT_CLASSES):
         return _extract_values_told_late(event)

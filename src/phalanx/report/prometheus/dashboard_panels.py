@@ -182,18 +182,29 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 is_stacked=True,
             ),
             DashboardPanel(
-                "Own seconds of each rank",
-                "Without waiting for others, of each second: a straggler has most.",
-                (_query("rate(phalanx_self_seconds_total{RUN}[INTERVAL])", "rank {{rank}}"),),
-                "percentunit",
-                width=12,
+                "A step of each rank by itself",
+                "Seconds of a step without waiting for others: a straggler has most.",
+                (_query("phalanx_step_self_seconds{RUN}", "rank {{rank}}"),),
+                "s",
             ),
             DashboardPanel(
                 "Waiting of each rank",
-                "In collectives and for other stages, of each second: a straggler has least.",
-                (_query("rate(phalanx_wait_seconds_total{RUN}[INTERVAL])", "rank {{rank}}"),),
-                "percentunit",
-                width=12,
+                "Seconds of a step in collectives and for other stages: a straggler has least.",
+                (_query("phalanx_step_wait_seconds{RUN}", "rank {{rank}}"),),
+                "s",
+            ),
+            DashboardPanel(
+                "Communication by axis",
+                "Mean seconds of a step in collectives, over all ranks.",
+                (
+                    _query(
+                        "avg by (run, axis)"
+                        " (rate(phalanx_communication_seconds_total{RUN}[INTERVAL]))"
+                        " / on (run) group_left () (rate(phalanx_steps_total{RUN}[INTERVAL]) > 0)",
+                        "{{axis}}",
+                    ),
+                ),
+                "s",
             ),
             DashboardPanel(
                 "Sent by axis",

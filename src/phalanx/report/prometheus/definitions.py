@@ -126,11 +126,30 @@ METRICS: tuple[MetricDefinition, ...] = (
         " the one that others wait for.",
         "rank",
     ),
+    _gauge(
+        "phalanx_step_self_seconds",
+        "Of that, the mean of the rank's newest 50 steps or so. In runs so large that ranks write"
+        " sums of steps, of the newest sum.",
+        "rank",
+    ),
+    _gauge("phalanx_step_wait_seconds", "The same of waiting.", "rank"),
+    _counter(
+        "phalanx_communication_seconds_total",
+        "Seconds in collectives by axis (dp, tp, cp, ep, pp, world): a part of waiting.",
+        "rank",
+        "axis",
+    ),
+    _counter(
+        "phalanx_between_steps_seconds_total",
+        "Seconds that belong to no step. activity: startup, evaluate, trace, ending.",
+        "rank",
+        "activity",
+    ),
     _counter("phalanx_cpu_seconds_total", "Processor seconds of the rank's steps.", "rank"),
     _counter(
         "phalanx_sent_bytes_total",
-        "Bytes that the rank sent in steps. axis: dp (gradients), tp, cp, ep, pp. Weights that"
-        " FSDP and ZeRO-1 gather are not counted.",
+        "Bytes that the rank sent in steps that it wrote one by one. axis: dp (gradients), tp, cp,"
+        " ep, pp. Weights that FSDP and ZeRO-1 gather are not counted.",
         "rank",
         "axis",
     ),

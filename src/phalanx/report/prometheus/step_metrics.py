@@ -5,15 +5,36 @@ from __future__ import annotations
 import math
 from array import array
 
-from phalanx.observe.events import Envelope, RunStarted, StepFinished, StepSkipped, StepsSummed
+from phalanx.observe.events import (
+    Envelope,
+    RunStarted,
+    StepFinished,
+    StepSkipped,
+    StepsSummed,
+    TimeBetweenSteps,
+)
 from phalanx.observe.loss_spikes import LossSpikeDetector
 from phalanx.report.facts import get_time_group_of_phase
 from phalanx.report.formats import finite_or_zero
 from phalanx.report.prometheus.values import MetricValues
 
 LEAD_RANK = 0
+MEAN_STEPS = 50
 # What a step's seconds are spent on beside training it.
 _UNPRODUCTIVE_GROUPS = ("data", "checkpoint", "evaluate")
+
+
+class _MovingMean:
+    """The mean of the newest `MEAN_STEPS` values or so: older ones fade."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num_steps = 0
+
+    def add(self, value: float, num_steps: int) -> None:
+        """Add `num_steps` values whose mean is `value`."""
+        self._num_steps = min(self._num_steps + num_steps, max(MEAN_STEPS, num_steps))
+        self.value += (value - self.value) * num_steps / self._num_steps
 
 
 class StepMetrics:
@@ -28,6 +49,7 @@ class StepMetrics:
         self._spikes = LossSpikeDetector()
         self._newest_step = 0
         self._overflow_step = -1
+        self._means: dict[tuple[str, str], _MovingMean] = {}
         self._standing_steps = array("d")
         self._standing_s = array("d")
         self.productive_s = 0.0
@@ -37,11 +59,17 @@ class StepMetrics:
     def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         if isinstance(event, StepFinished):
-            self._add_step_of_rank(event, str(envelope.rank))
+            rank = str(envelope.rank)
+            self._add_seconds_of_rank(event, rank, 1)
+            self._add_step_of_rank(event, rank)
             if envelope.rank == LEAD_RANK:
                 self._add_step(event)
         elif isinstance(event, StepsSummed):
-            self._add_seconds_of_rank(event, str(envelope.rank))
+            self._add_seconds_of_rank(event, str(envelope.rank), max(int(event.num_steps), 1))
+        elif isinstance(event, TimeBetweenSteps):
+            rank = str(envelope.rank)
+            name = "phalanx_between_steps_seconds_total"
+            self._values.add(name, event.seconds, rank, event.activity)
         elif isinstance(event, StepSkipped):
             self._values.add("phalanx_skipped_steps_total", 1, event.reason)
             if event.reason == "overflow":
@@ -52,23 +80,38 @@ class StepMetrics:
             self._values.set("phalanx_step", event.step)
             self._spikes.forget()
 
-    def _add_seconds_of_rank(self, event: StepFinished | StepsSummed, rank: str) -> None:
-        """Of one step, or of the sum of several."""
+    def _add_seconds_of_rank(
+        self, event: StepFinished | StepsSummed, rank: str, num_steps: int
+    ) -> None:
         values = self._values
         for phase, seconds in event.phases_s.items():
             values.add("phalanx_phase_seconds_total", seconds, rank, phase)
         values.add("phalanx_phase_seconds_total", event.unaccounted_s, rank, "unaccounted")
-        values.add("phalanx_wait_seconds_total", event.waiting_s, rank)
-        values.add("phalanx_self_seconds_total", event.step_s - event.waiting_s, rank)
+        for words, seconds in event.communication_s.items():
+            axis = words.partition(":")[0]
+            values.add("phalanx_communication_seconds_total", seconds, rank, axis)
+        waiting_s = event.waiting_s
+        self_s = event.step_s - waiting_s
+        values.add("phalanx_wait_seconds_total", waiting_s, rank)
+        values.add("phalanx_self_seconds_total", self_s, rank)
         if event.cpu_s:
             values.add("phalanx_cpu_seconds_total", event.cpu_s, rank)
+        self._set_mean("phalanx_step_wait_seconds", waiting_s, rank, num_steps)
+        self._set_mean("phalanx_step_self_seconds", self_s, rank, num_steps)
         values.set("phalanx_memory_resident_bytes", event.rss_bytes, rank)
         if event.peak_bytes:
             values.set("phalanx_memory_peak_bytes", event.peak_bytes, rank)
 
+    def _set_mean(self, name: str, seconds: float, rank: str, num_steps: int) -> None:
+        """Move the mean of a rank's newest steps by `num_steps` that took `seconds` together."""
+        if not math.isfinite(seconds):
+            return
+        mean = self._means.setdefault((name, rank), _MovingMean())
+        mean.add(seconds / num_steps, num_steps)
+        self._values.set(name, mean.value, rank)
+
     def _add_step_of_rank(self, event: StepFinished, rank: str) -> None:
         values = self._values
-        self._add_seconds_of_rank(event, rank)
         for axis, num_bytes in {"dp": event.sent_bytes, **event.sent_by_axis}.items():
             if num_bytes:
                 values.add("phalanx_sent_bytes_total", num_bytes, rank, axis)
