@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.errors import JobError
 from phalanx.core.step_ranges import StepRange, merge_step_ranges, parse_step_range
+from phalanx.job.load import load_job
 from phalanx.observe import trace_part
 from phalanx.observe.trace_part import (
     PART_SCHEMA,
@@ -168,6 +170,28 @@ def test_ranges_of_steps() -> None:
         parse_step_range("0:4")
     ranges = [StepRange(9, 9), StepRange(1, 3), StepRange(2, 2), StepRange(4, 5)]
     assert merge_step_ranges(ranges) == [StepRange(1, 5), StepRange(9, 9)]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('observe.trace_steps=["0:2"]', "trace_steps[0]: '0:2' begins before step 1"),
+        ('observe.trace_steps=[3, "a"]', "trace_steps[1]: 'a' is no range of steps"),
+        ('observe.trace_steps=["3:2"]', "trace_steps[0]: '3:2' ends before it begins"),
+        (
+            'observe.trace_steps=["1:60", "41:101"]',
+            "trace_steps: 101 steps, and it takes at most 100",
+        ),
+        ('observe.profile_steps=["1:11"]', "profile_steps: 11 steps, and it takes at most 10"),
+        ("observe.trace_steps=[501]", "trace_steps names step 501, and train.steps is 500"),
+        ("observe.profile_steps=[501]", "profile_steps names step 501, and train.steps is 500"),
+    ],
+)
+def test_a_job_whose_steps_cannot_be_traced_is_refused(override: str, said: str) -> None:
+    with pytest.raises(JobError) as refused:
+        load_job(None, ["train.steps=500", override])
+    assert said in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("first_step", [0, 1, 10**12])

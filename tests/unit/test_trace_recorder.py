@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
 
 from phalanx.core import phases as phases_module
 from phalanx.core.black_box import BlackBox, PostedCollective
@@ -21,12 +23,14 @@ from phalanx.core.call_site import CallSite
 from phalanx.core.phases import PHASES, PhaseTimer
 from phalanx.core.step_ranges import StepRange
 from phalanx.job.schema import Job
+from phalanx.mesh.nvtx import NvtxRanges
 from phalanx.observe import trace_recorder
 from phalanx.observe.trace_recorder import TraceRecorder
 from phalanx.observe.trace_request import TraceRequest, read_trace_answer, write_trace_request
-from phalanx.observe.trace_rows import TraceRow
+from phalanx.observe.trace_rows import OperatorSpan, TraceRow
 from phalanx.report.trace.packets import SLICE_BEGIN
 from phalanx.report.trace.spans import TrackSpan, nest_spans
+from phalanx.train.operator_profile import _iterate_operator_spans
 from phalanx.train.step_tracer import StepTracer, list_trace_windows
 
 
@@ -313,3 +317,61 @@ def test_nothing_is_looked_for_without_a_directory() -> None:
     tracer.begin_step(1)
     tracer.end_step(1)
     tracer.close()
+
+
+def test_phases_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", heard.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: heard.append("pop"))
+    phases = PhaseTimer()
+    phases.enter("startup")
+    phases.observers += (NvtxRanges(),)
+    with phases("backward"), phases("collective", "all_reduce gradients"):
+        pass
+    phases.leave("startup")
+    assert heard == ["backward", "collective: all_reduce gradients", "pop", "pop"]
+    with phases.for_thread(1)("ckpt_write"):
+        assert heard[4:] == ["ckpt_write"]
+
+
+@dataclass
+class ProfilerEvent:
+    """As torch.profiler's kineto events, of which there are none of a GPU here."""
+
+    text: str
+    device: DeviceType = DeviceType.CPU
+    asynchronous: bool = False
+
+    def name(self) -> str:
+        return self.text
+
+    def is_async(self) -> bool:
+        return self.asynchronous
+
+    def start_ns(self) -> int:
+        return 1000
+
+    def duration_ns(self) -> int:
+        return 50
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+    def start_thread_id(self) -> int:
+        return 3
+
+    def device_resource_id(self) -> int:
+        return 7
+
+
+def test_operators_lie_on_their_thread_and_kernels_on_their_stream() -> None:
+    events = [
+        ProfilerEvent("aten::mm"),
+        ProfilerEvent("gemm_kernel", DeviceType.CUDA),
+        ProfilerEvent("phalanx clock"),
+        ProfilerEvent("from one thread to another", asynchronous=True),
+    ]
+    assert list(_iterate_operator_spans(events, 5)) == [
+        OperatorSpan("operators of thread 3", "aten::mm", 1005, 1055),
+        OperatorSpan("kernels of stream 7", "gemm_kernel", 1005, 1055),
+    ]
