@@ -121,6 +121,39 @@ def test_a_file_that_cannot_be_written(
     assert "failed while writing the trace (No such file or directory)" in err
 
 
+def test_a_link_to_another_folder_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (run_dir / "traces").rename(tmp_path / "elsewhere")
+    (run_dir / "traces").symlink_to(tmp_path / "elsewhere")
+    code, _, err = ask(capsys, str(run_dir), "--steps", "5")
+    assert (code, "it is a link to" in err) == (7, True)
+    assert not list((tmp_path / "elsewhere").glob("*.pftrace"))
+
+
+def test_a_run_that_is_at_the_steps_is_waited_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = trace_part_path(run_dir, 1, 0, StepRange(5, 6))
+    lines = part.read_text().splitlines(keepends=True)
+    part.write_text("".join(lines[:-1]))
+    looks = iter(range(3))
+
+    def is_live(run_dir: Path) -> bool:
+        # At the third look the rank has written its end.
+        if next(looks) == 2:
+            part.write_text("".join(lines))
+        return True
+
+    monkeypatch.setattr("phalanx.run.collect_trace.is_run_live", is_live)
+    monkeypatch.setattr("phalanx.run.live_trace.is_run_live", is_live)
+    monkeypatch.setattr("phalanx.run.live_trace._POLL_INTERVAL_S", 0.0)
+    code, out, _ = ask(capsys, str(run_dir), "--steps", "5:6")
+    assert (code, "lacks" in out) == (0, False)
+    assert next(looks, None) is None
+    assert not (run_dir / "traces" / "request.json").exists(), "nothing had to be asked"
+
+
 def test_parts_that_cannot_be_read(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         trace_part_path(run_dir, rank, 0, StepRange(9, 9)).write_text("spoilt")

@@ -13,6 +13,7 @@ from pathlib import Path
 from phalanx.core.errors import UsageError
 from phalanx.core.files import build_path_resource_error, create_regular_file
 from phalanx.core.step_ranges import StepRange
+from phalanx.launch.paths import refuse_symlinked_run_folders
 from phalanx.observe.trace_part import TracePartError, TracePartPath
 from phalanx.report.trace.merge import (
     TraceFacts,
@@ -50,6 +51,8 @@ def find_or_request_parts(
     Raises UsageError for steps that were not traced and cannot be any more, EnvironmentProblem for
     a run that does not answer or ends before them.
     """
+    # Whoever asks writes into RUN/traces, and a run may come from anywhere.
+    refuse_symlinked_run_folders(run_dir)
     is_live = is_run_live(run_dir)
     if wanted.steps is None:
         return _find_or_request_without_steps(run_dir, wanted, tell, is_live=is_live)
