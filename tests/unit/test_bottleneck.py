@@ -165,18 +165,30 @@ def test_a_late_rank_is_seen_behind_loaders_that_all_wait_for(tmp_path: Path) ->
 
 
 def test_calls_of_small_operators_are_host_overhead(tmp_path: Path) -> None:
-    """Eight microbatches of 1,500 calls of 4 us are 48 ms of a step of 104."""
-    counted = OperatorsCounted(2, 1500, 8, 4e-6)
+    """Eight microbatches of 600 operators of 10 us are 48 ms of a step of 104."""
+    counted = OperatorsCounted(3, 600, 8, 10e-6, 1e11)
     main = judge(write_run(tmp_path / "run", {}, more=(counted,))).main
     assert main is not None
     assert (main.kind, main.share) == ("host overhead", pytest.approx(0.048 / 0.1045, abs=0.02))
     # One microbatch has an eighth of it.
     assert main.speedup == pytest.approx(0.1045 / (0.1045 - 0.042), abs=0.05)
     assert "train.micro_batch_size" in main.action
-    few = OperatorsCounted(2, 1500, 1, 4e-6)
+    few = OperatorsCounted(3, 600, 1, 10e-6, 1e11)
     main = judge(write_run(tmp_path / "few", {}, more=(few,))).main
     assert main is not None
     assert main.kind == "compute"
+
+
+def test_the_models_flops_are_held_beside_products_as_they_were_measured(tmp_path: Path) -> None:
+    """5 MFLOP a token, 2,048 tokens a step of 104 ms on four ranks: 24.6 GFLOP/s of 100."""
+    verdict = judge(
+        write_run(tmp_path / "run", {}, more=(OperatorsCounted(3, 100, 1, 10e-6, 100e9),))
+    )
+    assert verdict.model_flops_utilization == pytest.approx(0.246, abs=0.01)
+    assert verdict.main is not None
+    assert any("% of what large products reach" in text for text in verdict.main.evidence)
+    unknown = judge(write_run(tmp_path / "unknown", {}))
+    assert unknown.to_json()["model_flops_utilization"] is None
 
 
 def test_a_late_rank_that_leaves_its_processor_to_others_has_an_upper_bound(tmp_path: Path) -> None:

@@ -163,16 +163,19 @@ class StepsSummed(Event):
 
 @dataclass(frozen=True)
 class OperatorsCounted(Event):
-    """What calling operators costs a step, whatever the size of its tensors: one microbatch calls
-    `num_calls`, a step has `num_microbatches` of them, and one call takes `call_s` by itself.
+    """What calling operators costs a step, whatever the size of its tensors: the forward of one
+    microbatch has `num_operators` with a backward, a step has `num_microbatches` of them, and one
+    operator takes `operator_s` by itself in both. `matmul_flops_per_s` is what large products
+    reached on this rank, in the type of the model's products, while other ranks computed or waited.
 
     From rank 0, once, after the third step of an attempt; on CPUs, without a pipeline.
     """
 
     step: int
-    num_calls: int
+    num_operators: int
     num_microbatches: int
-    call_s: float
+    operator_s: float
+    matmul_flops_per_s: float
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
 from phalanx.parallel.loss_forward import MicrobatchLossForward
 from phalanx.parallel.operator_calls import (
     OperatorCost,
-    counting_operator_calls,
-    measure_call_seconds,
+    count_operators,
+    measure_matmul_flops_per_s,
+    measure_operator_seconds,
 )
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import SavedBytesCounter, can_count_saved_bytes
@@ -46,7 +49,6 @@ class DirectExecutor:
             phases.microbatch = index
             with (
                 phases("prepare"),
-                self._counting_operators_of_third_step(index),
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
                 hooks.open_microbatch_context(is_last=index == len(microbatches) - 1),
@@ -58,6 +60,8 @@ class DirectExecutor:
                     self._interceptor.intercepting_forward(),
                 ):
                     loss, targets = self._forward(batch, objective)
+                with phases("record"):
+                    self._count_operators_of_third_step(loss, index)
                 with phases("backward"):
                     self._context.normalizer.scale_loss(loss).backward()
                     # Inside of the phase: it leaves the one that waiting for DDP has entered.
@@ -78,25 +82,18 @@ class DirectExecutor:
         """`then(outputs)` of one forward of this rank's tokens."""
         return self._forward.run_module_forward(self._forward.keep_own_tokens_of_batch(batch), then)
 
-    @contextmanager
-    def _counting_operators_of_third_step(self, microbatch: int) -> Iterator[None]:
+    def _count_operators_of_third_step(self, loss: torch.Tensor, microbatch: int) -> None:
         """Count the operators of the first microbatch of the third step, which takes a few tens of
         milliseconds longer."""
         if self._num_steps_until_count == 0 or microbatch != 0:
-            yield
             return
         self._num_steps_until_count -= 1
-        if self._num_steps_until_count > 0:
-            yield
-            return
-        with ExitStack() as stack:
-            calls = stack.enter_context(counting_operator_calls())
-            yield
-            with self._context.phases("record"):
-                stack.close()
-                num_calls, call_s = calls.count(), measure_call_seconds()
-        if num_calls and call_s is not None:
-            self.operator_cost = OperatorCost(num_calls, call_s)
+        if self._num_steps_until_count == 0:
+            self.operator_cost = OperatorCost(
+                count_operators(loss),
+                measure_operator_seconds(),
+                measure_matmul_flops_per_s(self._context.compute_dtype),
+            )
 
     @contextmanager
     def _counting_saved_bytes_of_first_forward(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""How many operators a microbatch calls, and what one call costs the host by itself.
+"""How many operators a microbatch calls, and what one costs the host whatever the size of its
+tensors.
 
 Where tensors are small, a step on CPUs is mostly the work of calling operators: Python, autograd,
 dispatch. It is the same for a microbatch of any size, so larger ones have less of it.
@@ -6,93 +7,75 @@ dispatch. It is the same for a microbatch of any size, so larger ones have less 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import ProfilerConfig, ProfilerState, _profiler_enabled
 
 _NUM_LAYERS, _NUM_REPEATS = 8, 5
+_MATMUL_SIDE, _MATMUL_BUDGET_S = 512, 0.03
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """Operators that one microbatch calls, and the seconds that one call costs by itself."""
+    """Operators of one microbatch's forward that have a backward, the seconds that one costs by
+    itself in both, and the FLOP/s that large products reach on this rank."""
 
-    num_calls: int
-    call_s: float
-
-
-@dataclass
-class OperatorCalls:
-    """What a profiler recorded of a body; nothing where another one was at work."""
-
-    records: Sequence[Sequence[Any]] = ()
-
-    def count(self) -> int:
-        """Operators that were called, those inside of others, too; 0 where nothing was
-        recorded."""
-        num_calls = 0
-        for of_thread in self.records:
-            for record in of_thread:
-                num_calls += record.kind() == "push" and record.name().startswith("aten::")
-        return num_calls
+    num_operators: int
+    operator_s: float
+    matmul_flops_per_s: float
 
 
-@contextmanager
-def counting_operator_calls() -> Iterator[OperatorCalls]:
-    """Count the operators that the body calls on this thread and in its backwards.
-
-    Nothing is counted where a profiler is at work already. Each call takes about twice as long
-    meanwhile.
-    """
-    calls = OperatorCalls()
-    if _profiler_enabled():
-        yield calls
-        return
-    # The legacy profiler is the one that records calls and nothing else, and prints nothing.
-    config = ProfilerConfig(
-        ProfilerState.CPU,
-        report_input_shapes=False,
-        profile_memory=False,
-        with_stack=False,
-        with_flops=False,
-        with_modules=False,
-        experimental_config=torch._C._profiler._ExperimentalConfig(),
-    )
-    torch.autograd._enable_profiler_legacy(config)
-    try:
-        yield calls
-    finally:
-        calls.records = torch.autograd._disable_profiler_legacy()
+def count_operators(loss: torch.Tensor) -> int:
+    """Operators in the graph that autograd has recorded for `loss`: one that a checkpoint hides,
+    or a function of one's own, counts as one."""
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            waiting.append(following)
+    return len(seen)
 
 
-def measure_call_seconds() -> float | None:
-    """Seconds that the call of one operator costs in a forward and backward whose tensors are so
-    small that nothing else counts; None where calls could not be counted. Draws nothing."""
-    with counting_operator_calls() as calls:
-        _run_small_layers()
-    num_calls = calls.count()
-    if not num_calls:
-        return None
+def measure_operator_seconds() -> float:
+    """Seconds that one operator costs in a forward and backward whose tensors are so small that
+    nothing else counts. Draws nothing."""
+    num_operators = count_operators(_compute_small_loss())
     seconds = []
     for _ in range(_NUM_REPEATS):
         began = time.perf_counter()
-        _run_small_layers()
+        _compute_small_loss().backward()
         seconds.append(time.perf_counter() - began)
-    return median(seconds) / num_calls
+    return median(seconds) / num_operators
 
 
-def _run_small_layers() -> None:
+def measure_matmul_flops_per_s(dtype: torch.dtype) -> float:
+    """FLOP/s of this rank's products of 512 x 512 in `dtype`: the best of a few, as others may
+    compute beside it."""
+    side = _MATMUL_SIDE
+    left, right = (torch.ones(side, side, dtype=dtype) for _ in range(2))
+    best_s, until = math.inf, time.perf_counter() + _MATMUL_BUDGET_S
+    while True:
+        began = time.perf_counter()
+        torch.mm(left, right)
+        now = time.perf_counter()
+        best_s = min(best_s, now - began)
+        if now >= until:
+            return 2.0 * side**3 / best_s
+
+
+def _compute_small_loss() -> torch.Tensor:
     with torch.enable_grad():
         weight = torch.ones(8, 8, requires_grad=True)
         scale = torch.ones(8, requires_grad=True)
         x = torch.ones(4, 8)
         for _ in range(_NUM_LAYERS):
             x = x + F.gelu(F.linear(F.layer_norm(x, (8,), scale), weight))
-        x.sum().backward()
+        return x.sum()

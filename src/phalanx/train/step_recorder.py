@@ -166,7 +166,11 @@ class StepRecorder:
         self._has_operator_cost = True
         self._bus.emit(
             OperatorsCounted(
-                self._state.step, cost.num_calls, self._plan.num_microbatches, cost.call_s
+                self._state.step,
+                cost.num_operators,
+                self._plan.num_microbatches,
+                cost.operator_s,
+                cost.matmul_flops_per_s,
             )
         )
 

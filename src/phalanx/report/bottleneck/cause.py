@@ -69,7 +69,8 @@ class BottleneckVerdict:
     """The causes that bound a run's steps `first_step` to `last_step`, the largest cause first.
 
     `causes` is empty where the evidence does not suffice; `why_not` says why. `not_judged`: what
-    the events of this run cannot show.
+    the events of this run cannot show. `model_flops_utilization`: MFU, 0 to 1, beside products as
+    rank 0 measured them; 0 where it is not known.
     """
 
     first_step: int
@@ -81,6 +82,7 @@ class BottleneckVerdict:
     shares: dict[str, float] = field(default_factory=dict)
     why_not: str = ""
     not_judged: tuple[str, ...] = ()
+    model_flops_utilization: float = 0.0
 
     @property
     def main(self) -> Cause | None:
@@ -98,5 +100,6 @@ class BottleneckVerdict:
             "causes": [cause.to_json() for cause in self.causes],
             "shares": {name: round(share, 4) for name, share in self.shares.items()},
             "why_not": self.why_not or None,
+            "model_flops_utilization": round(self.model_flops_utilization, 4) or None,
             "not_judged": list(self.not_judged),
         }

@@ -19,6 +19,8 @@ from phalanx.report.bottleneck.straggler import find_straggler
 from phalanx.report.bottleneck.study import COMPUTE_GROUPS, RunOutline, StepStudy, sum_groups
 from phalanx.report.formats import format_percent
 
+LOW_UTILIZATION = 0.20
+"""Of the rate of large products: below it a model spends its time on something else."""
 MIN_STEPS = 10
 """So many steps after the first ones a verdict needs."""
 
@@ -64,6 +66,7 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         tuple(causes),
         study.share_by_group(),
         not_judged=_list_not_judged(outline),
+        model_flops_utilization=outline.model_flops_utilization(len(table.ranks)),
     )
 
 
@@ -73,10 +76,17 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
     if share < COMPUTE_SHARE:
         return []
     evidence = [f"forward, backward and optimizer take {format_percent(share, 1)} of a step"]
-    if study.outline.flops_per_token > 0 and study.outline.tokens_per_s > 0:
-        per_rank = study.outline.flops_per_token * study.outline.tokens_per_s
-        per_rank /= len(study.table.ranks)
-        evidence.append(f"{per_rank / 1e9:.3g} GFLOP/s of the model on each rank")
+    num_ranks, utilization = len(study.table.ranks), 0.0
+    if study.outline.model_flops_per_s(num_ranks) > 0:
+        flops_per_s = study.outline.model_flops_per_s(num_ranks)
+        utilization = study.outline.model_flops_utilization(num_ranks)
+        text = f"{flops_per_s / 1e9:.3g} GFLOP/s of the model on each rank"
+        if utilization and study.outline.operators is not None:
+            text += (
+                f", {format_percent(utilization, 1)} of what large products reach here"
+                f" ({study.outline.operators.matmul_flops_per_s / 1e9:.3g} GFLOP/s on rank 0)"
+            )
+        evidence.append(text)
     return [
         Cause(
             "compute",
@@ -84,9 +94,18 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
             1.0,
             "computation",
             tuple(evidence),
-            "a faster step needs faster kernels (train.compile, a narrower type), or more ranks",
+            _advise_on_compute(utilization),
         )
     ]
+
+
+def _advise_on_compute(utilization: float) -> str:
+    if 0 < utilization < LOW_UTILIZATION:
+        return (
+            "most of it is not products: elementwise kernels and memory; train.compile joins them,"
+            " and wider layers have more products to each"
+        )
+    return "a faster step needs faster kernels (train.compile, a narrower type), or more ranks"
 
 
 def _list_not_judged(outline: RunOutline) -> tuple[str, ...]:

@@ -77,18 +77,18 @@ def find_small_operators(study: StepStudy) -> None:
     """Forward and backward that are mostly the calling of operators, whose number larger
     microbatches, a compiler or fewer and larger layers make smaller."""
     operators = study.outline.operators
-    if operators is None or not 0 < operators.call_s < 1 or operators.num_microbatches < 1:
+    if operators is None or not 0 < operators.operator_s < 1 or operators.num_microbatches < 1:
         return
-    num_calls = operators.num_calls * operators.num_microbatches
-    host_s = num_calls * operators.call_s
+    num_operators = operators.num_operators * operators.num_microbatches
+    host_s = num_operators * operators.operator_s
     step_s = study.total_s / max(study.table.num_steps, 1)
     share = host_s / step_s
     if share < MIN_SHARE:
         return
     evidence = (
-        f"a step calls {num_calls:,} operators ({operators.num_calls:,} a microbatch), and one"
-        f" call costs {1e6 * operators.call_s:.1f} us by itself: {format_percent(share, 1)} of a"
-        " step",
+        f"a step has {num_operators:,.0f} operators ({operators.num_operators:,.0f} a microbatch),"
+        f" and one costs {1e6 * operators.operator_s:.1f} us by itself, forward and backward:"
+        f" {format_percent(share, 1)} of a step",
     )
     saved_share, action = share, "larger layers, a larger batch, or train.compile"
     if operators.num_microbatches > 1:

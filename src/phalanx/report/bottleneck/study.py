@@ -41,6 +41,17 @@ class RunOutline:
     flops_per_token: float = 0.0
     tokens_per_s: float = 0.0
 
+    def model_flops_per_s(self, num_ranks: int) -> float:
+        """FLOP/s of the model on each rank, without recomputation; 0 where they are not known."""
+        return self.flops_per_token * self.tokens_per_s / max(num_ranks, 1)
+
+    def model_flops_utilization(self, num_ranks: int) -> float:
+        """MFU, 0 to 1: FLOP/s of the model over those of large products as rank 0 measured them;
+        0 where one of them is not known."""
+        if self.operators is None or not self.operators.matmul_flops_per_s > 0:
+            return 0.0
+        return self.model_flops_per_s(num_ranks) / self.operators.matmul_flops_per_s
+
 
 class StepStudy:
     """The steps of a run, its outline, and the causes that were found so far.
