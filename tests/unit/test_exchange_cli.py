@@ -434,6 +434,11 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("logs",): lambda d: [(d,)],
     # One that is taken for a run would be served until Ctrl-C.
     ("watch",): lambda d: [(d / "weights.pt",), (d / "weights.pt", "--terminal")],
+    ("metrics",): lambda d: [(d, "--once")],
+    ("bench", "scaling"): lambda d: [
+        (d / "job.toml",),
+        (f"model.init_from={d}", "--ranks", "1,2", "--repeats", "1", "--steps", "8"),
+    ],
     ("trace",): lambda d: [(d,), (d, "--steps", "1")],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [
