@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.mesh.logical import LogicalShard, make_logical_shard
-from phalanx.verify.follow import (
+from phalanx.verify.compare_steps import (
     RankObservations,
     compute_block_dots,
     describe_held_part,

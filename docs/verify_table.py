@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
+from phalanx.verify.combined_layouts import list_expert_layouts, list_three_axis_layouts
 from phalanx.verify.pipelines import list_pipeline_layouts
-from phalanx.verify.products import list_expert_layouts, list_three_axis_layouts
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 from throughput.machine import cpu_model, num_cores
 

@@ -22,7 +22,7 @@ from phalanx.parallel.expert import transform as ep
 from phalanx.parallel.tensor import sharder as tp
 from phalanx.verify import layout_run
 from phalanx.verify.cases import shrink_job
-from phalanx.verify.products import list_expert_layouts
+from phalanx.verify.combined_layouts import list_expert_layouts
 from plants import some
 
 MIXTRAL = {"preset": "small-mixtral", "num_experts": 4}

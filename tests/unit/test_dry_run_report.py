@@ -12,6 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.verify.dry_run.describe import describe_dry_run
 from phalanx.verify.dry_run.messages import (
     decode_dry_run_request,
     encode_dry_run_request,
@@ -20,7 +21,6 @@ from phalanx.verify.dry_run.messages import (
 from phalanx.verify.dry_run.rank_kinds import RankKind, choose_rank_kinds
 from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, RankKindReport, TimelineRow
 from phalanx.verify.dry_run.result_cache import ResultCache
-from phalanx.verify.dry_run.words import describe_dry_run
 
 ROOM = Cluster("cpu", 64, 2**40)
 

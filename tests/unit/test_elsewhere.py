@@ -37,11 +37,11 @@ CORES = sorted(os.sched_getaffinity(0))
     [
         ("distributed/test_bad_input.py", "test_a_run_directory_in_use", {"bits", "deadline"}),
         (
-            "unit/test_verify_flips.py",
+            "unit/test_verify_routing_differences.py",
             "test_forced_choices_are_taken_and_those_that_differ_are_told",
             {"bits"},
         ),
-        ("unit/test_verify_flips.py", "test_ranks_that_disagree_are_found", set()),
+        ("unit/test_verify_routing_differences.py", "test_ranks_that_disagree_are_found", set()),
         (
             "contracts/test_hooks.py",
             "test_all_ranks_get_the_same_bits",

@@ -13,8 +13,8 @@ from phalanx.observe.console import QuietStream
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
 from phalanx.run.search_job import can_predict_step_times, search_layouts_of_job
+from phalanx.verify.dry_run.describe import describe_dry_run
 from phalanx.verify.dry_run.run_plan import dry_run_plan
-from phalanx.verify.dry_run.words import describe_dry_run
 
 
 class _ProgressLines:

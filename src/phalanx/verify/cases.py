@@ -19,7 +19,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision, replace_precision
-from phalanx.verify import contexts, pipelines, products
+from phalanx.verify import combined_layouts, contexts, pipelines
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, LAYOUT_LOSS_SCALE
 
 NUM_MICROBATCHES = 3
@@ -43,7 +43,7 @@ _DEFAULT_OPTIONS = {key: Parallel.model_fields[key].default for key in OPTION_KE
 
 AXIS_KEYS = (
     *("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel"),
-    *(*contexts.CONTEXT_KEYS, *products.EXPERT_KEYS, *pipelines.PIPELINE_KEYS),
+    *(*contexts.CONTEXT_KEYS, *combined_layouts.EXPERT_KEYS, *pipelines.PIPELINE_KEYS),
 )
 _DEFAULT_AXES = {key: Parallel.model_fields[key].default for key in AXIS_KEYS}
 
@@ -254,9 +254,9 @@ def list_all_layouts(
     yield from list_data_parallel_variants(num_ranks)
     yield from contexts.list_context_parallel_layouts(num_ranks)
     yield from pipelines.list_pipeline_layouts(num_ranks)
-    yield from products.list_three_axis_layouts(num_ranks)
+    yield from combined_layouts.list_three_axis_layouts(num_ranks)
     if experts:
-        yield from products.list_expert_layouts(num_ranks)
+        yield from combined_layouts.list_expert_layouts(num_ranks)
 
 
 def _list_data_parallel_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,8 +13,8 @@ from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
 from phalanx.verify.factors import FactorExplainer, format_factor
-from phalanx.verify.flips import RoutingChange
 from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set, name_weights_set
 
 NOT_FINITE_CAUSE = "it is not a finite number"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.verify.compare import TraceComparison
-from phalanx.verify.flips import RoutingChange
+from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
-from phalanx.verify.lossy import is_lossy_compression
+from phalanx.verify.compressed_gradients import is_lossy_compression
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.begin import replace_learning_rate
-from phalanx.verify.follow import train_beside_reference
+from phalanx.verify.compare_steps import train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import LayoutOutputs
 from phalanx.verify.routes import LayoutRouting, read_expert_choices

@@ -22,8 +22,8 @@ from torch import nn
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import train_phase_of_step
 from phalanx.verify.routes import ForwardPhaseRecorder, LocalSequenceTokens
+from phalanx.verify.routing_differences import train_phase_of_step
 
 OUTPUTS_FILE_NAME = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]

@@ -31,10 +31,13 @@ from phalanx.verify.batches import (
     select_rank_rows,
 )
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
+from phalanx.verify.compressed_gradients import (
+    choose_compression_tolerance,
+    describe_compression_tolerance,
+)
 from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
-from phalanx.verify.lossy import choose_compression_tolerance, describe_compression_tolerance
 from phalanx.verify.number_types import is_narrow_dtype, near_tie_tolerance, parameter_dtype_of_row
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE

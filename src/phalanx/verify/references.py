@@ -34,7 +34,6 @@ from phalanx.verify.begin import (
     randomize_constant_parameters,
     replace_learning_rate,
 )
-from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
 from phalanx.verify.forward_probe import ForwardProbe, describe_reference_failure, probe_forward
 from phalanx.verify.initial_weights import find_initial_faults
 from phalanx.verify.narrow_reference import (
@@ -59,6 +58,7 @@ from phalanx.verify.routes import (
     read_expert_choices,
     write_expert_choices,
 )
+from phalanx.verify.routing_differences import EVALUATION_KIND, RoutingChange, train_phase_of_step
 from phalanx.verify.trace import AppliedTraceGradients, TraceWriter
 from phalanx.verify.trace_facts import TRACE_FILE_NAME, Trace, read_trace
 

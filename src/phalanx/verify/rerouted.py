@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel.executor import Batch
-from phalanx.verify.flips import MisroutedToken, RoutingChange, find_misrouted_tokens
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.routes import (
@@ -21,6 +20,7 @@ from phalanx.verify.routes import (
     have_same_choices,
     read_expert_choices,
 )
+from phalanx.verify.routing_differences import MisroutedToken, RoutingChange, find_misrouted_tokens
 from phalanx.verify.trace_facts import Trace
 
 RANKS_DISAGREE_CAUSE = (

@@ -28,7 +28,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.nn.routing import ExpertChooser, Router
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
+from phalanx.verify.routing_differences import EVALUATION_KIND, RoutingChange, train_phase_of_step
 
 ChosenExperts = Mapping[str, torch.Tensor]
 ROUTES_FILE_NAME = "routes.safetensors"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.verify.flips import RoutingChange
 from phalanx.verify.number_types import WIDE_DTYPES
+from phalanx.verify.routing_differences import RoutingChange
 
 ROWS_FILE_NAME = "rows.jsonl"
 DEFAULT_DTYPES = WIDE_DTYPES

@@ -9,7 +9,7 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
-from phalanx.verify.lossy import JUDGED_BY_PLAIN, is_lossy_compression
+from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
 

@@ -35,7 +35,7 @@ from phalanx.run.weights import (
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
 from phalanx.train.training_data import TrainingData
-from phalanx.verify.follow import describe_held_part
+from phalanx.verify.compare_steps import describe_held_part
 from phalanx.verify.late_store import DelayedCheckpointStore
 from phalanx.verify.trainer_batches import (
     SOURCE_WEIGHTS,

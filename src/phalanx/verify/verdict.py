@@ -12,9 +12,9 @@ from typing import Any
 
 from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
 from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, DifferenceDiagnosis
-from phalanx.verify.flips import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import is_narrow_dtype, parameter_dtype_of_row
+from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
