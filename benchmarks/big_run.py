@@ -1,10 +1,11 @@
 """Writes the events of a run of 1,000 ranks and 100,000 steps, and measures its page.
 
-    python benchmarks/big_run.py DIR [--ranks 1000] [--steps 100000] [--last 500]
+    python benchmarks/big_run.py DIR [--ranks 1000] [--steps 100000]
 
-The lines are those of `Envelope.to_line`, which ranks write; their numbers are made up from a seed.
-A rank writes one line a step: of all ranks that would be 70 GB. So rank 0 has all steps, the others
-the `--last` ones, which is what the page reads of them besides sums over all steps.
+The lines are those of `Envelope.to_line`, which ranks write, as many as `StepDetail` lets a rank
+write; their numbers are made up from a seed. Rank 0 has each step. Of the others the first steps and
+sums over windows: each window is one step times its length, as 100 million steps would take hours
+to make up.
 
 Prints, as JSON: bytes of the events and of the page, seconds and peak memory of `phalanx report`,
 and where chromium is installed the milliseconds from the start of navigation to the first paint,
@@ -27,6 +28,7 @@ from pathlib import Path
 from phalanx.observe import events
 from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Envelope, Event, MonotonicClockReading
+from phalanx.train.step_detail import StepDetail
 
 ROOT = Path(__file__).parents[1]
 START_UNIX_S, STEP_S = 1_790_000_000.0, 1.25
@@ -55,7 +57,7 @@ class RankWriter:
         self._file.close()
 
 
-def write_run(run_dir: Path, num_ranks: int, num_steps: int, num_last: int) -> None:
+def write_run(run_dir: Path, num_ranks: int, num_steps: int) -> None:
     """Write the events, the job and the plan of the run."""
     (run_dir / "events").mkdir(parents=True)
     layout = LAYOUT
@@ -67,13 +69,11 @@ def write_run(run_dir: Path, num_ranks: int, num_steps: int, num_last: int) -> N
     (run_dir / "job.json").write_text(json.dumps(job))
     for rank in range(num_ranks):
         writer = RankWriter(run_dir, rank)
-        first = 1
-        if rank:
-            first = max(num_steps - num_last + 1, 1)
         if rank == 0:
             start = events.RunStarted("big", "d", num_ranks, 0, num_steps, "cuda", layout, "", 90.0)
             writer.write(start, 90.0)
-        for step, event in write_steps(rank, first, num_steps):
+        writer.write(events.TimeBetweenSteps(0, "startup", 90.0), 90.0)
+        for step, event in write_rank(rank, num_ranks, num_steps):
             writer.write(event, 90.0 + step * STEP_S)
             if rank == 0:
                 for other in list_rare_events(step):
@@ -88,10 +88,41 @@ def write_run(run_dir: Path, num_ranks: int, num_steps: int, num_last: int) -> N
     supervisor.close()
 
 
-def write_steps(rank: int, first: int, last: int) -> Iterator[tuple[int, events.StepFinished]]:
-    """The steps of one rank."""
+def write_rank(rank: int, num_ranks: int, num_steps: int) -> Iterator[tuple[int, Event]]:
+    """The events of one rank's steps: each, or the first ones and windows."""
+    if rank == 0:
+        yield from write_steps(rank, range(1, num_steps + 1))
+        return
+    detail = StepDetail(rank, num_ranks, 0, num_steps)
+    num_first = detail.num_first_steps
+    yield from write_steps(rank, range(1, num_first + 1))
+    lasts = range(num_first + detail.window_steps, num_steps + 1, detail.window_steps)
+    for last, event in write_steps(rank, lasts):
+        yield last, sum_window(event, detail.window_steps)
+
+
+def sum_window(event: events.StepFinished, count: int) -> events.StepsSummed:
+    """A window of `count` steps that ends with `event` and has only such ones."""
+    return events.StepsSummed(
+        first_step=event.step - count + 1,
+        last_step=event.step,
+        num_steps=count,
+        step_s=round(event.step_s * count, 6),
+        longest_s=event.step_s,
+        longest_step=event.step,
+        phases_s={name: round(each * count, 6) for name, each in event.phases_s.items()},
+        communication_s={},
+        unaccounted_s=round(event.unaccounted_s * count, 6),
+        cpu_s=round(event.cpu_s * count, 6),
+        rss_bytes=event.rss_bytes,
+        peak_bytes=event.peak_bytes,
+    )
+
+
+def write_steps(rank: int, steps: range) -> Iterator[tuple[int, events.StepFinished]]:
+    """These steps of one rank."""
     rng = random.Random(rank)
-    for step in range(first, last + 1):
+    for step in steps:
         own_s = 1.0 + rng.gauss(0.0, 0.01)
         if rank == SLOW_RANK:
             own_s += SLOW_S
@@ -174,10 +205,9 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--last", type=int, default=500)
     options = parser.parse_args()
     if not (options.run_dir / "events").exists():
-        write_run(options.run_dir, options.ranks, options.steps, options.last)
+        write_run(options.run_dir, options.ranks, options.steps)
     event_bytes = sum(path.stat().st_size for path in (options.run_dir / "events").iterdir())
     result: dict[str, float] = {"event_bytes": event_bytes, **measure_report(options.run_dir)}
     result |= measure_opening(options.run_dir / "report.html")

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+_DEADLINE_S = 60.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _OPTIONS = (
     "--headless=new",
@@ -91,8 +93,9 @@ class Browser:
             mobile=False,
         )
         self._events.clear()
-        self._call("Page.navigate", url=url)
-        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+        answer = self._call("Page.navigate", url=url)
+        # Another fragment of the same page is no load.
+        while "loaderId" in answer and not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._take_message()
 
     def evaluate(self, expression: str) -> Any:
@@ -158,6 +161,8 @@ class Browser:
 
     def _take_message(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._from], [], [], _DEADLINE_S)
+            assert ready, f"the browser has said nothing for {_DEADLINE_S:g} s"
             piece = os.read(self._from, 1 << 20)
             assert piece, "the browser has ended"
             self._rest += piece
