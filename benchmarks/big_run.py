@@ -3,13 +3,14 @@
     python benchmarks/big_run.py DIR [--ranks 1000] [--steps 100000]
 
 The lines are those of `Envelope.to_line`, which ranks write, as many as `StepDetail` lets a rank
-write; their numbers are made up from a seed. Rank 0 has each step. Of the others the first steps and
-sums over windows: each window is one step times its length, as 100 million steps would take hours
-to make up.
+write; their numbers are made up from a seed. Rank 0 has each step. Of the others the first steps
+and sums over windows: each window is one step times its length, as 100 million steps would take
+hours to make up.
 
-Prints, as JSON: bytes of the events and of the page, seconds and peak memory of `phalanx report`,
-and where chromium is installed the milliseconds from the start of navigation to the first paint,
-to the page's load event, and until its scripts are done and it answers.
+Prints, as JSON: bytes of the events and of the page, seconds (of the wall, of a core) and peak
+memory of `phalanx report`, and where chromium is installed the milliseconds from the start of
+navigation to the first paint, to the page's load event, and until its scripts are done and it
+answers.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def measure_report(run_dir: Path) -> dict[str, float]:
         raise SystemExit("phalanx report failed")
     return {
         "report_s": round(time.monotonic() - began_s, 2),
+        "report_cpu_s": round(usage.ru_utime + usage.ru_stime, 2),
         "report_peak_mib": usage.ru_maxrss // 1024,
         "page_bytes": (run_dir / "report.html").stat().st_size,
     }

@@ -232,6 +232,10 @@ def test_tasks_of_another_launcher_train_one_job(
     assert done[1].out == ""
     assert loss_curve(copy) == loss_curve(reference.dir)
     assert weights(copy) == weights(reference.dir)
+    # What the tasks printed is their launcher's: here a pipe that this test reads.
+    logs = run("logs", copy.name, cwd=reference.folder)
+    assert logs.code == 0
+    assert f"no log here of ranks 0 and 1, attempt 1: {origin} has its output, a pipe" in logs.err
 
 
 def test_a_batch_script_of_slurm_starts_its_own_ranks(reference: Reference) -> None:

@@ -95,7 +95,9 @@ class Browser:
         self._events.clear()
         answer = self._call("Page.navigate", url=url)
         # Another fragment of the same page is no load.
-        while "loaderId" in answer and not any(event["method"] == "Page.loadEventFired" for event in self._events):
+        while "loaderId" in answer and not any(
+            event["method"] == "Page.loadEventFired" for event in self._events
+        ):
             self._take_message()
 
     def evaluate(self, expression: str) -> Any:

@@ -82,7 +82,11 @@ class EventLog:
             self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,
         # however long a run is.
-        self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
+        ends = self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])
+        if len(ends) > 1:
+            ends[1] = envelope
+        else:
+            ends.append(envelope)
         if isinstance(event, StepFinished):
             groups_s = _sum_phases_by_group(event)
             self._times_of(envelope.rank).add_steps(event.step_s, 1, groups_s)
@@ -129,7 +133,10 @@ class EventLog:
         return sort_events(itertools.chain.from_iterable(self.by_stream.values()))
 
     def _times_of(self, rank: int) -> RankStepTimes:
-        return self.clocks.setdefault(rank, RankStepTimes())
+        times = self.clocks.get(rank)
+        if times is None:
+            times = self.clocks[rank] = RankStepTimes()
+        return times
 
 
 def read_event_log(run_dir: Path) -> EventLog:

@@ -37,7 +37,8 @@ class SelfTimeMap:
     `rows[i]` is of `ranks[i]`, several neighbours where there are many ranks: the largest of
     them. `steps[j]` are the first and the last step of column j, whose values are means.
     `slowest`: ranks by excess, largest first. `mean_excess_s` by rank. `attempt` is that of all
-    steps, `step_s` the median length of a step.
+    steps, `step_s` the median length of a step. `steps_per_value`: where ranks record sums, each
+    value is the mean of so many steps, up to the one that is named.
     """
 
     attempt: int
@@ -47,6 +48,12 @@ class SelfTimeMap:
     slowest: tuple[SlowRank, ...]
     mean_excess_s: dict[int, float]
     step_s: float
+    steps_per_value: float = 1.0
+
+    @property
+    def first_step(self) -> int:
+        """The first step that the map has something of."""
+        return max(self.steps[0][0] - round(self.steps_per_value) + 1, 1)
 
 
 def build_self_time_map(table: StepTable | None, num_stages: int) -> SelfTimeMap | None:
@@ -79,6 +86,7 @@ def build_self_time_map(table: StepTable | None, num_stages: int) -> SelfTimeMap
         slowest=_list_slowest_ranks(table, excess, means),
         mean_excess_s=means,
         step_s=median(row.step_s for row in lead),
+        steps_per_value=table.steps_per_row,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,8 +37,12 @@ class RankTail:
 
     def list_events_within(self, window: tuple[int, int]) -> list[StepFinished | StepsSummed]:
         first, last = window
+        steps: Iterable[int] = range(first, last + 1)
+        # Of a rank that sums its steps up few stand by themselves.
+        if len(self.steps) < last - first:
+            steps = sorted(self.steps)
         within: list[StepFinished | StepsSummed] = [
-            self.steps[step] for step in range(first, last + 1) if step in self.steps
+            self.steps[step] for step in steps if first <= step <= last and step in self.steps
         ]
         if window in self.windows:
             within.append(self.windows[window])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from phalanx.observe.events import StepFinished, StepsSummed
@@ -48,7 +49,8 @@ class RankStep:
 class StepTable:
     """`steps` are those, ascending, that every rank of `attempt` has recorded after it warmed up.
 
-    `rows[rank]` has one `RankStep` for each of `steps`.
+    `rows[rank]` has one `RankStep` for each of `steps`, which stands for `steps_per_row` steps: the
+    mean of those in a window, where ranks sum them up.
     """
 
     attempt: int
@@ -56,6 +58,7 @@ class StepTable:
     rows: Mapping[int, tuple[RankStep, ...]]
     newest: StepFinished
     """The last step that the first of these ranks recorded."""
+    steps_per_row: float = 1.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -65,9 +68,10 @@ class StepTable:
     def num_steps(self) -> int:
         return len(self.steps)
 
-    @property
+    # Once for each table: the study of a run of a thousand ranks asks for it thousands of times.
+    @cached_property
     def total_s(self) -> float:
-        """Seconds of all steps together: those of the rank with most, as ranks go in step."""
+        """Seconds of all rows together: those of the rank with most, as ranks go in step."""
         return max((sum(row.step_s for row in rows) for rows in self.rows.values()), default=0.0)
 
 
@@ -172,4 +176,5 @@ def align_windows(attempt: int, tails: Mapping[int, RankTail]) -> StepTable | No
         for rank, tail in tails.items()
     }
     last_steps = tuple(last for _, last in covered)
-    return StepTable(attempt, last_steps, rows, _find_newest_step(tails))
+    num_steps = sum(last - first + 1 for first, last in covered)
+    return StepTable(attempt, last_steps, rows, _find_newest_step(tails), num_steps / len(covered))

@@ -72,7 +72,7 @@ def _draw_map(times: SelfTimeMap) -> Html:
         _draw_row(ranks, values, times, height)
         for ranks, values in zip(times.ranks, times.rows, strict=True)
     ]
-    first, last = times.steps[0][0], times.steps[-1][1]
+    first, last = times.first_step, times.steps[-1][1]
     names = [name for _, _, name in EXCESS_LEVELS]
     classes = {name: f"h{level}" for _, level, name in EXCESS_LEVELS}
     note = (
@@ -81,7 +81,12 @@ def _draw_map(times: SelfTimeMap) -> Html:
         " others; colour: how much longer than the median of the ranks with the same work, as a"
         " share of a step."
     )
-    if any(begin != end for begin, end in times.steps):
+    if times.steps_per_value > 1:
+        note += (
+            f" Ranks of this run record sums over about {times.steps_per_value:,.0f} steps: a"
+            " column is the mean of those up to the step that is named."
+        )
+    elif any(begin != end for begin, end in times.steps):
         note += " Each column is the mean of several steps."
     if any(len(ranks) > 1 for ranks in times.ranks):
         note += " Each row is the slowest of several ranks."
