@@ -59,7 +59,8 @@ def require_chromium() -> str:
 
 
 class Browser:
-    """One tab. `requests` are the addresses that it asked for, `problems` what it complained of."""
+    """One tab. Since the page was opened, `requests` are the addresses that it asked for, and
+    `problems` what it complained of."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -92,7 +93,8 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self._events.clear()
+        for each in (self._events, self.requests, self.problems):
+            each.clear()
         answer = self._call("Page.navigate", url=url)
         # Another fragment of the same page is no load.
         while "loaderId" in answer and not any(

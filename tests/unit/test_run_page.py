@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -211,26 +212,37 @@ def test_damaged_files_cost_parts_and_not_the_page(run_dir: Path) -> None:
 # --- in a browser ---------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page_without_a_request_or_an_error(
-    run_dir: Path, width: int, dark: bool
+    run_dir: Path, browser: Browser, width: int, dark: bool
 ) -> None:
     page = write_report(run_dir)
-    with open_browser() as browser:
-        browser.open(page.as_uri(), width=width, dark=dark)
-        assert browser.problems == []
-        assert {url for url in browser.requests if url != "data:,"} == {page.as_uri()}
-        assert is_as_wide_as_its_window(browser), "nothing is scrolled sideways"
-        picture = browser.take_screenshot(run_dir / "page.png")
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        # Lanes and loss share their frame: the same left and right edge.
-        edges = browser.evaluate(
-            "['#training .plot', '#training .eventlane'].map((each) => {"
-            " const box = document.querySelector(each).getBoundingClientRect();"
-            " return [Math.round(box.left), Math.round(box.right)]; })"
-        )
-        assert edges[0] == edges[1]
+    browser.open(page.as_uri(), width=width, dark=dark)
+    assert browser.problems == []
+    assert {url for url in browser.requests if url != "data:,"} == {page.as_uri()}
+    assert is_as_wide_as_its_window(browser), "nothing is scrolled sideways"
+    picture = browser.take_screenshot(run_dir / "page.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # Lanes and loss share their frame: the same left and right edge.
+    edges = browser.evaluate(
+        "['#training .plot', '#training .eventlane'].map((each) => {"
+        " const box = document.querySelector(each).getBoundingClientRect();"
+        " return [Math.round(box.left), Math.round(box.right)]; })"
+    )
+    assert edges[0] == edges[1]
+    # What is slow is told from what is not, and its number can be read.
+    slow, usual = browser.evaluate(
+        "[5, 4].map((rank) => getComputedStyle("
+        "document.querySelectorAll('.mesh i')[rank]).backgroundColor)"
+    )
+    assert slow != usual
 
 
 def is_as_wide_as_its_window(browser: Browser) -> bool:
@@ -241,19 +253,77 @@ def is_as_wide_as_its_window(browser: Browser) -> bool:
     )
 
 
-def test_a_why_link_shows_the_lines_behind_the_number(run_dir: Path) -> None:
-    page = write_report(run_dir)
-    with open_browser() as browser:
-        browser.open(page.as_uri())
-        visible = (
-            "[...document.querySelectorAll('.rawlines')].filter((each) => each.offsetHeight > 0)"
-            ".map((each) => each.id)"
+def test_a_why_link_shows_the_lines_behind_the_number(run_dir: Path, browser: Browser) -> None:
+    browser.open(write_report(run_dir).as_uri())
+    visible = (
+        "[...document.querySelectorAll('.rawlines')].filter((each) => each.offsetHeight > 0)"
+        ".map((each) => each.id)"
+    )
+    assert browser.evaluate(visible) == []
+    # By the keyboard, as somebody without a mouse does.
+    browser.evaluate("document.querySelector('a.why[href=\"#raw-restarts\"]').focus()")
+    browser.press("Enter")
+    assert browser.evaluate(visible) == ["raw-restarts"]
+    text = browser.evaluate("document.getElementById('raw-restarts').innerText")
+    assert '"event":"rank_failed"' in text
+    assert '"event":"restart_scheduled"' in text
+    assert browser.evaluate(
+        "[...document.querySelectorAll('i.raw')].every((each) =>"
+        " getComputedStyle(each).display !== 'none')"
+    ), "keys of legends stay"
+
+
+# --- runs so large that ranks record sums of steps ------------------------------------------------
+
+
+def write_windows(run_dir: Path, num_steps: int = 200, window: int = 20) -> None:
+    """Rank 0 records each step, rank 1 sums over windows; an evaluation of 0.2 s each window."""
+    lead, other = Bus(rank=0, run_dir=run_dir), Bus(rank=1, run_dir=run_dir)
+    phases_s = {"forward": 0.03, "backward": 0.06, "collective": 0.01}
+    for step in range(1, num_steps + 1):
+        lead.emit(
+            events.StepFinished(
+                step, 2.0, 64, 64 * step, 1e-3, 1.0, 0.1, 640.0, phases_s, 0.0, 2**28, cpu_s=0.09
+            )
         )
-        assert browser.evaluate(visible) == []
-        # By the keyboard, as somebody without a mouse does.
-        browser.evaluate("document.querySelector('a.why[href=\"#raw-restarts\"]').focus()")
-        browser.press("Enter")
-        assert browser.evaluate(visible) == ["raw-restarts"]
-        text = browser.evaluate("document.getElementById('raw-restarts').innerText")
-        assert '"event":"rank_failed"' in text
-        assert '"event":"restart_scheduled"' in text
+        if step % window == 0:
+            summed_s = {name: window * seconds for name, seconds in phases_s.items()}
+            other.emit(
+                events.StepsSummed(
+                    step - window + 1,
+                    step,
+                    window,
+                    0.1 * window,
+                    0.1,
+                    step,
+                    summed_s,
+                    {},
+                    0.0,
+                    0.09 * window,
+                    2**28,
+                    2**28,
+                )
+            )
+            lead.emit(events.EvalFinished(step, 2.0, 500, 0.2))
+    lead.close()
+    other.close()
+
+
+def test_evaluations_weigh_on_windows_as_on_steps(tmp_path: Path) -> None:
+    """0.2 s each 20 steps of 0.1 s are a tenth: one mean step of each window is not all of it."""
+    write_windows(tmp_path)
+    facts = collect_run_facts(tmp_path)
+    assert facts.self_times is not None
+    assert facts.self_times.steps_per_value == 20
+    assert facts.self_times.first_step == 1
+    assert facts.bottleneck is not None
+    assert [cause.kind for cause in facts.bottleneck.causes] == ["compute"]
+
+
+def test_the_line_behind_a_window_is_its_sum(tmp_path: Path) -> None:
+    write_windows(tmp_path)
+    page = Page(write_report(tmp_path))
+    assert "Ranks of this run record sums over about 20 steps" in page.text
+    shown = re.search(r'<div id="raw-rank-1".*?</div>', page.source, re.DOTALL)
+    assert shown is not None
+    assert "&quot;event&quot;:&quot;steps_summed&quot;" in shown[0]

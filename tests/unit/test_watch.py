@@ -18,6 +18,7 @@ import pytest
 
 from browser import open_browser
 from phalanx.cli import _app
+from phalanx.core.errors import UsageError
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.report.live.live_page import LivePage
@@ -168,6 +169,24 @@ def test_no_other_path_is_there(run: LiveRun, path: str) -> None:
         asked = path.replace("{token}", server.token).replace("{short}", server.token[:-1])
         status, _, body = ask(server, asked)
         assert (status, body) == (404, b"nothing is there\n")
+
+
+def test_what_cannot_be_read_is_said(run: LiveRun) -> None:
+    """A box of a newer release, say: the server stays up, and the page says that it does not
+    answer."""
+
+    def refuse() -> str:
+        raise UsageError("a newer phalanx wrote this run", fix="update phalanx")
+
+    with open_page_server(0, LivePage(run.directory, refuse).render) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            status, _, body = ask(server, f"/{server.token}/")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (status, body) == (500, b"a newer phalanx wrote this run; update phalanx\n")
 
 
 def test_tokens_are_long_and_never_the_same(run: LiveRun) -> None:

@@ -70,7 +70,9 @@ def command(
         if follow:
             lines = _follow_lines(run_dir, follower)
         try:
-            _print_lines(_select_lines(lines, start_s, grep), as_json=as_json)
+            num_lines = _print_lines(_select_lines(lines, start_s, grep), as_json=as_json)
+            if not num_lines:
+                print("no such line was printed", file=sys.stderr)
         except KeyboardInterrupt:
             # The usual end of following.
             if not follow:
@@ -168,12 +170,15 @@ def _select_lines(
             yield line
 
 
-def _print_lines(lines: Iterable[LogLine], *, as_json: bool) -> None:
+def _print_lines(lines: Iterable[LogLine], *, as_json: bool) -> int:
+    """Print each line at once; returns how many there were."""
     import sys
 
     from phalanx.cli._log_lines import LogLinePrinter
 
-    printer = LogLinePrinter(as_json=as_json)
+    printer, num_lines = LogLinePrinter(as_json=as_json), 0
     for line in lines:
         printer.print_line(line)
         sys.stdout.flush()
+        num_lines += 1
+    return num_lines

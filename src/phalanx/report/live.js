@@ -40,7 +40,7 @@
   let etag = "", since = "";
   const line = document.getElementById("live");
   const say = (text) => { line.querySelector(".updated").textContent = text; };
-  const time = () => new Date().toLocaleTimeString();
+  const time = () => new Date().toTimeString().slice(0, 8);
   const charts = () => [...document.querySelectorAll("figure.chart")].filter((each) => each.querySelector("script.points"));
   const isSeen = new WeakSet(charts());
 

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import PhalanxError, UsageError
 from phalanx.report.live.live_page import RenderedPage
 from phalanx.report.page import LIVE_CONTENT_SECURITY_POLICY
 
@@ -79,7 +79,15 @@ class _PageRequestHandler(BaseHTTPRequestHandler):
         elif not self._has_token():
             self._refuse(HTTPStatus.NOT_FOUND, "nothing is there")
         else:
-            self._send_page(self.server.render())
+            self._answer_with_page()
+
+    def _answer_with_page(self) -> None:
+        try:
+            page = self.server.render()
+        except PhalanxError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        else:
+            self._send_page(page)
 
     def _refuse_method(self) -> None:
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
