@@ -179,6 +179,66 @@ def test_calls_of_small_operators_are_host_overhead(tmp_path: Path) -> None:
     assert main.kind == "compute"
 
 
+def test_small_operators_are_no_more_than_forward_and_backward(tmp_path: Path) -> None:
+    """Counted while another process slowed everything down: 200 ms of calls in 100 of them. What
+    they save is not charged to another cause, too."""
+    run = write_run(tmp_path / "run", {}, transfer_s=0.100, more=(
+        OperatorsCounted(3, 10_000, 4, 5e-6, 1e11),
+    ))  # fmt: skip
+    verdict = judge(run)
+    assert {cause.kind for cause in verdict.causes} == {"host overhead", "communication"}
+    (overhead,) = [cause for cause in verdict.causes if cause.kind == "host overhead"]
+    assert overhead.share == pytest.approx(0.5, abs=0.02)
+    assert overhead.speedup == pytest.approx(1 / (1 - 0.375), abs=0.05)
+
+
+def test_two_ranks_that_take_turns_are_named(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        {},
+        num_ranks=8,
+        delays_of_step=lambda rank, step: {
+            "backward": 0.05 if rank == (2 if step % 2 else 5) else 0.0
+        },
+    )
+    main = judge(run).main
+    assert main is not None
+    assert (main.kind, main.subject) == ("uneven steps", "ranks 2, 5, late in turn")
+
+
+def test_a_late_rank_behind_loaders_is_named_by_what_is_not_loading(tmp_path: Path) -> None:
+    """All wait for data, one more than the others, and it is late in its backward besides."""
+    run = write_run(tmp_path / "run", {0: {"data": 0.05, "backward": 0.04}, -1: {"data": 0.05}})
+    verdict = judge(run)
+    (late,) = [cause for cause in verdict.causes if cause.kind == "straggler"]
+    assert (late.rank, late.phase) == (0, "backward")
+
+
+@pytest.mark.parametrize(
+    ("plan", "event"),
+    [
+        (PLAN, EvalFinished(20, 2.0, 10, 1e18)),
+        (PLAN, OperatorsCounted(3, 10**300, 10**300, 0.5, 1e11)),
+        (PLAN, OperatorsCounted(3, 1, 1, 0.5, -1.0)),
+    ],
+)
+def test_numbers_of_a_damaged_file_raise_nothing(
+    tmp_path: Path, plan: dict[str, Any], event: Event
+) -> None:
+    run = write_run(tmp_path / "run", {}, more=(event,))
+    verdict = judge_run(run, plan)
+    assert verdict is not None
+    assert describe_bottleneck(verdict)
+
+
+def test_a_pipeline_that_only_waits_has_a_gain_that_is_a_number(tmp_path: Path) -> None:
+    plan = {**PLAN, "layout": {"pp": 4}}
+    run = write_run(tmp_path / "run", {-1: {"pipeline": 5.0}})
+    verdict = judge_run(run, plan)
+    assert verdict is not None
+    assert all(1 <= cause.speedup <= 100 and cause.share <= 1.01 for cause in verdict.causes)
+
+
 def test_the_models_flops_are_held_beside_products_as_they_were_measured(tmp_path: Path) -> None:
     """5 MFLOP a token, 2,048 tokens a step of 104 ms on four ranks: 24.6 GFLOP/s of 100."""
     verdict = judge(

@@ -13,9 +13,11 @@ from phalanx.observe.events import (
     Envelope,
     Event,
     MonotonicClockReading,
+    RanksStarted,
     RestartScheduled,
     RunFinished,
     StepFinished,
+    StepsSummed,
     TimeBetweenSteps,
     wrap_event_in_envelope,
 )
@@ -26,6 +28,7 @@ PHASES_S = {"data": 0.1, "forward": 0.3, "backward": 0.5, "collective": 0.05, "p
 STEP_S = 1.0
 UNACCOUNTED_S = STEP_S - sum(PHASES_S.values())
 Timed = tuple[float, Event]
+STARTED: Timed = (101.0, RanksStarted([4711], 0.5))
 
 
 def step_of(number: int, phases_s: dict[str, float] = PHASES_S) -> StepFinished:
@@ -79,7 +82,13 @@ def test_every_second_of_an_undisturbed_run_has_its_part(tmp_path: Path) -> None
         (118.5, TimeBetweenSteps(10, "ending", 1.5)),
     ]
     write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
-    write(tmp_path, "supervisor.jsonl", -1, 0, [(119.0, RunFinished("finished", 0, 10, 19.0))])
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [STARTED, (119.0, RunFinished("finished", 0, 10, 19.0))],
+    )
     (ledger,) = ledgers_of(tmp_path)
     assert ledger.is_supervised
     assert ledger.num_steps == 10
@@ -126,7 +135,11 @@ def test_steps_that_a_restart_undid_are_one_part(tmp_path: Path) -> None:
         "supervisor.jsonl",
         -1,
         0,
-        [(112.0, RestartScheduled(1, 3, 4)), (122.0, RunFinished("finished", 0, 8, 22.0))],
+        [
+            STARTED,
+            (112.0, RestartScheduled(1, 3, 4)),
+            (122.0, RunFinished("finished", 0, 8, 22.0)),
+        ],
     )
     (ledger,) = ledgers_of(tmp_path)
     assert ledger.parts_s["steps done again"] == pytest.approx(2.0)
@@ -142,7 +155,13 @@ def test_seconds_that_two_parts_claim_are_said(tmp_path: Path) -> None:
     events += [(105.0 + number, step_of(number, twice)) for number in range(1, 11)]
     events.append((115.0, TimeBetweenSteps(10, "ending", 0.0)))
     write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
-    write(tmp_path, "supervisor.jsonl", -1, 0, [(115.0, RunFinished("finished", 0, 10, 15.0))])
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [STARTED, (115.0, RunFinished("finished", 0, 10, 15.0))],
+    )
     (ledger,) = ledgers_of(tmp_path)
     assert ledger.counted_twice_s == pytest.approx(10 * UNACCOUNTED_S)
     assert ledger.unattributed_s == 0
@@ -152,7 +171,13 @@ def test_a_pause_that_nobody_claims_is_unattributed(tmp_path: Path) -> None:
     events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 112.0)]
     events.append((122.0, TimeBetweenSteps(10, "ending", 0.0)))
     write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
-    write(tmp_path, "supervisor.jsonl", -1, 0, [(122.0, RunFinished("finished", 0, 10, 22.0))])
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [STARTED, (122.0, RunFinished("finished", 0, 10, 22.0))],
+    )
     (ledger,) = ledgers_of(tmp_path)
     assert ledger.unattributed_s == pytest.approx(7.0 + 10 * UNACCOUNTED_S)
 
@@ -170,7 +195,7 @@ def test_without_a_supervisor_the_wall_is_the_ranks_own(tmp_path: Path) -> None:
         "supervisor.jsonl",
         -1,
         0,
-        [(9_000.0, RunFinished("finished", 0, 10, 16.0))],
+        [(8_990.0, RanksStarted([1], 1.0)), (9_000.0, RunFinished("finished", 0, 10, 16.0))],
         clock="another",
     )
     (ledger,) = ledgers_of(tmp_path)
@@ -181,3 +206,96 @@ def test_without_a_supervisor_the_wall_is_the_ranks_own(tmp_path: Path) -> None:
 def test_runs_of_earlier_releases_have_no_ledger(tmp_path: Path) -> None:
     write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, steps_from(1, 10, 105.0))
     assert ledgers_of(tmp_path) == []
+
+
+def test_an_end_that_no_supervisor_said_is_not_its_wall(tmp_path: Path) -> None:
+    """Under torchrun rank 0 says how long it took, in the supervisor's place."""
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 105.0)]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    write(tmp_path, "supervisor.jsonl", -1, 0, [(115.2, RunFinished("finished", 0, 10, 13.0))])
+    (ledger,) = ledgers_of(tmp_path)
+    assert not ledger.is_supervised
+    assert ledger.wall_s == pytest.approx(15.0)
+    assert ledger.counted_twice_s == 0
+
+
+def test_two_commands_are_summed_and_the_pause_between_them_is_not(tmp_path: Path) -> None:
+    """Stopped after five steps, resumed an hour later; the attempt between died before a word."""
+    first = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 5, 105.0)]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, first)
+    second = [(4_002.0, TimeBetweenSteps(5, "startup", 2.0)), *steps_from(6, 8, 4_002.0)]
+    write(tmp_path, "rank-0000-attempt-02.jsonl", 0, 2, second)
+    path = tmp_path / "events" / "supervisor.jsonl"
+    lines = []
+    for attempt, timed in (
+        (0, [STARTED, (112.0, RestartScheduled(1, 3, 5))]),
+        (1, [(113.0, RanksStarted([1], 0.5)), (120.0, RunFinished("failed", 10, 5, 20.0))]),
+        (2, [(4_000.5, RanksStarted([1], 0.2)), (4_005.0, RunFinished("finished", 0, 8, 5.0))]),
+    ):
+        write(tmp_path, "supervisor.jsonl", -1, attempt, timed)
+        lines.append(path.read_text())
+    path.write_text("".join(lines))
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.is_supervised
+    assert ledger.wall_s == pytest.approx(25.0)
+    # From the last step of the first command until it had failed, and of the second until its end.
+    assert ledger.parts_s["failure"] == pytest.approx(10.0)
+    assert ledger.parts_s["restart"] == 0
+    assert ledger.counted_twice_s == 0
+    assert ledger.unattributed_s == pytest.approx(8 * UNACCOUNTED_S)
+
+
+def test_a_first_attempt_that_died_without_a_word_is_in_the_restart(tmp_path: Path) -> None:
+    events: list[Timed] = [(165.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 5, 165.0)]
+    events.append((170.0, TimeBetweenSteps(5, "ending", 0.0)))
+    write(tmp_path, "rank-0000-attempt-01.jsonl", 0, 1, events)
+    supervisor = [
+        STARTED,
+        (159.0, RestartScheduled(1, 3, 0)),
+        (160.0, RanksStarted([4712], 0.5)),
+        (170.0, RunFinished("finished", 0, 5, 70.0)),
+    ]
+    write(tmp_path, "supervisor.jsonl", -1, 0, supervisor)
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.parts_s["restart"] == pytest.approx(60.0)
+    assert ledger.unattributed_s == pytest.approx(5 * UNACCOUNTED_S)
+
+
+def test_a_window_that_a_restart_undid_in_part_is_divided(tmp_path: Path) -> None:
+    summed = StepsSummed(
+        first_step=1,
+        last_step=10,
+        num_steps=10,
+        step_s=10.0,
+        longest_s=1.0,
+        longest_step=3,
+        phases_s={"forward": 9.0},
+        communication_s={},
+        unaccounted_s=1.0,
+        cpu_s=9.0,
+        rss_bytes=1,
+        peak_bytes=1,
+    )
+    start = (101.0, TimeBetweenSteps(0, "startup", 1.0))
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, [start, *steps_from(1, 10, 101.0)])
+    write(tmp_path, "rank-0001-attempt-00.jsonl", 1, 0, [start, (111.0, summed)])
+    for rank in (0, 1):
+        again = [(114.0, TimeBetweenSteps(6, "startup", 1.0)), *steps_from(7, 10, 114.0)]
+        write(tmp_path, f"rank-000{rank}-attempt-01.jsonl", rank, 1, again)
+    _, ledger = ledgers_of(tmp_path)
+    assert ledger.num_steps == 10
+    assert ledger.parts_s["steps done again"] == pytest.approx(4.0)
+    assert ledger.parts_s["forward"] == pytest.approx(9.0 * 0.6 + 4 * 0.3)
+
+
+def test_numbers_that_no_clock_has_are_clipped(tmp_path: Path) -> None:
+    huge = replace(step_of(1), phases_s={"forward": 1e300, "backward": -5.0, "data": 0.5})
+    events: list[Timed] = [
+        (105.0, TimeBetweenSteps(0, "startup", 1e308)),
+        (106.0, huge),
+        (107.0, TimeBetweenSteps(1, "startup", 1e308)),
+    ]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.parts_s["backward"] == 0
+    assert 0 < ledger.counted_twice_s < 1e14

@@ -14,17 +14,28 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
     wrap_event_in_envelope,
 )
+from phalanx.plan.layout import Layout
 from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.event_log import read_event_log
 from phalanx.train.step_detail import (
-    BYTES_PER_STEP,
-    BYTES_PER_WINDOW,
-    MAX_RUN_BYTES,
     ODD_STEP_RATIO,
     StepDetail,
 )
 
 STEP_S, ODD_S = 0.100, 0.400
+ALL_AXES = Layout(dp_replicate=63, tp=2, cp=2, ep=1, pp=4)
+OPERATIONS = (
+    "dp: all_gather parameters",
+    "dp: reduce_scatter gradients",
+    "tp: all_gather sequence",
+    "tp: reduce_scatter sequence",
+    "tp: all_reduce activations",
+    "cp: all_gather keys and values",
+    "ep: all_to_all rows of experts",
+    "ep: all_to_all counts of rows",
+    "pp: exchange gradients of parameters of several stages",
+    "world: all_reduce step facts",
+)
 
 
 def step_of(number: int, *, late_s: float = 0.0, waits_s: float = 0.0) -> StepFinished:
@@ -49,7 +60,11 @@ def step_of(number: int, *, late_s: float = 0.0, waits_s: float = 0.0) -> StepFi
         rss_bytes=10**9 + number,
         peak_bytes=2 * 10**9,
         cpu_s=0.9 * step_s,
-        communication_s={"dp: all_reduce gradients": 0.004 + waits_s},
+        # Every axis at once: the longest line there is.
+        communication_s={
+            "dp: all_reduce gradients": 0.004 + waits_s,
+            **dict.fromkeys(OPERATIONS, 0.000123),
+        },
     )
 
 
@@ -69,7 +84,7 @@ def count_bytes(written: list[Event], rank: int) -> int:
 
 
 def test_small_runs_write_each_step_of_each_rank() -> None:
-    written = write_steps(StepDetail(7, 8, 0, 2_000), 2_000)
+    written = write_steps(StepDetail(7, Layout(dp_replicate=8), 0, 2_000), 2_000)
     assert [type(event) for event in written] == [StepFinished] * 2_000
 
 
@@ -78,19 +93,17 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_below_200_mb() -> No
     among them."""
     num_steps = 100_000
     odd = set(random.Random(1).sample(range(1, num_steps + 1), 500))
-    written = write_steps(StepDetail(3, 1_000, 0, num_steps), num_steps, odd)
+    written = write_steps(StepDetail(3, ALL_AXES, 0, num_steps), num_steps, odd)
     lead_bytes = num_steps * count_bytes([step_of(num_steps)], 0)
-    assert lead_bytes + 999 * count_bytes(written, 3) < 200e6
-    assert len(written) > 100, "and something is said of it"
-    assert count_bytes([step_of(num_steps)], 0) <= BYTES_PER_STEP
-    windows = [event for event in written if isinstance(event, StepsSummed)]
-    assert count_bytes(windows[:1], 999) <= BYTES_PER_WINDOW
+    assert ALL_AXES.world_size >= 1_000
+    assert lead_bytes + (ALL_AXES.world_size - 1) * count_bytes(written, 3) < 200e6
+    assert len(written) > 30, "and something is said of it"
 
 
 def test_sums_and_single_steps_are_all_steps() -> None:
     num_steps = 40_000
     odd = {5, 9_000, 9_001, 39_999}
-    detail = StepDetail(2, 2_000, 0, num_steps)
+    detail = StepDetail(2, Layout(dp_replicate=2_000), 0, num_steps)
     written = write_steps(detail, num_steps, odd)
     each = [event for event in written if isinstance(event, StepFinished)]
     windows = [event for event in written if isinstance(event, StepsSummed)]
@@ -106,9 +119,27 @@ def test_sums_and_single_steps_are_all_steps() -> None:
 
 
 def test_a_resumed_run_counts_the_steps_that_are_left() -> None:
-    left = StepDetail(1, 1_000, 99_000, 100_000)
-    assert left.window_steps < StepDetail(1, 1_000, 0, 100_000).window_steps
-    assert MAX_RUN_BYTES > 0
+    lengths = []
+    for first in (0, 90_000):
+        detail = StepDetail(1, Layout(dp_replicate=1_000), first, 100_000)
+        detail.list_events(step_of(first + 1))
+        lengths.append(detail.window_steps)
+    assert lengths[1] < lengths[0] / 5
+
+
+def test_windows_begin_where_all_ranks_begin_them_though_all_steps_of_one_were_odd() -> None:
+    detail = StepDetail(1, Layout(dp_replicate=1_000), 0, 100_000)
+    detail.list_events(step_of(1))
+    first, length = detail.num_first_steps + 1, detail.window_steps
+    odd = set(range(first, first + length))
+    detail = StepDetail(1, Layout(dp_replicate=1_000), 0, 100_000)
+    written: list[Event] = []
+    for number in range(1, first + 2 * length):
+        # Each odd one longer than those before: the mean follows.
+        late_s = 1.6 ** min(number - first, 200) if number in odd else 0.0
+        written += detail.list_events(step_of(number, late_s=late_s))
+    windows = [event for event in written if isinstance(event, StepsSummed)]
+    assert windows[-1].first_step == first + length
 
 
 def test_reports_read_windows_as_they_read_steps(tmp_path: Path) -> None:
@@ -116,7 +147,7 @@ def test_reports_read_windows_as_they_read_steps(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     num_steps = 3_000
     for rank in range(3):
-        detail = StepDetail(rank, 3 if rank == 0 else 100_000, 0, num_steps)
+        detail = StepDetail(rank, Layout(dp_replicate=100_000), 0, num_steps)
         events: list[Event] = [TimeBetweenSteps(0, "startup", 1.0)]
         for number in range(1, num_steps + 1):
             late_s, waits_s = (0.050, 0.0) if rank == 2 else (0.0, 0.050)

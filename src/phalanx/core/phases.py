@@ -325,6 +325,12 @@ class PhaseTimer:
         communication_s, self._communication_s = self._communication_s, {}
         return communication_s
 
+    def discard(self) -> None:
+        """Forget all seconds so far, those that lie in the device's queue, too: it is waited
+        for."""
+        self._take_seconds_per_phase(wait=True)
+        self.take_communication()
+
     def _take_seconds_per_phase(self, *, wait: bool) -> dict[str, float]:
         if self._stack:
             now = self.clock.mark()

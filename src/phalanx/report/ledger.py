@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import (
     Envelope,
+    RanksStarted,
     RestartScheduled,
     RunFinished,
     StepFinished,
@@ -37,6 +38,7 @@ LEDGER_PARTS = (
     "other phases",
     "steps done again",
     "restart",
+    "failure",
     "ending",
 )
 """What the seconds of a rank are charged to; each second to one of them."""
@@ -57,6 +59,8 @@ _PART_OF_PHASE = {
     "before_commit": "checkpoint",
     "after_commit": "checkpoint",
 }
+# Of a file: more than that nothing has ever taken.
+_MAX_SECONDS = 1e12
 _PART_OF_ACTIVITY = {"startup": "start-up", "evaluate": "evaluation", "ending": "ending"}
 
 # Clocks of two processes are read one after the other.
@@ -68,7 +72,7 @@ class RankLedger:
     """The seconds of one rank over all commands of a run: `parts_s` by LEDGER_PARTS.
 
     `communication_s`: by "axis: operation", what is in "communication". `is_supervised`: the wall
-    is the supervisor's; else it is from this rank's first sign of life to its last.
+    is the supervisor's; else it is from this rank's first sign of life to its last in each attempt.
     """
 
     rank: int
@@ -103,17 +107,20 @@ class _RankAttempt:
     num_steps: int = 0
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        self.parts_s[part] = self.parts_s.get(part, 0.0) + finite_or_zero(seconds)
+        self.parts_s[part] = self.parts_s.get(part, 0.0) + _clip_seconds(seconds)
 
 
 @dataclass(frozen=True)
 class _CommandEnd:
-    """The end of a command as the supervisor, or rank 0 without one, says it."""
+    """The end of a command as it was said, after `wall_s` seconds."""
 
-    is_supervisor: bool
     wall_s: float
     at_s: float
     clock: str
+    has_failed: bool
+
+    def is_on_clock_of(self, attempt: _RankAttempt) -> bool:
+        return bool(self.clock) and self.clock == attempt.clock and math.isfinite(self.wall_s)
 
 
 class LedgerBuilder:
@@ -128,6 +135,8 @@ class LedgerBuilder:
         self._attempts: dict[int, dict[int, _RankAttempt]] = {}
         self._counter = AttemptCounter()
         self._restarted: set[int] = set()
+        # Only a supervisor says that it has started processes.
+        self._supervised: set[int] = set()
         self._ends: dict[int, _CommandEnd] = {}
 
     def add_event(self, envelope: Envelope) -> None:
@@ -135,8 +144,8 @@ class LedgerBuilder:
             self._restarted.add(self._counter.attempt_of_event(envelope))
         elif isinstance(envelope.event, RunFinished):
             self._add_end(envelope, envelope.event)
-        elif envelope.rank < 0:
-            self._counter.attempt_of_event(envelope)
+        elif isinstance(envelope.event, RanksStarted):
+            self._supervised.add(self._counter.attempt_of_event(envelope))
         if envelope.rank < 0 or not math.isfinite(envelope.monotonic_s):
             return
         of_rank = self._attempts.setdefault(envelope.rank, {})
@@ -147,37 +156,51 @@ class LedgerBuilder:
         if isinstance(envelope.event, TimeBetweenSteps):
             _add_time_between_steps(attempt, envelope.event, envelope.monotonic_s)
         elif isinstance(envelope.event, StepFinished):
-            self._add_steps(attempt, envelope.attempt, envelope.event, envelope.event.step, 1)
-        elif isinstance(envelope.event, StepsSummed):
             event = envelope.event
-            self._add_steps(attempt, envelope.attempt, event, event.first_step, event.num_steps)
+            self._add_steps(attempt, envelope.attempt, event, (event.step, event.step), 1)
+        elif isinstance(envelope.event, StepsSummed):
+            summed = envelope.event
+            borders = summed.first_step, summed.last_step
+            self._add_steps(attempt, envelope.attempt, summed, borders, summed.num_steps)
 
     def _add_end(self, envelope: Envelope, event: RunFinished) -> None:
         number = self._counter.attempt_of_event(envelope)
-        known = self._ends.get(number)
-        if known is None or not known.is_supervisor:
-            self._ends[number] = _CommandEnd(
-                envelope.rank < 0, event.wall_s, envelope.monotonic_s, _get_clock_name(envelope)
-            )
+        # The newest counts: a command that ended before its ranks left files has the number of the
+        # next one.
+        self._ends[number] = _CommandEnd(
+            event.wall_s,
+            envelope.monotonic_s,
+            _get_clock_name(envelope),
+            event.status == "failed",
+        )
 
     def _add_steps(
         self,
         attempt: _RankAttempt,
         number: int,
         event: StepFinished | StepsSummed,
-        step: float,
+        borders: tuple[float, float],
         num_steps: float,
     ) -> None:
-        """A step, or a window of steps that begins with `step`."""
-        if any(later > number and step >= at for later, at in self._first_steps.items()):
-            attempt.add_seconds("steps done again", event.step_s)
-            return
-        attempt.num_steps += int(finite_or_zero(num_steps))
+        """A step, or a window of steps from the first to the last of `borders`."""
+        undone = self._share_undone(number, borders)
+        attempt.add_seconds("steps done again", undone * event.step_s)
+        stands = 1.0 - undone
+        attempt.num_steps += round(stands * finite_or_zero(num_steps))
         for phase, seconds in event.phases_s.items():
-            attempt.add_seconds(_PART_OF_PHASE.get(phase, "other phases"), seconds)
+            attempt.add_seconds(_PART_OF_PHASE.get(phase, "other phases"), stands * seconds)
         for name, seconds in event.communication_s.items():
             before_s = attempt.communication_s.get(name, 0.0)
-            attempt.communication_s[name] = before_s + finite_or_zero(seconds)
+            attempt.communication_s[name] = before_s + stands * _clip_seconds(seconds)
+
+    def _share_undone(self, number: int, borders: tuple[float, float]) -> float:
+        """The share (0 to 1) of some steps of an attempt that a later one did again."""
+        later = [at for other, at in self._first_steps.items() if other > number]
+        if not later:
+            return 0.0
+        first, last = borders
+        num_undone = last - max(first, min(later)) + 1
+        return min(max(num_undone / max(last - first + 1, 1), 0.0), 1.0)
 
     def build_ledgers(self) -> list[RankLedger]:
         """One ledger for each rank that said how long it took to start; none for runs of earlier
@@ -193,32 +216,53 @@ class LedgerBuilder:
         parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
         communication_s: dict[str, float] = {}
         wall_s, is_supervised = 0.0, True
-        for command in self._group_by_command(attempts):
-            for number in command:
-                _add_all(parts_s, attempts[number].parts_s)
-                _add_all(communication_s, attempts[number].communication_s)
-            for before, after in itertools.pairwise(command):
-                lost_s = attempts[after].began_s - attempts[before].last_s
-                parts_s["restart"] += max(lost_s, 0.0)
-            last = attempts[command[-1]]
-            end = self._ends.get(command[-1])
-            seen_s = max(last.last_s - attempts[command[0]].began_s, 0.0)
-            if end is None or not end.is_supervisor or not math.isfinite(end.wall_s):
+        commands = self._group_by_command(attempts)
+        for position, command in enumerate(commands):
+            of_command = [attempts[number] for number in command]
+            for attempt in of_command:
+                _add_all(parts_s, attempt.parts_s)
+                _add_all(communication_s, attempt.communication_s)
+            for before, after in itertools.pairwise(of_command):
+                parts_s["restart"] += max(after.began_s - before.last_s, 0.0)
+            next_number = commands[position + 1][0] if position + 1 < len(commands) else math.inf
+            end = self._find_end(command, next_number)
+            if end is None or not self._supervised.intersection(command):
                 is_supervised = False
-                wall_s += seen_s
+                wall_s += max(of_command[-1].last_s - of_command[0].began_s, 0.0)
                 continue
             wall_s += end.wall_s
-            # What it did after its last word is ending, too, if both read one clock.
-            if end.clock == last.clock:
-                parts_s["ending"] += max(finite_or_zero(end.at_s - last.last_s), 0.0)
+            self._add_ends_of_command(parts_s, command, of_command, end)
         num_steps = sum(attempt.num_steps for attempt in attempts.values())
         return RankLedger(rank, wall_s, parts_s, communication_s, num_steps, is_supervised)
+
+    def _add_ends_of_command(
+        self,
+        parts_s: dict[str, float],
+        command: Sequence[int],
+        attempts: Sequence[_RankAttempt],
+        end: _CommandEnd,
+    ) -> None:
+        """What passed before the first word of a rank, and after its last."""
+        first, last = attempts[0], attempts[-1]
+        if end.is_on_clock_of(last):
+            part = "failure" if end.has_failed else "ending"
+            parts_s[part] += max(end.at_s - last.last_s, 0.0)
+        # Attempts before it in which this rank came to no word.
+        if command[0] - 1 in self._restarted and end.is_on_clock_of(first):
+            parts_s["restart"] += max(first.began_s - (end.at_s - end.wall_s), 0.0)
+
+    def _find_end(self, command: Sequence[int], next_number: float) -> _CommandEnd | None:
+        """The end of a command, whose last attempts may have left no word of this rank."""
+        numbers = [number for number in self._ends if command[-1] <= number < next_number]
+        if not numbers or not math.isfinite(self._ends[max(numbers)].wall_s):
+            return None
+        return self._ends[max(numbers)]
 
     def _group_by_command(self, attempts: Mapping[int, _RankAttempt]) -> list[list[int]]:
         """Attempts that one command started, one after the other."""
         commands: list[list[int]] = []
         for number in sorted(attempts):
-            if commands and commands[-1][-1] in self._restarted:
+            if commands and self._restarted.issuperset(range(commands[-1][-1], number)):
                 commands[-1].append(number)
             else:
                 commands.append([number])
@@ -226,7 +270,7 @@ class LedgerBuilder:
 
 
 def _add_time_between_steps(attempt: _RankAttempt, event: TimeBetweenSteps, now_s: float) -> None:
-    seconds = finite_or_zero(event.seconds)
+    seconds = _clip_seconds(event.seconds)
     attempt.add_seconds(_PART_OF_ACTIVITY.get(event.activity, "other phases"), seconds)
     if event.activity == "startup":
         attempt.has_start = True
@@ -240,3 +284,8 @@ def _add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:
 
 def _get_clock_name(envelope: Envelope) -> str:
     return envelope.clock.name if envelope.clock is not None else ""
+
+
+def _clip_seconds(seconds: float) -> float:
+    """Seconds of a file, which may hold any number; 0 for what is none."""
+    return min(max(finite_or_zero(float(seconds)), 0.0), _MAX_SECONDS)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from phalanx.core.cores import count_allowed_cores
@@ -25,7 +24,19 @@ from phalanx.run.train_job import train_job
 
 GOOD_EFFICIENCY = 0.80
 """Of linear scaling: below it guides of the field say to look for what is lost."""
-_TERMS = ("data", "forward", "backward", "optimizer", "pipeline")
+_TERMS = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "pipeline": "pipeline",
+    "checkpoint": "checkpoint",
+    "other": "prepare and record",
+    "unaccounted": "unaccounted",
+}
+"""Time groups of a step, and what they are called here."""
+BETWEEN_RANKS = "ranks apart"
+"""What the slowest rank's step has more than the mean of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class ScalingRun:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of ranks beside the smallest: medians over repeats.
+    """A number of ranks beside the smallest: of the repeats the one with the median step.
 
     `efficiency`: tokens/s over those of linear scaling (1 is linear). `lost`: by term the share of
     a step that it takes beyond linear scaling; negative where it takes less.
@@ -174,12 +185,16 @@ def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
         "global_batch_size": batch,
         "sample_tokens": 0,
     }
-    body["eval"] |= {"every_steps": None, "tokens": 0}
-    body["observe"]["sinks"] = []
+    if body["optim"]["warmup_steps"] is not None:
+        body["optim"]["warmup_steps"] = min(body["optim"]["warmup_steps"], request.num_steps)
+    body["eval"] |= {"every_steps": None, "tokens": 0, "keep_best": False}
+    body["observe"] |= {"sinks": [], "trace_steps": [], "profile_steps": []}
+    body["resilience"]["inject"] = []
     body["checkpoint"] |= {
         "at_end": False,
         "every_steps": None,
         "every_minutes": None,
+        "every": None,
         "url": None,
     }
     return Job.model_validate_json(json.dumps(body))
@@ -193,7 +208,7 @@ def _train_on_ranks(job: Job, run_dir: Path) -> ScalingRun | str | int:
     if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
         return int(result.exit_code)
     if result.exit_code != ExitCode.OK:
-        return result.error.splitlines()[0]
+        return (result.error or f"exit code {result.exit_code}").splitlines()[0]
     table = read_step_table(run_dir)
     if table is None or not table.num_steps:
         return "no step after the first ones was recorded"
@@ -205,13 +220,13 @@ def _summarize_table(table: StepTable) -> ScalingRun:
     terms_s: dict[str, float] = {}
     for rows in table.rows.values():
         for row in rows:
-            for name in _TERMS:
-                _add(terms_s, name, row.seconds.get(name, 0.0))
+            for group, name in _TERMS.items():
+                _add(terms_s, name, row.seconds.get(group, 0.0))
             for name, seconds in row.communication_s.items():
                 _add(terms_s, name, seconds)
     num_rows = table.num_steps * len(table.rows)
     terms_s = {name: seconds / num_rows for name, seconds in terms_s.items()}
-    terms_s["other"] = step_s - sum(terms_s.values())
+    terms_s[BETWEEN_RANKS] = step_s - sum(terms_s.values())
     return ScalingRun(len(table.rows), step_s, table.newest.num_targets / step_s, terms_s)
 
 
@@ -231,12 +246,12 @@ def _build_point(
     if why_not or not runs:
         return ScalingPoint(ranks, "", batch, math.nan, math.nan, math.nan, {}, why_not)
     factor = ranks / min(request.ranks)
-    step_s, tokens_per_s = _median_of(runs, "step_s"), _median_of(runs, "tokens_per_s")
-    linear_tokens_per_s = factor * _median_of(smallest, "tokens_per_s")
+    step_s, tokens_per_s = _find_median_run(runs).step_s, _find_median_run(runs).tokens_per_s
+    linear_tokens_per_s = factor * _find_median_run(smallest).tokens_per_s
     # What a term may take in linear scaling: as long as on the smallest number of ranks, or its
     # part where the batch is split.
     shrinks_by = factor if request.is_strong else 1.0
-    base_s, terms_s = _median_terms(smallest), _median_terms(runs)
+    base_s, terms_s = _find_median_run(smallest).terms_s, _find_median_run(runs).terms_s
     lost = {
         name: (terms_s.get(name, 0.0) - base_s.get(name, 0.0) / shrinks_by) / step_s
         for name in dict.fromkeys((*base_s, *terms_s))
@@ -252,13 +267,10 @@ def _build_point(
     )
 
 
-def _median_of(runs: Sequence[ScalingRun], name: str) -> float:
-    return median(getattr(run, name) for run in runs)
-
-
-def _median_terms(runs: Sequence[ScalingRun]) -> dict[str, float]:
-    names = dict.fromkeys(name for run in runs for name in run.terms_s)
-    return {name: median(run.terms_s.get(name, 0.0) for run in runs) for name in names}
+def _find_median_run(runs: Sequence[ScalingRun]) -> ScalingRun:
+    """The run with the (lower) median step: medians of terms would not add up."""
+    ordered = sorted(runs, key=lambda run: run.step_s)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def _list_remarks(request: ScalingRequest) -> list[str]:

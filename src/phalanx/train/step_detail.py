@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import Event, StepFinished, StepsSummed
+from phalanx.plan.layout import Layout
 
 # Of a run of 1,000 ranks and 100,000 steps: files that a laptop can hold and a page can read.
-MAX_RUN_BYTES = 190_000_000
-BYTES_PER_STEP, BYTES_PER_WINDOW = 900, 750
-"""Of one line each, with room."""
+MAX_RUN_BYTES = 180_000_000
 _LEAST_RANK_BYTES = 60_000
 _SHARE_OF_FIRST_STEPS, _SHARE_OF_WINDOWS, _SHARE_OF_ODD_STEPS = 0.25, 0.50, 0.25
+BYTES_PER_STEP, BYTES_PER_AXIS = 950, 110
+"""Of a line, with room, and what each axis that cuts the model or its sequences adds to it. Not of
+lines as they are: all ranks must have the same windows."""
 ODD_STEP_RATIO = 1.5
 """A step that takes so many times the mean of those before is written by itself."""
 
@@ -22,18 +25,22 @@ class StepDetail:
     Rank 0 writes each step, and so does every rank if all steps of the run fit into its part of
     MAX_RUN_BYTES. Else it writes the first steps, then sums over windows of equal length, and by
     themselves the steps in them that took ODD_STEP_RATIO times as long, while there is room. A rank
-    that is killed loses the window that it was in.
+    that is killed loses the window that it was in; a restart begins with a part of its own.
     """
 
-    def __init__(self, rank: int, world_size: int, first_step: int, total_steps: int) -> None:
+    def __init__(self, rank: int, layout: Layout, first_step: int, total_steps: int) -> None:
         num_steps = max(total_steps - first_step, 0)
-        budget = MAX_RUN_BYTES - BYTES_PER_STEP * num_steps
-        budget = max(budget // max(world_size - 1, 1), _LEAST_RANK_BYTES)
-        self._writes_each_step = rank == 0 or BYTES_PER_STEP * num_steps <= budget
-        self.num_first_steps = int(_SHARE_OF_FIRST_STEPS * budget / BYTES_PER_STEP)
-        num_windows = max(int(_SHARE_OF_WINDOWS * budget / BYTES_PER_WINDOW), 1)
-        self.window_steps = max(-(-(num_steps - self.num_first_steps) // num_windows), 1)
-        self._num_odd_left = int(_SHARE_OF_ODD_STEPS * budget / BYTES_PER_STEP)
+        degrees = layout.tp, layout.cp, layout.ep, layout.pp
+        line_bytes = BYTES_PER_STEP + BYTES_PER_AXIS * sum(degree > 1 for degree in degrees)
+        run_bytes = line_bytes * num_steps
+        rank_bytes = (MAX_RUN_BYTES - run_bytes) // max(layout.world_size - 1, 1)
+        rank_bytes = max(rank_bytes, _LEAST_RANK_BYTES)
+        self._writes_each_step = rank == 0 or run_bytes <= rank_bytes
+        self.num_first_steps = int(_SHARE_OF_FIRST_STEPS * rank_bytes / line_bytes)
+        # A window's line is a little shorter than a step's.
+        num_windows = max(int(_SHARE_OF_WINDOWS * rank_bytes / line_bytes), 1)
+        self.window_steps = max(math.ceil((num_steps - self.num_first_steps) / num_windows), 1)
+        self._num_odd_left = int(_SHARE_OF_ODD_STEPS * rank_bytes / line_bytes)
         self._num_seen, self._mean_s = 0, 0.0
         self._window = _Window()
 
@@ -60,10 +67,10 @@ class StepDetail:
 
     def flush(self) -> list[Event]:
         """The event of the window so far, which ends with it; none of an empty one."""
-        if not self._window.num_steps:
+        window, self._window = self._window, _Window()
+        if not window.num_steps:
             return []
-        summed, self._window = self._window.build_event(), _Window()
-        return [summed]
+        return [window.build_event()]
 
 
 @dataclass

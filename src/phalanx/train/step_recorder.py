@@ -55,9 +55,7 @@ class StepRecorder:
         self._mesh, self._phases = state.model.mesh, state.model.phases
         self._list_events = list_events
         self._memory = memory or MemoryMeter()
-        self._detail = StepDetail(
-            self._mesh.rank, self._mesh.world_size, state.step, job.train.steps
-        )
+        self._detail = StepDetail(self._mesh.rank, plan.layout, state.step, job.train.steps)
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         self._has_operator_cost = False
@@ -69,8 +67,7 @@ class StepRecorder:
 
         `asked_s`: when the run was asked for (monotonic), where that is known.
         """
-        self._phases.take()
-        self._phases.take_communication()
+        self._phases.discard()
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         if asked_s is not None:
             seconds = time.monotonic() - asked_s
@@ -84,10 +81,14 @@ class StepRecorder:
 
     def record_ending(self) -> None:
         """Emit the seconds since the last step or evaluation: this rank has done all."""
-        for event in self._detail.flush():
-            self._bus.emit(event)
+        self.write_open_window()
         seconds = time.perf_counter() - self._recorded_s
         self._bus.emit(TimeBetweenSteps(self._state.step, "ending", seconds))
+
+    def write_open_window(self) -> None:
+        """Write what is known of steps that wait for their sum: no more of them are done."""
+        for event in self._detail.flush():
+            self._bus.emit(event)
 
     def hold_step_facts(self, facts: StepStats, skipped: str | None) -> None:
         """Take the facts of a step that is done, to be recorded before its checkpoint is there."""

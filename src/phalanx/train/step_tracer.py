@@ -215,8 +215,8 @@ class StepTracer:
 
     @contextlib.contextmanager
     def _excluding_from_step(self) -> Iterator[None]:
-        began = time.perf_counter()
         with self.model.phases.exclude_from_step():
+            began = time.perf_counter()
             yield
         self.exclude_seconds(time.perf_counter() - began)
 

@@ -108,6 +108,7 @@ class Trainer:
             # The save in flight can no longer be committed: there is nothing to wait for.
             raise
         except BaseException:
+            self._recorder.write_open_window()
             if self._schedule is not None:
                 self._schedule.abandon(self.job.resilience.grace_s)
             raise
@@ -307,9 +308,10 @@ class Trainer:
             return None
         # An evaluation may be the first thing after a restart, before any step has set it.
         self.phases.step = step
-        began = time.perf_counter()
         # No step took its seconds, and no phase of a step has them.
         with self.phases.exclude_from_step():
+            # Inside: the step's own work in a device's queue was waited for.
+            began = time.perf_counter()
             try:
                 evaluation = self.evaluate()
             except StopRequestedError as request:

@@ -9,7 +9,7 @@ from statistics import mean
 from phalanx.core.phases import WORLD_AXIS
 from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
 from phalanx.report.bottleneck.study import StepStudy
-from phalanx.report.bottleneck.what_if import calculate_speedup
+from phalanx.report.bottleneck.what_if import calculate_speedup, calculate_speedup_without
 from phalanx.report.formats import format_milliseconds, format_percent
 
 
@@ -114,7 +114,7 @@ def find_bubble(study: StepStudy) -> None:
     for rows in study.table.rows.values():
         waited_s = sum(row.seconds.get("pipeline", 0.0) for row in rows)
         shares.append(waited_s / study.total_s)
-    share = mean(shares)
+    share = mean(shares) - _share_waited_for_stragglers(study)
     if share < MIN_SHARE:
         return
     measured = study.outline.pipeline
@@ -127,7 +127,7 @@ def find_bubble(study: StepStudy) -> None:
         Cause(
             "bubble",
             share,
-            1 / (1 - share),
+            calculate_speedup_without(share),
             "waiting for other stages of the pipeline",
             tuple(evidence),
             action,
@@ -135,6 +135,15 @@ def find_bubble(study: StepStudy) -> None:
             is_upper_bound=True,
         )
     )
+
+
+def _share_waited_for_stragglers(study: StepStudy) -> float:
+    """The share of a step that the other ranks, in the mean over all, wait for late ones."""
+    num_ranks, share = len(study.table.ranks), 0.0
+    for cause in study.causes:
+        if cause.kind == "straggler":
+            share += (1 - 1 / cause.speedup) * (num_ranks - 1) / num_ranks
+    return share
 
 
 def _advise_on_communication(axis: str) -> str:

@@ -31,7 +31,8 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     if table.steps:
         first, last = table.steps[0], table.steps[-1]
     if table.num_steps < MIN_STEPS:
-        why_not = f"{table.num_steps} steps after the first ones; it takes {MIN_STEPS}"
+        unit = "steps" if table.num_covered == table.num_steps else "windows of steps"
+        why_not = f"{table.num_steps} {unit} after the first ones; it takes {MIN_STEPS}"
         return BottleneckVerdict(
             first, last, table.num_steps, len(table.ranks), 0.0, (), {}, why_not
         )

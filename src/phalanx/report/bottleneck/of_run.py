@@ -37,30 +37,29 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         for axis, degree in dict_or_empty(plan.get("layout")).items()
         if math.isfinite(number_or_nan(degree))
     }
-    lead = min(table.ranks)
     first, last = (table.steps[0], table.steps[-1]) if table.steps else (0, 0)
     evaluations = [
         event
-        for event in _select_of_lead(run_dir, EvalFinished, lead)
+        for event in _select_of_lead(run_dir, EvalFinished, table)
         if first <= event.step < last and math.isfinite(event.wall_s)
     ]
     saves = [
         event
-        for event in _select_of_lead(run_dir, CheckpointSaved, lead)
+        for event in _select_of_lead(run_dir, CheckpointSaved, table)
         if first <= event.step <= last
     ]
     operators = None
-    for event in _select_of_lead(run_dir, OperatorsCounted, lead):
+    for event in _select_of_lead(run_dir, OperatorsCounted, table):
         operators = event
     newest = None
-    for event in _select_of_lead(run_dir, PipelineMeasured, lead):
+    for event in _select_of_lead(run_dir, PipelineMeasured, table):
         newest = event
     return RunOutline(
         device=str(plan.get("device", "")),
         num_stages=degrees.get("pp", 1),
         zero_stage=int(finite_or_zero(number_or_nan(plan.get("zero_stage")))),
         # As much as falls on the rows: each may stand for many steps.
-        evaluation_s=sum(event.wall_s for event in evaluations) / table.steps_per_row,
+        evaluation_s=sum(event.wall_s for event in evaluations),
         num_evaluations=len(evaluations),
         num_saves=len(saves),
         sent_bytes={"dp": table.newest.sent_bytes, **table.newest.sent_by_axis},
@@ -68,9 +67,18 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         operators=operators,
         pipeline=MeasuredPipeline.from_event(newest, plan, run_dir),
         flops_per_token=finite_or_zero(number_or_nan(plan.get("flops_per_token"))),
-        tokens_per_s=finite_or_zero(table.newest.tokens_per_s),
+        tokens_per_s=_measure_tokens_per_s(table),
     )
 
 
-def _select_of_lead(run_dir: Path, kind: Any, lead: int) -> list[Any]:
-    return [envelope.event for envelope in read_recorded_events(run_dir, kind, rank=lead)]
+def _measure_tokens_per_s(table: StepTable) -> float:
+    """Of the mean step: a single one may have a save in it."""
+    if not table.num_steps or not table.total_s > 0:
+        return 0.0
+    return finite_or_zero(float(table.newest.num_targets)) * table.num_steps / table.total_s
+
+
+def _select_of_lead(run_dir: Path, kind: Any, table: StepTable) -> list[Any]:
+    """The events of the lead rank in the attempt whose steps are judged."""
+    envelopes = read_recorded_events(run_dir, kind, rank=min(table.ranks))
+    return [envelope.event for envelope in envelopes if envelope.attempt == table.attempt]

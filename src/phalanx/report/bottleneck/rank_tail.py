@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +21,14 @@ class RankTail:
 
     steps: dict[int, StepFinished] = field(default_factory=dict)
     windows: dict[tuple[int, int], StepsSummed] = field(default_factory=dict)
+    _ordered: list[int] = field(default_factory=list)
 
     def add_event(self, event: StepFinished | StepsSummed) -> None:
         if not (math.isfinite(event.step_s) and event.step_s > 0):
             return
         if isinstance(event, StepFinished):
             self.steps[int(event.step)] = event
-        elif event.num_steps >= 1:
+        elif 1 <= event.num_steps <= event.last_step - event.first_step + 1:
             self.windows[int(event.first_step), int(event.last_step)] = event
 
     def covers(self, window: tuple[int, int]) -> bool:
@@ -35,14 +36,19 @@ class RankTail:
         first, last = window
         return window in self.windows or (first in self.steps and last in self.steps)
 
+    def _ordered_steps_between(self, first: int, last: int) -> list[int]:
+        if len(self._ordered) != len(self.steps):
+            self._ordered = sorted(self.steps)
+        begin, end = (
+            bisect.bisect_left(self._ordered, first),
+            bisect.bisect_right(self._ordered, last),
+        )
+        return self._ordered[begin:end]
+
     def list_events_within(self, window: tuple[int, int]) -> list[StepFinished | StepsSummed]:
         first, last = window
-        steps: Iterable[int] = range(first, last + 1)
-        # Of a rank that sums its steps up few stand by themselves.
-        if len(self.steps) < last - first:
-            steps = sorted(self.steps)
         within: list[StepFinished | StepsSummed] = [
-            self.steps[step] for step in steps if first <= step <= last and step in self.steps
+            self.steps[step] for step in self._ordered_steps_between(first, last)
         ]
         if window in self.windows:
             within.append(self.windows[window])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
+from phalanx.report.bottleneck.cause import MIN_EXPLAINED_SHARE, MIN_SHARE, Cause
 from phalanx.report.bottleneck.study import StepStudy, sum_compute_seconds
-from phalanx.report.bottleneck.what_if import calculate_speedup
+from phalanx.report.bottleneck.what_if import calculate_speedup, calculate_speedup_without
 from phalanx.report.formats import format_percent
 
 # Of a rank's own time, on a processor: below this it slept, waited, or had no turn.
 _MIN_PROCESSOR_SHARE = 0.7
+_MAX_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -79,32 +81,36 @@ def find_small_operators(study: StepStudy) -> None:
     operators = study.outline.operators
     if operators is None or not 0 < operators.operator_s < 1 or operators.num_microbatches < 1:
         return
-    num_operators = operators.num_operators * operators.num_microbatches
-    host_s = num_operators * operators.operator_s
-    step_s = study.total_s / max(study.table.num_steps, 1)
-    share = host_s / step_s
-    if share < MIN_SHARE:
+    num_operators = float(operators.num_operators) * float(operators.num_microbatches)
+    # No more than what forward and backward take: it is a part of them.
+    lead_rows = study.table.rows[min(study.table.ranks)]
+    forward_backward_s = sum(
+        row.seconds.get("forward", 0.0) + row.seconds.get("backward", 0.0) for row in lead_rows
+    ) / len(lead_rows)
+    host_s = min(num_operators * operators.operator_s, forward_backward_s)
+    share = host_s / study.mean_step_s
+    if not MIN_SHARE <= share <= 1:
         return
-    evidence = (
-        f"a step has {num_operators:,.0f} operators ({operators.num_operators:,.0f} a microbatch),"
-        f" and one costs {1e6 * operators.operator_s:.1f} us by itself, forward and backward:"
-        f" {format_percent(share, 1)} of a step",
-    )
-    saved_share, action = share, "larger layers, a larger batch, or train.compile"
+    saved_s, action = host_s, "larger layers, a larger batch, or train.compile"
     if operators.num_microbatches > 1:
-        # In one microbatch a step calls as many as one of them does now.
-        saved_share = share * (1 - 1 / operators.num_microbatches)
+        # In one microbatch a step has as many as one of them has now.
+        saved_s *= 1 - 1 / operators.num_microbatches
         action = (
-            f"larger microbatches: a step has {operators.num_microbatches} of them"
+            f"larger microbatches: a step has {operators.num_microbatches:,.0f} of them"
             " (train.micro_batch_size), as far as memory allows"
         )
+    saved_steps = [saved_s] * study.table.num_steps
     study.causes.append(
         Cause(
             "host overhead",
-            min(share, 1.0),
-            1 / max(1 - saved_share, 0.1),
+            share,
+            study.take_out(dict.fromkeys(study.table.ranks, saved_steps)),
             "calling operators on small tensors",
-            evidence,
+            (
+                f"a step has {num_operators:,.0f} operators ({operators.num_operators:,.0f} a"
+                f" microbatch), and one costs {1e6 * operators.operator_s:.1f} us by itself,"
+                f" forward and backward: {format_percent(share, 1)} of a step",
+            ),
             action,
             phase="forward",
             is_upper_bound=True,
@@ -113,14 +119,14 @@ def find_small_operators(study: StepStudy) -> None:
 
 
 def find_evaluation(study: StepStudy) -> None:
-    evaluation_s = study.outline.evaluation_s
-    share = evaluation_s / (evaluation_s + study.total_s)
+    evaluation_s = study.outline.evaluation_s / max(study.table.num_covered, 1)
+    share = evaluation_s / (evaluation_s + study.mean_step_s)
     if share >= MIN_SHARE and study.outline.num_evaluations > 1:
         study.causes.append(
             Cause(
                 "evaluation",
                 share,
-                1 / (1 - share),
+                calculate_speedup_without(share),
                 "evaluating",
                 (
                     f"{study.outline.num_evaluations} evaluations between these steps take"
@@ -152,7 +158,7 @@ def find_missing_processor_time(study: StepStudy) -> None:
         Cause(
             "no processor time",
             share,
-            1 / (1 - share),
+            calculate_speedup_without(share),
             "ranks without a processor while they compute",
             (f"ranks had a processor for {format_percent(median(shares), 1)} of their own time",),
             "look for other processes on these cores, fewer ranks or threads than cores, and"
@@ -163,36 +169,56 @@ def find_missing_processor_time(study: StepStudy) -> None:
 
 
 def find_uneven_steps(study: StepStudy) -> None:
-    """Ranks take turns in being late: no one of them is the cause."""
+    """Ranks that the others wait for, where it is no single one."""
     if any(cause.kind == "straggler" for cause in study.causes) or len(study.table.ranks) < 2:
         return
-    late_s = 0.0
-    for group in study.group_comparable_ranks():
-        if len(group) < 2:
-            return
-        late_s = max(late_s, _sum_lateness(study, group))
-    share = late_s / study.total_s
+    groups = study.group_comparable_ranks()
+    if any(len(group) < 2 for group in groups):
+        return
+    late_s = max((_sum_lateness(study, group) for group in groups), key=_sum_values)
+    total_late_s = _sum_values(late_s)
+    share = total_late_s / study.total_s
     if share < MIN_SHARE:
         return
+    subject, evidence = _describe_late_ranks(late_s, share)
     study.causes.append(
         Cause(
             "uneven steps",
             share,
-            calculate_speedup(study.table, study.total_s - late_s),
-            "ranks that are late in turn",
-            (
-                f"the latest rank of a step is {format_percent(share, 1)} of it behind the"
-                " median, and it is another one each time",
-            ),
+            calculate_speedup(study.table, study.total_s - total_late_s),
+            subject,
+            (evidence,),
             "look for other processes on these machines, and for batches of uneven length",
             is_upper_bound=True,
         )
     )
 
 
-def _sum_lateness(study: StepStudy, group: tuple[int, ...]) -> float:
-    late_s = 0.0
+def _describe_late_ranks(late_s: Mapping[int, float], share: float) -> tuple[str, str]:
+    """Words for the ranks that are late most, if they are less than half of all; else for all."""
+    ordered = sorted(late_s, key=late_s.__getitem__, reverse=True)
+    total_s, few, few_s = _sum_values(late_s), list[int](), 0.0
+    while few_s < MIN_EXPLAINED_SHARE * total_s and ordered:
+        few.append(ordered.pop(0))
+        few_s += late_s[few[-1]]
+    behind = f"the latest rank of a step is {format_percent(share, 1)} of it behind the median"
+    if 2 * len(few) <= len(late_s) and len(few) <= _MAX_NAMED_RANKS:
+        names = ", ".join(map(str, sorted(few)))
+        return f"ranks {names}, late in turn", (
+            f"{behind}; it is one of {names} in {format_percent(few_s, total_s)} of that time"
+        )
+    return "ranks that are late in turn", f"{behind}, and it is another one each time"
+
+
+def _sum_lateness(study: StepStudy, group: tuple[int, ...]) -> dict[int, float]:
+    """By rank the seconds that it is behind the median in the steps in which it is the latest."""
+    late_s = dict.fromkeys(group, 0.0)
     for index in range(study.table.num_steps):
-        own_seconds = [study.remaining_seconds(rank, index) for rank in group]
-        late_s += max(own_seconds) - median(own_seconds)
+        own_seconds = {rank: study.remaining_seconds(rank, index) for rank in group}
+        latest = max(own_seconds, key=own_seconds.__getitem__)
+        late_s[latest] += own_seconds[latest] - median(own_seconds.values())
     return late_s
+
+
+def _sum_values(late_s: Mapping[int, float]) -> float:
+    return sum(late_s.values())

@@ -58,7 +58,13 @@ class StepTable:
     rows: Mapping[int, tuple[RankStep, ...]]
     newest: StepFinished
     """The last step that the first of these ranks recorded."""
-    steps_per_row: float = 1.0
+    num_covered: int
+    """Steps that the rows are of: more than rows where these are means of windows."""
+
+    @property
+    def steps_per_row(self) -> float:
+        """1, or the steps of a window in the mean."""
+        return self.num_covered / max(self.num_steps, 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,9 +103,8 @@ def read_step_table(run_dir: Path) -> StepTable | None:
         return None
     first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
     if any(tail.windows for tail in tails.values()):
-        lead_path = of_attempt[min(of_attempt)]
         # Rank 0 wrote each step of the windows.
-        tails[min(tails)] = read_rank_tail(lead_path, _MAX_LEAD_BYTES)
+        tails[min(tails)] = read_rank_tail(of_attempt[min(tails)], _MAX_LEAD_BYTES)
         return align_windows(attempt, tails)
     return _align_steps(attempt, tails, first_step, num_steps)
 
@@ -119,21 +124,24 @@ def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
 
 def _align_steps(
     attempt: int, tails: Mapping[int, RankTail], first_step: int, num_steps: int
-) -> StepTable:
+) -> StepTable | None:
     common = set.intersection(*(set(tail.steps) for tail in tails.values()))
     warm = sorted(step for step in common if step >= first_step + WARM_UP_STEPS)
     steps = tuple(warm[-num_steps:])
     rows: dict[int, tuple[RankStep, ...]] = {}
     for rank, tail in tails.items():
         rows[rank] = tuple(make_row([tail.steps[step]]) for step in steps)
-    return StepTable(attempt, steps, rows, _find_newest_step(tails))
+    newest = _find_newest_step(tails)
+    if newest is None:
+        return None
+    return StepTable(attempt, steps, rows, newest, len(steps))
 
 
-def _find_newest_step(tails: Mapping[int, RankTail]) -> StepFinished:
+def _find_newest_step(tails: Mapping[int, RankTail]) -> StepFinished | None:
     for rank in sorted(tails):
         if tails[rank].steps:
             return tails[rank].steps[max(tails[rank].steps)]
-    raise AssertionError("no rank has recorded a step")
+    return None
 
 
 def make_row(events: Sequence[StepFinished | StepsSummed]) -> RankStep:
@@ -169,12 +177,13 @@ def align_windows(attempt: int, tails: Mapping[int, RankTail]) -> StepTable | No
     summed = [set(tail.windows) for tail in tails.values() if tail.windows]
     windows = sorted(set.intersection(*summed))
     covered = [window for window in windows if all(tail.covers(window) for tail in tails.values())]
-    if not covered:
+    newest = _find_newest_step(tails)
+    if not covered or newest is None:
         return None
     rows = {
         rank: tuple(make_row(tail.list_events_within(window)) for window in covered)
         for rank, tail in tails.items()
     }
     last_steps = tuple(last for _, last in covered)
-    num_steps = sum(last - first + 1 for first, last in covered)
-    return StepTable(attempt, last_steps, rows, _find_newest_step(tails), num_steps / len(covered))
+    num_covered = sum(last - first + 1 for first, last in covered)
+    return StepTable(attempt, last_steps, rows, newest, num_covered)

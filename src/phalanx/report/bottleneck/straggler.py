@@ -112,6 +112,8 @@ def _find_slow_phase(study: StepStudy, rank: int, peers: tuple[int, ...]) -> tup
     """The time group in which a rank is slower by most, and by how many seconds of a step."""
     excess = {}
     for group in _OWN_GROUPS:
+        if group in study.groups_taken_out:
+            continue
 
         def seconds(of_rank: int, index: int, group: str = group) -> float:
             return study.table.rows[of_rank][index].seconds.get(group, 0.0)

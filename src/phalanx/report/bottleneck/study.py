@@ -63,11 +63,16 @@ class StepStudy:
     def __init__(self, table: StepTable, outline: RunOutline) -> None:
         self.table, self.outline = table, outline
         self.causes: list[Cause] = []
+        self.groups_taken_out: set[str] = set()
         self._seconds = EditedSeconds(table)
 
     @property
     def total_s(self) -> float:
         return self.table.total_s
+
+    @property
+    def mean_step_s(self) -> float:
+        return self.total_s / max(self.table.num_steps, 1)
 
     def take_out(self, seconds_of: Mapping[int, list[float]]) -> float:
         """Take seconds of each step out of ranks; returns the speed-up that they alone give."""
@@ -82,6 +87,7 @@ class StepStudy:
 
     def take_out_groups(self, groups: Sequence[str]) -> float:
         """Take time groups out of all ranks; returns the speed-up that they alone give."""
+        self.groups_taken_out |= set(groups)
         return self.take_out(
             {rank: select_phase_seconds(rows, groups) for rank, rows in self.table.rows.items()}
         )

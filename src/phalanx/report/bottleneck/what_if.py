@@ -11,6 +11,9 @@ from statistics import median
 
 from phalanx.report.bottleneck.step_table import RankStep, StepTable
 
+MAX_SHARE = 0.99
+"""Nothing that is measured takes more of a step, as something else remains."""
+
 SecondsOfRank = Callable[[int, int], float]
 """(rank, index of a step) -> seconds that a rank has, or would have, in that step."""
 
@@ -32,6 +35,12 @@ def calculate_speedup(table: StepTable, seconds: float) -> float:
     if not 0 < seconds < table.total_s:
         return 1.0
     return table.total_s / seconds
+
+
+def calculate_speedup_without(share: float) -> float:
+    """The ratio by which steps are faster without a share (0 to 1) of their seconds; at most 100,
+    whatever a file says."""
+    return 1.0 / (1.0 - min(max(share, 0.0), MAX_SHARE))
 
 
 class EditedSeconds:

@@ -9,7 +9,7 @@ from phalanx.report.figure import draw_legend
 from phalanx.report.ledger import LEDGER_PARTS, RankLedger
 from phalanx.report.markup import Html, build_table, build_tag
 
-MAX_SHOWN_LEDGERS = 16
+MAX_SHOWN_LEDGERS, MAX_WARNINGS = 16, 5
 
 UNATTRIBUTED = "unattributed"
 _CSS_CLASS_OF_PART = {
@@ -24,8 +24,9 @@ _CSS_CLASS_OF_PART = {
     "evaluation": "g6",
     "prepare and record": "g8",
     "other phases": "g8",
-    "steps done again": "g8",
-    "restart": "g8",
+    "steps done again": "g11",
+    "restart": "g12",
+    "failure": "g12",
     "ending": "g7",
     UNATTRIBUTED: "g9",
 }
@@ -44,7 +45,10 @@ def render_ledgers(facts: RunFacts) -> Html:
         draw_legend([*used, UNATTRIBUTED], _CSS_CLASS_OF_PART),
         build_table(["rank", "seconds of the run by what they went to", UNATTRIBUTED], rows),
         build_tag("p", _describe_basis(facts, ledgers), class_="note"),
-        [build_tag("p", text, class_="note warning") for text in list_ledger_warnings(ledgers)],
+        [
+            build_tag("p", text, class_="note warning")
+            for text in list_ledger_warnings(facts.rank_ledgers)
+        ],
         build_tag(
             "details",
             build_tag("summary", "Data table"),
@@ -76,10 +80,10 @@ def list_ledger_rows(ledgers: list[RankLedger], used: list[str]) -> list[list[st
 
 
 def list_ledger_warnings(ledgers: list[RankLedger]) -> list[str]:
-    """Sentences about ledgers that do not add up."""
-    warnings = []
+    """Sentences about ledgers that do not add up, of five ranks at most."""
+    warnings: list[str] = []
     for each in ledgers:
-        if each.counted_twice_s:
+        if each.counted_twice_s and len(warnings) < MAX_WARNINGS:
             twice = formats.format_seconds_or_missing(each.counted_twice_s)
             warnings.append(
                 f"The parts of rank {each.rank} are {twice} more than the wall: something was"
