@@ -109,6 +109,7 @@ def run_dir(tmp_path: Path) -> Path:
     rank.emit(events.EvalFinished(40, 2.0, 500, 0.2))
     supervisor.emit(events.RankFailed(5, 30, "backward", "signal", "killed", 0.3))
     supervisor.emit(events.RestartScheduled(1, 3, 20))
+    supervisor.emit(events.Note(events.RESUMED, {"step": 35, "told": "--resume"}))
     supervisor.emit(events.RunFinished("finished", 0, 40, 42.5))
     rank.close()
     supervisor.close()
@@ -169,6 +170,7 @@ def test_lanes_lie_on_the_axis_of_the_loss(run_dir: Path) -> None:
     assert in_chart is not None
     assert in_lane is not None
     assert in_lane[1] == in_chart[1]
+    assert 'title="resumed at step 35"' in training
     names = re.findall(r'<span class="lanelabel">(\w+)</span>', training)
     assert names == ["faults", "starts", "skips", "saves", "evals"]
 

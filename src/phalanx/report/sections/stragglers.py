@@ -99,16 +99,40 @@ def _draw_map(times: SelfTimeMap) -> Html:
         ),
         build_tag("div", rows, draw_heat_axis(_list_tick_texts(times), "mean"), class_="heat"),
         build_tag("p", note, class_="note"),
+        build_tag("details", build_tag("summary", "Data table"), _build_map_table(times)),
         class_="chart",
     )
+
+
+def _build_map_table(times: SelfTimeMap) -> Html:
+    """A line for each row of the map."""
+    rows = []
+    for ranks, values in zip(times.ranks, times.rows, strict=True):
+        worst = max(range(len(values)), key=values.__getitem__)
+        num_slow = sum(choose_excess_level(value, times.step_s) > 4 for value in values)
+        rows.append(
+            [
+                _format_rank_range(ranks),
+                _format_signed_milliseconds(max(times.mean_excess_s[rank] for rank in ranks)),
+                _format_signed_milliseconds(values[worst]),
+                f"{times.steps[worst][1]:,}",
+                f"{num_slow} of {len(values)}",
+            ]
+        )
+    head = ["rank", "mean", "largest", "in the column up to step", "columns slower"]
+    return build_table(head, rows, css_class="num")
+
+
+def _format_rank_range(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    return f"{ranks[0]}"
 
 
 def _draw_row(
     ranks: tuple[int, ...], values: tuple[float, ...], times: SelfTimeMap, height: int
 ) -> list[Html]:
-    name = f"{ranks[0]}"
-    if len(ranks) > 1:
-        name = f"{ranks[0]}–{ranks[-1]}"
+    name = _format_rank_range(ranks)
     mean_s = max(times.mean_excess_s[rank] for rank in ranks)
     levels = [choose_excess_level(value, times.step_s) for value in values]
     num_slow = sum(level > 4 for level in levels)
