@@ -37,7 +37,7 @@ def table_of(own_s: dict[int, list[float]]) -> StepTable:
         )
     steps = tuple(range(4, 4 + len(rows[0])))
     newest = events.StepFinished(4, 1.0, 1, 1, 1.0, 1.0, STEP_S, 1.0, {}, 0.0, 1)
-    return StepTable(0, steps, rows, newest)
+    return StepTable(0, steps, rows, newest, len(steps))
 
 
 # --- own time -------------------------------------------------------------------------------------

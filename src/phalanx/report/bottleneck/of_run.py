@@ -58,7 +58,6 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         device=str(plan.get("device", "")),
         num_stages=degrees.get("pp", 1),
         zero_stage=int(finite_or_zero(number_or_nan(plan.get("zero_stage")))),
-        # As much as falls on the rows: each may stand for many steps.
         evaluation_s=sum(event.wall_s for event in evaluations),
         num_evaluations=len(evaluations),
         num_saves=len(saves),

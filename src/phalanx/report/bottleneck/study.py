@@ -23,7 +23,7 @@ COMPUTE_GROUPS = ("forward", "backward", "optimizer")
 class RunOutline:
     """The facts that a verdict needs besides the steps.
 
-    `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations that fall on the rows;
+    `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
     ("dp", "tp", ...); `degrees` by axis of the layout.
     """
