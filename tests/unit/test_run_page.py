@@ -19,9 +19,11 @@ from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
 from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_table
-from phalanx.report.page import write_report
+from phalanx.report.event_log import EventLogReader
+from phalanx.report.page import render_page, write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.self_time import MAX_MAP_COLUMNS, MAX_MAP_ROWS, build_self_time_map
+from phalanx.report.summary import build_run_json
 
 LAYOUT = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
 STEP_S = 0.2
@@ -329,3 +331,34 @@ def test_the_line_behind_a_window_is_its_sum(tmp_path: Path) -> None:
     shown = re.search(r'<div id="raw-rank-1".*?</div>', page.source, re.DOTALL)
     assert shown is not None
     assert "&quot;event&quot;:&quot;steps_summed&quot;" in shown[0]
+
+
+# --- while it grows -------------------------------------------------------------------------------
+
+
+def test_a_page_read_bit_by_bit_is_the_page_read_at_once(run_dir: Path, tmp_path: Path) -> None:
+    """Also where a restart does steps again, and where a read ends in the middle of a line."""
+    again = Bus(rank=0, attempt=1, run_dir=run_dir)
+    again.emit(events.RunStarted("eight", "d", 8, 20, 40, "cpu", LAYOUT, "", 1.0))
+    phases_s = {"forward": 0.03, "backward": 0.06, "collective": 0.01}
+    for step in range(21, 31):
+        again.emit(
+            events.StepFinished(step, 1.5, 64, 64, 1e-3, 1.0, 0.1, 640.0, phases_s, 0.0, 2**28)
+        )
+    again.close()
+    growing = tmp_path / "growing"
+    (growing / "events").mkdir(parents=True)
+    for name in ("job.json", "plan.json"):
+        (growing / name).write_bytes((run_dir / name).read_bytes())
+    reader = EventLogReader(growing)
+    # Attempt after attempt, each file in pieces that no line ends with.
+    for path in sorted((run_dir / "events").iterdir(), key=lambda path: path.name[-8:]):
+        content = path.read_bytes()
+        for start in range(0, len(content), 3001):
+            with open(growing / "events" / path.name, "ab") as file:
+                file.write(content[start : start + 3001])
+            reader.read_new_events()
+    grown, fresh = collect_run_facts(growing, reader.log), collect_run_facts(growing)
+    assert grown.num_rolled_back == 20
+    assert build_run_json(grown) == build_run_json(fresh)
+    assert render_page(grown) == render_page(fresh)
