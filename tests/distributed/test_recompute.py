@@ -185,9 +185,9 @@ class Gathers(PhaseTimer):
         super().__init__()
         self._gathers = gathers
 
-    def enter(self, name: str, collective: str = "") -> None:
-        super().enter(name, collective)
-        if collective == "all_gather parameters":
+    def enter(self, name: str, words: str = "", *, axis: str = "") -> None:
+        super().enter(name, words, axis=axis)
+        if words == "all_gather parameters":
             self._gathers.append(1)
 
 
