@@ -49,7 +49,7 @@ def show_run_in_terminal(run_dir: Path) -> int:
 
 
 def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> RunFinished:
-    said, looked_s = "", 0.0
+    shown_sentence, looked_s = "", 0.0
     while True:
         # Before the events are read: what was written until the end is read then.
         end = read_recorded_end(run_dir)
@@ -62,9 +62,9 @@ def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> 
         if now - looked_s >= _LIVENESS_INTERVAL_S:
             looked_s = now
             sentence = describe_liveness(run_dir)
-            if sentence != said:
+            if sentence != shown_sentence:
                 console.say(sentence)
-                said = sentence
+                shown_sentence = sentence
         time.sleep(_POLL_INTERVAL_S)
 
 

@@ -131,12 +131,12 @@ def _list_elsewhere_notices(run_dir: Path, rank: int | None) -> list[str]:
     for each in list_output_destinations(run_dir):
         if rank not in (None, each.rank) or each.readable_log is not None:
             continue
-        place = f"a {each.kind}"
+        destination = f"a {each.kind}"
         if each.kind == "file":
-            place = f"{each.path} on {each.host}"
+            destination = f"{each.path} on {each.host}"
         elif each.kind == "pipe":
-            place = "a pipe that it reads"
-        text = f"{each.launcher} has its output, {place}"
+            destination = "a pipe that it reads"
+        text = f"{each.launcher} has its output, {destination}"
         ranks_of.setdefault((each.attempt, text), []).append(each.rank)
     return [
         f"no log here of {format_rank_list(ranks)}, attempt {attempt}: {text}"

@@ -67,12 +67,12 @@ def command(
     from phalanx.run.collect_trace import find_or_request_parts, write_trace_file
 
     with print_errors_as_json(as_json):
-        wanted = _read_options(steps, next_steps, kernels=kernels, timeout_s=timeout)
+        request = _read_options(steps, next_steps, kernels=kernels, timeout_s=timeout)
         run_dir = _require_run_directory(run)
         line = TraceProgressLine()
         try:
             with line:
-                traced, parts = find_or_request_parts(run_dir, wanted, line.tell)
+                traced, parts = find_or_request_parts(run_dir, request, line.tell)
         except KeyboardInterrupt:
             if line.is_accepted:
                 # The request is taken: nothing takes it back from all ranks alike.
@@ -129,8 +129,8 @@ def _read_options(
         raise UsageError(f"{num_next} steps are none", where="--next", fix="give at least 1")
     most = MAX_PROFILED_STEPS if kernels else MAX_TRACED_STEPS
     if num_steps is not None and num_steps > most:
-        what = "with --kernels" if kernels else "in a trace"
-        raise UsageError(f"{num_steps:,} steps are more than the {most} that fit {what}")
+        scope = "with --kernels" if kernels else "in a trace"
+        raise UsageError(f"{num_steps:,} steps are more than the {most} that fit {scope}")
     # NaN compares as False.
     if not timeout_s > 0:
         raise UsageError(f"{timeout_s} is no time to wait", where="--timeout")

@@ -145,13 +145,13 @@ def list_rank_logs(run_dir: Path, rank: int | None = None) -> list[RankLogReader
         names = os.listdir(run_dir / LOGS)
     except OSError:
         names = []
-    there = set(names)
+    existing = set(names)
     for name in names:
         match = RANK_LOG_PATTERN.fullmatch(name)
         if match is None or rank not in (None, int(match[1])):
             continue
         path = run_dir / LOGS / name
-        has_times = build_log_times_path(path).name in there
+        has_times = build_log_times_path(path).name in existing
         readers[int(match[2]), int(match[1])] = RankLogReader(
             int(match[1]), int(match[2]), path, has_times
         )

@@ -261,9 +261,9 @@ class TraceRecorder:
             elif span.is_action:
                 rows.append(ActionSpan(span.step, span.name, start_ns, end_ns))
             else:
-                place = span.step, span.microbatch, 1
+                position = span.step, span.microbatch, 1
                 words = span.name, span.words, span.axis
-                rows.append(PhaseSpan(*place, *words, start_ns, end_ns))
+                rows.append(PhaseSpan(*position, *words, start_ns, end_ns))
         self._spans = later
         return rows
 

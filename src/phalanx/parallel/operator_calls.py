@@ -32,16 +32,16 @@ class OperatorCost:
 def count_operators(loss: torch.Tensor) -> int:
     """Operators in the graph that autograd has recorded for `loss`: one that a checkpoint hides,
     or a function of one's own, counts as one."""
-    seen = set()
+    counted = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in counted:
             continue
-        seen.add(node)
+        counted.add(node)
         for following, _ in node.next_functions:
             waiting.append(following)
-    return len(seen)
+    return len(counted)
 
 
 def measure_operator_seconds() -> float:
@@ -60,11 +60,11 @@ def measure_matmul_flops_per_s(dtype: torch.dtype) -> float:
     """FLOP/s of this rank's products of 512 x 512 in `dtype`: the best of a few, as others may
     compute beside it."""
     side = _MATMUL_SIDE
-    left, right = (torch.ones(side, side, dtype=dtype) for _ in range(2))
+    lhs, rhs = (torch.ones(side, side, dtype=dtype) for _ in range(2))
     best_s, until = math.inf, time.perf_counter() + _MATMUL_BUDGET_S
     while True:
         began = time.perf_counter()
-        torch.mm(left, right)
+        torch.mm(lhs, rhs)
         now = time.perf_counter()
         best_s = min(best_s, now - began)
         if now >= until:

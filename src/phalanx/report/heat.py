@@ -41,9 +41,9 @@ def draw_heat_axis(texts: Sequence[str], right: str) -> list[Html]:
     """The labels under a map, `texts[i]` under cell i ("" for none), and what its right column
     is."""
     ticks = []
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if text:
-            style = f"left:{100 * (place + 0.5) / len(texts):.3f}%"
+            style = f"left:{100 * (index + 0.5) / len(texts):.3f}%"
             ticks.append(build_tag("span", text, style=style))
     return [
         build_tag("span"),

@@ -59,10 +59,10 @@ def draw_lanes(title: str, lanes: Sequence[Lane], scale: AxisScale) -> Html | No
 def _draw_lane(lane: Lane, scale: AxisScale) -> Html:
     marks = []
     for mark in _take_evenly(lane.marks, MAX_MARKS_OF_LANE):
-        place = scale(mark.step)
-        if 0 <= place <= 1:
+        x_share = scale(mark.step)
+        if 0 <= x_share <= 1:
             # Kept off the edges, where half of a sign would be cut away.
-            style = f"left:{100 * min(max(place, 0.004), 0.996):.2f}%"
+            style = f"left:{100 * min(max(x_share, 0.004), 0.996):.2f}%"
             marks.append(
                 build_tag("b", mark.sign, class_=mark.css_class, style=style, title=mark.text)
             )

@@ -46,9 +46,9 @@ class RawEvents:
 
     def add_step(self, key: str, run_dir: Path, rank: int, attempt: int, step: int) -> None:
         """Put the line of a rank's step under `key`, if it is found."""
-        found = find_step_line(run_dir, rank, attempt, step)
-        if found is not None:
-            self.by_key.setdefault(key, []).append(found)
+        event = find_step_line(run_dir, rank, attempt, step)
+        if event is not None:
+            self.by_key.setdefault(key, []).append(event)
 
     def add_envelopes(self, key: str, envelopes: Iterable[Envelope]) -> None:
         """Put the lines of envelopes under `key`: those that were found, the newest of many."""
@@ -62,22 +62,22 @@ def find_event_lines(run_dir: Path, envelopes: Iterable[Envelope]) -> dict[int, 
 
     Files of earlier releases number no events: their lines are not found.
     """
-    wanted: dict[Path, dict[tuple[int, str], Envelope]] = {}
+    envelopes_of_path: dict[Path, dict[tuple[int, str], Envelope]] = {}
     for envelope in envelopes:
         if envelope.seq >= 0:
             path = build_event_file_path(run_dir, envelope.rank, envelope.attempt)
-            wanted.setdefault(path, {})[envelope.seq, envelope.event.kind()] = envelope
+            envelopes_of_path.setdefault(path, {})[envelope.seq, envelope.event.kind()] = envelope
     lines: dict[int, RawEvent] = {}
-    for path, of_path in wanted.items():
+    for path, of_path in envelopes_of_path.items():
         for number, line in _iterate_other_lines(path):
             match = _SEQ_PATTERN.search(line)
             kind = _read_kind(line)
             if match is None or kind is None:
                 continue
-            found = of_path.get((int(match[1]), kind))
+            event = of_path.get((int(match[1]), kind))
             # The supervisors of one run after the other write to one file, each from 0.
-            if found is not None and _format_time(found) in line:
-                lines[id(found)] = RawEvent(path.name, number, _format_line(line))
+            if event is not None and _format_time(event) in line:
+                lines[id(event)] = RawEvent(path.name, number, _format_line(line))
     return lines
 
 

@@ -215,10 +215,10 @@ def _compute_weighted_percentile(ordered: list[tuple[float, int]], fraction: flo
     """The smallest of the sorted (value, count) that at least `fraction` of all counts do not
     exceed; NaN of none."""
     least = fraction * sum(count for _, count in ordered)
-    seen = 0
+    num_so_far = 0
     for value, count in ordered:
-        seen += count
-        if seen >= least:
+        num_so_far += count
+        if num_so_far >= least:
             return value
     return NAN
 

@@ -44,7 +44,7 @@ class WantedTrace:
 
 
 def find_or_request_parts(
-    run_dir: Path, wanted: WantedTrace, tell: TellProgress
+    run_dir: Path, request: WantedTrace, tell: TellProgress
 ) -> tuple[StepRange, list[TracePartPath]]:
     """The steps, and the parts of the ranks that have them.
 
@@ -54,30 +54,30 @@ def find_or_request_parts(
     # Whoever asks writes into RUN/traces, and a run may come from anywhere.
     refuse_symlinked_run_folders(run_dir)
     is_live = is_run_live(run_dir)
-    if wanted.steps is None:
-        return _find_or_request_without_steps(run_dir, wanted, tell, is_live=is_live)
-    parts = find_parts_of_steps(run_dir, wanted.steps)
+    if request.steps is None:
+        return _find_or_request_without_steps(run_dir, request, tell, is_live=is_live)
+    parts = find_parts_of_steps(run_dir, request.steps)
     if not is_live:
         if not parts:
-            raise _untraced_steps_error(run_dir, wanted.steps)
-        return wanted.steps, parts
+            raise _untraced_steps_error(run_dir, request.steps)
+        return request.steps, parts
     if are_parts_complete(parts):
-        return wanted.steps, parts
+        return request.steps, parts
     if parts:
         # The run is at them.
-        deadline = time.monotonic() + wanted.timeout_s
+        deadline = time.monotonic() + request.timeout_s
         attempt, window = parts[0].attempt, parts[0].steps
-        return wanted.steps, wait_for_parts(run_dir, window, attempt, deadline, tell)
-    return _request(run_dir, wanted, wanted.steps.first, wanted.steps.num_steps, tell)
+        return request.steps, wait_for_parts(run_dir, window, attempt, deadline, tell)
+    return _request(run_dir, request, request.steps.first, request.steps.num_steps, tell)
 
 
 def _find_or_request_without_steps(
-    run_dir: Path, wanted: WantedTrace, tell: TellProgress, *, is_live: bool
+    run_dir: Path, request: WantedTrace, tell: TellProgress, *, is_live: bool
 ) -> tuple[StepRange, list[TracePartPath]]:
     if is_live:
-        num_steps = wanted.num_next or wanted.default_next
-        return _request(run_dir, wanted, 0, num_steps, tell)
-    if wanted.num_next is not None:
+        num_steps = request.num_next or request.default_next
+        return _request(run_dir, request, 0, num_steps, tell)
+    if request.num_next is not None:
         raise UsageError(
             "the run has ended: it has no next steps",
             where=str(run_dir),
@@ -97,14 +97,14 @@ def _find_or_request_without_steps(
 
 
 def _request(
-    run_dir: Path, wanted: WantedTrace, first_step: int, num_steps: int, tell: TellProgress
+    run_dir: Path, request: WantedTrace, first_step: int, num_steps: int, tell: TellProgress
 ) -> tuple[StepRange, list[TracePartPath]]:
     return request_trace(
         run_dir,
         first_step,
         num_steps,
-        has_operators=wanted.has_operators,
-        timeout_s=wanted.timeout_s,
+        has_operators=request.has_operators,
+        timeout_s=request.timeout_s,
         tell=tell,
     )
 

@@ -70,7 +70,11 @@ def open_trace_session(
 ) -> TraceSession:
     """Begin a part of `run_dir`; `clocks` are the names of all ranks' clocks."""
     mesh, memory = model.mesh, ResidentBytesReader()
-    axes = [f"{axis} {place}" for axis, place in mesh.coordinates.items() if _is_cut(model, axis)]
+    axes = [
+        f"{axis} {coordinate}"
+        for axis, coordinate in mesh.coordinates.items()
+        if _is_cut(model, axis)
+    ]
     header = TracePartHeader(
         PART_SCHEMA,
         mesh.rank,

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 WEBHOOK_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 30.0
+MAX_SHOWN_CHARS = 200
 # Client errors that another try may mend; after the others it would be refused again.
 _TRANSIENT_CLIENT_ERRORS = (408, 425, 429)
 
@@ -89,11 +90,17 @@ class CommandTarget:
     def deliver(self, body: bytes) -> None:
         try:
             done = subprocess.run(
-                list(self.arguments), input=body, timeout=COMMAND_TIMEOUT_S, check=False
+                list(self.arguments),
+                input=body,
+                capture_output=True,
+                timeout=COMMAND_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise AlertDeliveryError(f"it ran longer than {COMMAND_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise AlertDeliveryError(f"cannot be run: {error.strerror}", is_final=True) from None
         if done.returncode != 0:
-            raise AlertDeliveryError(f"it ended with exit code {done.returncode}")
+            last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            why = f": {last_line[:MAX_SHOWN_CHARS]}" if last_line else ""
+            raise AlertDeliveryError(f"it ended with exit code {done.returncode}{why}")

@@ -112,6 +112,8 @@ class PipelineExecutor:
         # For data parallelism a whole schedule is one microbatch, the last one: it reduces after
         # it.
         with (
+            # What is between its actions: messages are sent and expected, batches are copied.
+            self.context.phases("prepare"),
             self.forward.caching_device_copies_of_batches(),
             hooks.open_microbatch_context(is_last=True),
         ):

@@ -39,11 +39,11 @@ class RankTail:
     def _ordered_steps_between(self, first: int, last: int) -> list[int]:
         if len(self._ordered) != len(self.steps):
             self._ordered = sorted(self.steps)
-        begin, end = (
+        start, end = (
             bisect.bisect_left(self._ordered, first),
             bisect.bisect_right(self._ordered, last),
         )
-        return self._ordered[begin:end]
+        return self._ordered[start:end]
 
     def list_events_within(self, window: tuple[int, int]) -> list[StepFinished | StepsSummed]:
         first, last = window

@@ -43,13 +43,13 @@ def build_dashboard() -> dict[str, Any]:
 
 def _place_panels(panels: Sequence[DashboardPanel], top: int, placed: list[dict[str, Any]]) -> int:
     """Append the panels from left to right, line by line; returns the row below them."""
-    left = line_height = 0
+    column = line_height = 0
     for panel in panels:
-        if left + panel.width > _GRID_WIDTH:
-            top, left, line_height = top + line_height, 0, 0
-        position = {"x": left, "y": top, "w": panel.width, "h": panel.height}
+        if column + panel.width > _GRID_WIDTH:
+            top, column, line_height = top + line_height, 0, 0
+        position = {"x": column, "y": top, "w": panel.width, "h": panel.height}
         placed.append(_build_panel(panel, position, len(placed) + 1))
-        left, line_height = left + panel.width, max(line_height, panel.height)
+        column, line_height = column + panel.width, max(line_height, panel.height)
     return top + line_height
 
 

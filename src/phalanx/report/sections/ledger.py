@@ -63,8 +63,11 @@ def choose_shown_ledgers(ledgers: list[RankLedger]) -> list[RankLedger]:
     """The first rank's, and of the others those with most that is unattributed."""
     if len(ledgers) <= MAX_SHOWN_LEDGERS:
         return ledgers
-    others = sorted(ledgers[1:], key=lambda each: each.unattributed_s, reverse=True)
-    return [ledgers[0], *sorted(others[: MAX_SHOWN_LEDGERS - 1], key=lambda each: each.rank)]
+    of_other_ranks = sorted(ledgers[1:], key=lambda each: each.unattributed_s, reverse=True)
+    return [
+        ledgers[0],
+        *sorted(of_other_ranks[: MAX_SHOWN_LEDGERS - 1], key=lambda each: each.rank),
+    ]
 
 
 def list_used_parts(ledgers: list[RankLedger]) -> list[str]:

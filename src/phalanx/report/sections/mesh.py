@@ -147,10 +147,10 @@ def _render_holdings(layout: Layout, facts: RunFacts) -> Html:
     return build_table(head, rows)
 
 
-def _describe_part(place: int, degree: int) -> str:
+def _describe_part(coordinate: int, degree: int) -> str:
     if degree == 1:
         return "all"
-    return f"{place + 1} of {degree}"
+    return f"{coordinate + 1} of {degree}"
 
 
 def _describe_blocks(layout: Layout, pp_rank: int, facts: RunFacts) -> str:
@@ -174,10 +174,10 @@ def _describe_blocks(layout: Layout, pp_rank: int, facts: RunFacts) -> str:
     return "; ".join(parts)
 
 
-def _describe_state(place: int, layout: Layout, facts: RunFacts) -> str:
+def _describe_state(coordinate: int, layout: Layout, facts: RunFacts) -> str:
     """What dp_shard divides: by the ZeRO stage of the plan."""
     stage = int(finite_or_zero(number_or_nan(dict_or_empty(facts.plan).get("zero_stage"))))
     if stage == 0 or layout.dp_shard == 1:
         return "whole"
     names = ("optimizer", "optimizer and gradients", "optimizer, gradients and parameters")
-    return f"{names[min(stage, 3) - 1]}: {_describe_part(place, layout.dp_shard)}"
+    return f"{names[min(stage, 3) - 1]}: {_describe_part(coordinate, layout.dp_shard)}"

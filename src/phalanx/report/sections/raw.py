@@ -35,11 +35,11 @@ def collect_raw_events(facts: RunFacts, shown: Iterable[Envelope]) -> RawEvents:
     for key, kinds in _KINDS_OF_KEY.items():
         of_kinds = [each for each in facts.story if isinstance(each.event, kinds)]
         explaining[key] = of_kinds[-MAX_LINES_OF_NUMBER:]
-    wanted = {id(each): each for each in story}
+    linked = {id(each): each for each in story}
     explaining["resumes"] = [each for each in facts.story if _is_resume(each)]
     for envelopes in explaining.values():
-        wanted |= {id(each): each for each in envelopes}
-    raw = RawEvents(by_envelope=find_event_lines(facts.run_dir, wanted.values()))
+        linked |= {id(each): each for each in envelopes}
+    raw = RawEvents(by_envelope=find_event_lines(facts.run_dir, linked.values()))
     for key, envelopes in explaining.items():
         raw.add_envelopes(key, envelopes)
     if len(facts.steps) and facts.attempts:

@@ -86,7 +86,7 @@ def _draw_map(times: SelfTimeMap) -> Html:
             f" Ranks of this run record sums over about {times.steps_per_value:,.0f} steps: a"
             " column is the mean of those up to the step that is named."
         )
-    elif any(begin != end for begin, end in times.steps):
+    elif any(first != end for first, end in times.steps):
         note += " Each column is the mean of several steps."
     if any(len(ranks) > 1 for ranks in times.ranks):
         note += " Each row is the slowest of several ranks."
@@ -158,8 +158,8 @@ def _list_tick_texts(times: SelfTimeMap) -> list[str]:
     count = len(times.steps)
     period = max(math.ceil(count / _NUM_TICKS), 1)
     texts = []
-    for place, (first, _) in enumerate(times.steps):
-        texts.append(f"{first:,}" if place % period == 0 else "")
+    for index, (first, _) in enumerate(times.steps):
+        texts.append(f"{first:,}" if index % period == 0 else "")
     return texts
 
 

@@ -168,28 +168,28 @@ def _collect_facts(
     unreadable: tuple[UnreadablePart, ...],
     num_arrows: int,
 ) -> TraceFacts:
-    every = list(ranks.values())
-    world_size = max(each.header.world_size for each in every)
+    parts_read = list(ranks.values())
+    world_size = max(each.header.world_size for each in parts_read)
     unfinished = [rank for rank, each in sorted(ranks.items()) if steps.last not in each.steps]
     unaligned = [rank for rank, each in sorted(ranks.items()) if not each.is_aligned]
     return TraceFacts(
         first_step=steps.first,
         last_step=steps.last,
-        attempt=every[0].header.attempt,
+        attempt=parts_read[0].header.attempt,
         world_size=world_size,
         ranks=tuple(sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world_size) if rank not in ranks),
         unfinished_ranks=tuple(unfinished),
         unaligned_ranks=tuple(unaligned),
         unreadable=unreadable,
-        num_spans=sum(each.num_spans for each in every),
-        num_operators=sum(each.num_operators for each in every),
-        num_collectives=sum(each.num_collectives for each in every),
+        num_spans=sum(each.num_spans for each in parts_read),
+        num_operators=sum(each.num_operators for each in parts_read),
+        num_collectives=sum(each.num_collectives for each in parts_read),
         num_arrows=num_arrows,
-        num_dropped=sum(each.num_dropped for each in every),
-        num_unreadable_lines=sum(each.num_unreadable for each in every),
-        num_clocks=len({each.header.clock for each in every}),
-        clock_error_s=max(each.clock_error_ns for each in every) / NANOSECONDS_PER_S,
+        num_dropped=sum(each.num_dropped for each in parts_read),
+        num_unreadable_lines=sum(each.num_unreadable for each in parts_read),
+        num_clocks=len({each.header.clock for each in parts_read}),
+        clock_error_s=max(each.clock_error_ns for each in parts_read) / NANOSECONDS_PER_S,
     )
 
 

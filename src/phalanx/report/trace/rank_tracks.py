@@ -96,9 +96,9 @@ class RankTracks:
         spans += self._build_phase_spans(is_foreground=1)
         if spans:
             self._add_spans(self._add_track("phases"), spans)
-        beside = self._build_phase_spans(is_foreground=0)
-        if beside:
-            self._add_spans(self._add_track("phases beside training"), beside)
+        background_spans = self._build_phase_spans(is_foreground=0)
+        if background_spans:
+            self._add_spans(self._add_track("phases beside training"), background_spans)
 
     def _build_phase_spans(self, *, is_foreground: int) -> list[TrackSpan]:
         spans = []

@@ -72,6 +72,8 @@ def _start_process(
             [*command, json.dumps(settings.to_json())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Heard like what it says: nothing of it goes past the filter of the terminal.
+            stderr=subprocess.STDOUT,
         )
     except OSError as error:
         tell(f"the observer of the run cannot be started: {error.strerror}")
