@@ -108,7 +108,7 @@ def _require_run_with_ranks(run: str, rank: int | None) -> Path:
 
 
 def _list_notices(run_dir: Path, rank: int | None, start_s: float | None) -> list[str]:
-    """What is not shown, or not in order of time, and why."""
+    """The lines that are not shown, or not in order of time, and why."""
     from phalanx.launch.rank_logs import list_rank_logs
     from phalanx.observe.where_words import format_rank_list
 

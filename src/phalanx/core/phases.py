@@ -86,7 +86,8 @@ class SpanObserver(Protocol):
     def end_span(self, mark: Any) -> None: ...
 
     def observe_thread(self, phases: PhaseTimer) -> SpanObserver | None:
-        """What is told of the phases of another thread, which `phases` times; None: nobody."""
+        """The observer that is told of the phases of another thread, which `phases` times; None:
+        nobody."""
         ...
 
 

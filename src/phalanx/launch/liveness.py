@@ -12,7 +12,7 @@ _HALTED_STATES = ("stopped", "traced")
 
 
 def describe_liveness(run_dir: Path) -> str:
-    """How many of the newest ranks of a run are alive on this machine, and which are not.
+    """The newest ranks of a run that are alive on this machine, by number, and those that are not.
 
     Says nothing of ranks on other machines but that they were not looked at.
     """

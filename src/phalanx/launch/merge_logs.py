@@ -48,8 +48,8 @@ class LogFollower:
         self._readers: dict[tuple[int, int], RankLogReader] = {}
 
     def read_new_lines(self, *, is_last: bool = False) -> Iterator[LogLine]:
-        """What was written since the last call; a line without its end waits for it unless
-        `is_last`."""
+        """The lines that were written since the last call; a line without its end waits for it
+        unless `is_last`."""
         for reader in list_rank_logs(self._run_dir, self._rank):
             known = self._readers.setdefault((reader.attempt, reader.rank), reader)
             # The file of times may have appeared after the log.

@@ -27,7 +27,8 @@ _STREAM_KINDS = {
 
 @dataclass(frozen=True)
 class OutputDestination:
-    """What standard output of a rank is: a "file" (of `path`), a "pipe" to its launcher, ...
+    """The destination of a rank's standard output: a "file" (of `path`), a "pipe" to its launcher,
+    ...
 
     `is_of_one_rank` is False where several ranks write to the same file.
     """

@@ -270,7 +270,7 @@ class _OperationRecorderMode(TorchDispatchMode):
         return returned
 
     def record_view_of_tensor(self, tensor: torch.Tensor) -> _RecordedTensorView:
-        """Where the tensor's values are after all that was recorded."""
+        """The place of the tensor's values after all that was recorded."""
         view = self._replace_by_recorded_view(tensor)
         assert isinstance(view, _RecordedTensorView)
         return view
@@ -387,7 +387,7 @@ def _recording_random_state_calls() -> Iterator[list[str]]:
 
 
 class InitialParameterValues(Protocol):
-    """Where the parameters of a module on the meta device get their values from. `digest` is the
+    """The source of the values of a module's parameters on the meta device. `digest` is the
     same where these are."""
 
     @property
@@ -498,7 +498,7 @@ def _replace_fake_parameters_by_meta(
 
 
 def _list_attributes_of_fake_parameters() -> frozenset[str]:
-    """What every fake parameter has in its __dict__."""
+    """The attributes that every fake parameter has in its __dict__."""
     with FakeTensorMode():
         return frozenset(vars(nn.Parameter(torch.empty(1))))
 

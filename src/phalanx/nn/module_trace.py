@@ -273,7 +273,7 @@ def _build_parts_json(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -
 
 
 def _list_storages_saved_between_blocks(recorder: OperatorRecorder, part: str | int) -> list[int]:
-    """What was saved by code between the block before `part` and this one."""
+    """The tensors that were saved by code between the block before `part` and this one."""
     if not isinstance(part, int) or part == 0:
         return []
     return recorder.parts[f"between {part - 1}"].saved

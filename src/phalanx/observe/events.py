@@ -163,7 +163,7 @@ class StepsSummed(Event):
 
 @dataclass(frozen=True)
 class OperatorsCounted(Event):
-    """What calling operators costs a step, whatever the size of its tensors: the forward of one
+    """The cost of calling operators in a step, whatever the size of its tensors: the forward of one
     microbatch has `num_operators` with a backward, a step has `num_microbatches` of them, and one
     operator takes `operator_s` by itself in both. `matmul_flops_per_s` is what large products
     reached on this rank, in the type of the model's products, while other ranks computed or waited.

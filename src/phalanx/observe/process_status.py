@@ -30,7 +30,7 @@ PROCESS_STATES = {
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What a process does.
+    """The activity of a process.
 
     `state`: "running", "sleeping", "waiting for a device", "stopped" (SIGSTOP), "traced" (by a
     debugger), "gone", or "unknown" (on another machine, or a box without a process). `cpu_share`:

@@ -23,7 +23,8 @@ _EQUAL_ON_ALL_RANKS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "a
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank from outside: its black box, if it has one, and its process."""
+    """The facts that are known of a rank from outside: its black box, if it has one, and its
+    process."""
 
     rank: int
     position: LastPosition | None
@@ -52,7 +53,7 @@ class RankWait:
 
 @dataclass(frozen=True)
 class WaitVerdict:
-    """Which ranks keep the others waiting.
+    """The ranks that keep the others waiting.
 
     `kind`: "stopped", "gone" (a process is halted, and is `culprits`), "absent" (`culprits` did not
     come), "differs" (`culprits` came with another operation or shape), "circle" (`culprits` wait
@@ -179,7 +180,7 @@ def _compare_with_members(
 def _find_record(
     position: LastPosition | None, group: BoxGroup, collective: RecordedCollective
 ) -> RecordedCollective | None:
-    """What another rank posted in the group under the number of `collective`."""
+    """The call that another rank posted in the group under the number of `collective`."""
     if position is None:
         return None
     for each in position.collectives:

@@ -47,7 +47,7 @@ def describe_waits(
 
 
 def describe_rank(state: RankState, wait: RankWait | None, now_s: float | None) -> str:
-    """What a rank does and where, without its number: equal for ranks that do the same."""
+    """The activity and place of a rank, without its number: equal for ranks that do the same."""
     position = state.position
     words = [describe_process(state)]
     if position is None:

@@ -28,7 +28,7 @@ class Executor(Protocol):
 
     @property
     def operator_cost(self) -> OperatorCost | None:
-        """What the calls of a microbatch's operators cost the host; None before the third step, in
+        """The host's cost of a microbatch's operators; None before the third step, in
         pipelines, on GPUs, and on other ranks than 0."""
         ...
 

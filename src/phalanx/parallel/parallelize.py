@@ -210,8 +210,8 @@ def _allocate_meta_tensors(
     tied = _list_modules_of_tied_parameters(root)
     root._apply(allocate)
     # torch makes a new parameter at each place that has one.
-    for (first, first_name), *others in tied:
-        for part, name in others:
+    for (first, first_name), *further_parts in tied:
+        for part, name in further_parts:
             setattr(part, name, getattr(first, first_name))
     if not parameters_on_host:
         return

@@ -96,7 +96,7 @@ class RankLedger:
 
 @dataclass
 class _RankAttempt:
-    """What one rank said in one attempt."""
+    """The words of one rank in one attempt."""
 
     began_s: float = math.nan
     last_s: float = math.nan
@@ -242,7 +242,7 @@ class LedgerBuilder:
         attempts: Sequence[_RankAttempt],
         end: _CommandEnd,
     ) -> None:
-        """What passed before the first word of a rank, and after its last."""
+        """Add the seconds before the first word of a rank, and after its last."""
         first, last = attempts[0], attempts[-1]
         if end.is_on_clock_of(last):
             part = "failure" if end.has_failed else "ending"

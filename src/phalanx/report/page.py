@@ -46,7 +46,7 @@ LIVE_CONTENT_SECURITY_POLICY = f"{CONTENT_SECURITY_POLICY}; connect-src 'self'"
 
 @dataclass(frozen=True)
 class LiveState:
-    """What a page that is served while the run trains says of the run's processes."""
+    """The words of a page that is served while the run trains about the run's processes."""
 
     is_over: bool
     processes: str

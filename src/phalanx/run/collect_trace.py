@@ -33,8 +33,8 @@ from phalanx.run.live_trace import (
 
 @dataclass(frozen=True)
 class WantedTrace:
-    """What a trace is to show: `steps`, or the next `num_next` of a run that goes on; with neither
-    the only steps that were traced, or the next `default_next`."""
+    """The steps that a trace is to show: `steps`, or the next `num_next` of a run that goes on;
+    with neither the only steps that were traced, or the next `default_next`."""
 
     steps: StepRange | None = None
     num_next: int | None = None

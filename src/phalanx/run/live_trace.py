@@ -44,7 +44,8 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class TraceProgress:
-    """How far a run is: `step` (-1: not known) of those until `last_step` (0: not known yet)."""
+    """The progress of a run: `step` (-1: not known) of those until `last_step` (0: not known
+    yet)."""
 
     step: int
     last_step: int

@@ -41,8 +41,8 @@ BETWEEN_RANKS = "ranks apart"
 
 @dataclass(frozen=True)
 class ScalingRun:
-    """What one run on `num_ranks` ranks took: `terms_s` are seconds of a step by term in the mean
-    over ranks ("backward", "dp: all_reduce gradients"), which sum to `step_s`."""
+    """The seconds of one run on `num_ranks` ranks: `terms_s` are seconds of a step by term in the
+    mean over ranks ("backward", "dp: all_reduce gradients"), which sum to `step_s`."""
 
     num_ranks: int
     step_s: float
@@ -89,7 +89,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """What is run: the job on each of `ranks`, `num_steps` steps, `repeats` times in turn.
+    """The runs to make: the job on each of `ranks`, `num_steps` steps, `repeats` times in turn.
 
     `is_strong`: the batch of a step stays; else each rank keeps its share (weak scaling).
     """
@@ -201,7 +201,7 @@ def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
 
 
 def _train_on_ranks(job: Job, run_dir: Path) -> ScalingRun | str | int:
-    """What the steps took; why the run failed; or the exit code of a stop."""
+    """The seconds of the steps; the reason why the run failed; or the exit code of a stop."""
     body = job.to_json()
     body["run"]["dir"] = str(run_dir)
     result = train_job(Job.model_validate_json(json.dumps(body)), quiet=True)

@@ -39,10 +39,10 @@ class SentGradientChecker:
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         """Reduce them by the hook. Collective."""
         before = [gradient.tensor.clone() for gradient in gradients]
-        kept = self._hook.reduce(gradients, wire)
-        for gradient, full, rest in zip(gradients, before, kept, strict=True):
+        residuals = self._hook.reduce(gradients, wire)
+        for gradient, full, rest in zip(gradients, before, residuals, strict=True):
             excess = plain_topk_excess(full, rest, self._fraction)
             if excess > 0:
                 words = "topk does not send the largest elements, or another number of them"
                 self.faults.append((self._step, gradient.name, excess, words))
-        return kept
+        return residuals

@@ -33,7 +33,7 @@ class AlertTarget(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in lines for people; never with a secret in it."""
+        """The name in lines for people; never with a secret in it."""
         ...
 
     def deliver(self, body: bytes) -> None:

@@ -119,11 +119,11 @@ def predict_pipeline_memory_by_phase(
             else:
                 memory["activations"] += passing
             phases = {phase: memory, UPDATE: states | {"communication": 0}}
-        kept = activations_by_rank[rank]
+        activations = activations_by_rank[rank]
         adjusted = {}
         for phase, memory in phases.items():
             adjusted[phase] = adjust_memory_for_device(
-                memory, shape, work, device, zero_stage, activations=kept, is_staged=True
+                memory, shape, work, device, zero_stage, activations=activations, is_staged=True
             )
         by_rank.append(adjusted)
     return tuple(by_rank)

@@ -71,7 +71,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
 
 
 def _measure_tokens_per_s(table: StepTable) -> float:
-    """Of the mean step: a single one may have a save in it."""
+    """Tokens per second of the mean step: a single one may have a save in it."""
     if not table.num_steps or not table.total_s > 0:
         return 0.0
     return finite_or_zero(float(table.newest.num_targets)) * table.num_steps / table.total_s

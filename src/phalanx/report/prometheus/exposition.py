@@ -78,7 +78,7 @@ def _build_histogram_json(histogram: HistogramValue) -> dict[str, Any]:
 
 
 class _SnapshotCollector:
-    """What prometheus-client's encoders ask for metrics."""
+    """The object that prometheus-client's encoders ask for metrics."""
 
     def __init__(self, get_snapshot: Callable[[], MetricSnapshot | None]) -> None:
         self._get_snapshot = get_snapshot

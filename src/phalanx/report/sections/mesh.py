@@ -175,7 +175,7 @@ def _describe_blocks(layout: Layout, pp_rank: int, facts: RunFacts) -> str:
 
 
 def _describe_state(coordinate: int, layout: Layout, facts: RunFacts) -> str:
-    """What dp_shard divides: by the ZeRO stage of the plan."""
+    """The tensors that dp_shard divides: by the ZeRO stage of the plan."""
     stage = int(finite_or_zero(number_or_nan(dict_or_empty(facts.plan).get("zero_stage"))))
     if stage == 0 or layout.dp_shard == 1:
         return "whole"

@@ -35,7 +35,7 @@ class UnreadablePart(JsonRecord):
 
 @dataclass(frozen=True)
 class TraceFacts(JsonRecord):
-    """What a trace has and what it lacks.
+    """The contents of a trace, and what it lacks.
 
     `missing_ranks` have no part that can be read; `unfinished_ranks` stopped before the last step;
     `unaligned_ranks` have another clock than rank 0, and no offset to it was measured.
@@ -117,7 +117,7 @@ def merge_trace_parts(
 
 
 class TracedRank(NamedTuple):
-    """What stays of a part that was written."""
+    """The facts that stay of a part that was written."""
 
     header: TracePartHeader
     steps: Sequence[int]

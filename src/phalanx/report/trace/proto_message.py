@@ -29,7 +29,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def encode_key(field: int, wire_type: int) -> bytes:
-    """What a field begins with."""
+    """The bytes that a field begins with."""
     return encode_varint(field << 3 | wire_type)
 
 

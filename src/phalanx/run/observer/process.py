@@ -150,7 +150,7 @@ class Observer:
         self._say(f"metrics for Prometheus at {self._server.url}")
 
     def _find_last_scrape_wait_s(self, server: MetricsServer) -> float:
-        """How long the end of the run waits to be scraped: not at all where nobody scrapes."""
+        """Seconds that the end of the run waits to be scraped: not at all where nobody scrapes."""
         age_s = server.scrape_age_s
         if age_s is None:
             return 0.0

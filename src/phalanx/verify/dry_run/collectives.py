@@ -191,10 +191,15 @@ def _sum_tensor_bytes(message: Any) -> int:
 
 def _compute_ring_sent_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
     """Bytes that one rank sends by the ring algorithms that `StepTraffic` counts by."""
-    others = (num_ranks - 1) / num_ranks
-    shares = {ALL_REDUCE: 2 * others, ALL_GATHER: others, REDUCE_SCATTER: others, SEND: 1.0}
+    share_of_others = (num_ranks - 1) / num_ranks
+    shares = {
+        ALL_REDUCE: 2 * share_of_others,
+        ALL_GATHER: share_of_others,
+        REDUCE_SCATTER: share_of_others,
+        SEND: 1.0,
+    }
     # Over gloo an all-gather is a broadcast of each rank's row, a reduce-scatter a reduction.
-    shares |= {BROADCAST: others, REDUCE: others}
+    shares |= {BROADCAST: share_of_others, REDUCE: share_of_others}
     return num_bytes * shares.get(kind, 0.0)
 
 

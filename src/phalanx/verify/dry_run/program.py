@@ -157,7 +157,7 @@ def wrap_objective_for_tracker(objective: Objective, tracker: StorageTracker) ->
 
 @dataclass(frozen=True)
 class DryStepResult:
-    """What a dry run of one rank has seen.
+    """The record of a dry run of one rank.
 
     `first_moment`: where the step begins. `num_traced`: microbatches that were run; the others do
     what the second one did, and are counted so.
@@ -239,7 +239,7 @@ class MicrobatchRepeatDetector:
         return self._sizes[index] == self._sizes[index + 1]
 
     def get_collective_counts(self, index: int) -> Counter[CollectiveCall]:
-        """What a microbatch said to other ranks."""
+        """The messages of a microbatch to other ranks."""
         return self._counts[index + 1] - self._counts[index]
 
 
