@@ -166,12 +166,13 @@ def test_a_late_rank_is_seen_behind_loaders_that_all_wait_for(tmp_path: Path) ->
 
 def test_calls_of_small_operators_are_host_overhead(tmp_path: Path) -> None:
     """Eight microbatches of 600 operators of 10 us are 48 ms of a step of 104."""
-    counted = OperatorsCounted(3, 600, 8, 10e-6, 1e11)
+    # Products at 50 GFLOP/s take 51 ms of it: at most the other half of forward and backward goes.
+    counted = OperatorsCounted(3, 600, 8, 10e-6, 5e10)
     main = judge(write_run(tmp_path / "run", {}, more=(counted,))).main
     assert main is not None
     assert (main.kind, main.share) == ("host overhead", pytest.approx(0.048 / 0.1045, abs=0.02))
     # One microbatch has an eighth of it.
-    assert main.speedup == pytest.approx(0.1045 / (0.1045 - 0.042), abs=0.05)
+    assert main.speedup == pytest.approx(0.1045 / (0.1045 - 0.043), abs=0.06)
     assert "train.micro_batch_size" in main.action
     few = OperatorsCounted(3, 600, 1, 10e-6, 1e11)
     main = judge(write_run(tmp_path / "few", {}, more=(few,))).main
