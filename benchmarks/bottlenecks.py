@@ -39,6 +39,7 @@ KEPT = HERE.parent / "build" / "bottlenecks.jsonl"
 NUM_STEPS = 30
 TIMEOUT_S = 900
 PORT = 29519
+UNLIMITED_MBIT = 20_000
 BATCH_OF_RANK = 4
 OWN_JOB = (
     "model.kind=bottleneck_models:build",
@@ -255,14 +256,16 @@ def run_trial(trial: Trial, seed: int) -> Row:
     """Train without the cause, with it, and without again; ask for the verdict, compare."""
     with tempfile.TemporaryDirectory(prefix="bottleneck-") as name:
         folder = Path(name)
-        baseline = _train(trial, (*trial.base, *trial.without), folder / "before", mbit=0)
+        # A link of its own without a limit, where the cause is one with it.
+        mbit = UNLIMITED_MBIT if trial.mbit else 0
+        baseline = _train(trial, (*trial.base, *trial.without), folder / "before", mbit)
         healthy = [_step_seconds(_ask_verdict(baseline))]
         settings = [*trial.base, *trial.cause, *trial.list_delay_settings(healthy[0])]
         judged = baseline
         if not trial.is_healthy:
             judged = _train(trial, settings, folder / "with", trial.mbit)
             # Again: a machine gets faster and slower.
-            again = _train(trial, (*trial.base, *trial.without), folder / "after", mbit=0)
+            again = _train(trial, (*trial.base, *trial.without), folder / "after", mbit)
             healthy.append(_step_seconds(_ask_verdict(again)))
         verdict, sentence = _ask_verdict(judged), _read_sentence(judged)
     named = [cause["kind"] for cause in verdict["causes"]]
@@ -317,11 +320,11 @@ def _train(trial: Trial, settings: Sequence[str], run_dir: Path, mbit: float) ->
         *("parallel.ranks=2", f"train.steps={NUM_STEPS}", "checkpoint.at_end=false"),
         f"run.dir={run_dir}",
     ]
-    if trial.mbit:
+    if mbit:
         slow_links.require_slow_links()
         with slow_links._open_namespaces() as spaces:
             for space, link in spaces:
-                slow_links._shape(space, link, mbit or 20_000)
+                slow_links._shape(space, link, mbit)
             _run_in_namespaces(command, spaces)
         return run_dir
     done = subprocess.run(
@@ -344,6 +347,8 @@ def _run_in_namespaces(command: list[str], spaces: Sequence[tuple[str, str]]) ->
                 "MASTER_ADDR": "10.213.0.1",
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": link,
+                # Two machines here are one: its cores are shared.
+                "OMP_NUM_THREADS": "1",
             }
             processes.append(
                 subprocess.Popen(

@@ -221,6 +221,7 @@ def test_a_late_rank_behind_loaders_is_named_by_what_is_not_loading(tmp_path: Pa
         (PLAN, EvalFinished(20, 2.0, 10, 1e18)),
         (PLAN, OperatorsCounted(3, 10**300, 10**300, 0.5, 1e11)),
         (PLAN, OperatorsCounted(3, 1, 1, 0.5, -1.0)),
+        (PLAN, OperatorsCounted(3, 10**300, 1, 1e-5, 1e11)),
     ],
 )
 def test_numbers_of_a_damaged_file_raise_nothing(
