@@ -428,9 +428,9 @@ def format_page(rows: Sequence[Row], seed: int, left_out: Sequence[str]) -> str:
         "",
         "Each row is a real run of two ranks with a cause inside, drawn by a seed; `phalanx report`"
         " was told nothing but its directory. “Gained” is the step time with the cause over that"
-        " without it, of two runs one right after the other; “predicted” is what the verdict says"
-        " of the first alone. Predicted is right within a fifth of the gain or 0.05; where it is an"
-        " upper bound (≤), if it is not below.",
+        " without it, the mean of a run before and one after; “predicted” is what the verdict says"
+        " of the run with the cause alone. Predicted is right within a fifth of the gain or 0.05;"
+        " where it is an upper bound (≤), if it is not below by more.",
         "",
         f"Written by `python benchmarks/bottlenecks.py --seed {seed} --page docs/bottlenecks.md` on"
         f" {date.today()} (two cores, CPU).",

@@ -22,7 +22,7 @@ JOB = (
     "observe.sinks=[]",
     'resilience.inject=["kill:rank=1,step=18"]',
 )
-MIXTURE = ("model.num_experts=4", "model.experts_per_token=2")
+MIXTURE = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=128")
 TIMEOUT_S = 600
 
 
