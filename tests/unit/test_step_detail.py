@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -68,7 +70,7 @@ def step_of(number: int, *, late_s: float = 0.0, waits_s: float = 0.0) -> StepFi
     )
 
 
-def write_steps(detail: StepDetail, num_steps: int, odd: set[int] = frozenset()) -> list[Event]:  # type: ignore[assignment]
+def write_steps(detail: StepDetail, num_steps: int, odd: Set[int] = frozenset()) -> list[Event]:
     written: list[Event] = []
     for number in range(1, num_steps + 1):
         late_s = ODD_S if number in odd else 0.0
@@ -115,7 +117,7 @@ def test_sums_and_single_steps_are_all_steps() -> None:
     assert STEP_S + ODD_S > ODD_STEP_RATIO * STEP_S
     borders = [(window.first_step, window.last_step) for window in windows]
     assert borders[0][0] == detail.num_first_steps + 1
-    assert all(after[0] == before[1] + 1 for before, after in zip(borders, borders[1:]))  # noqa: B905, RUF007
+    assert all(after[0] == before[1] + 1 for before, after in itertools.pairwise(borders))
 
 
 def test_a_resumed_run_counts_the_steps_that_are_left() -> None:

@@ -18,6 +18,16 @@ JobArguments = Annotated[
 ]
 """`[JOB.toml] [KEY=VALUE]...`, as the verbs that take a job have it."""
 
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, finished or not.",
+        autocompletion=complete_run_directory,
+    ),
+]
+"""The run of the verbs that read what it left."""
+
 TrainedModelArgument = Annotated[
     str,
     typer.Argument(

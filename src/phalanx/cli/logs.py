@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run_directory
+from phalanx.cli._options import RunArgument
 
 if TYPE_CHECKING:
     from phalanx.launch.merge_logs import LogFollower
@@ -20,14 +20,7 @@ _POLL_INTERVAL_S = 0.2
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, finished or not.",
-            autocompletion=complete_run_directory,
-        ),
-    ],
+    run: RunArgument,
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="N", help="Only this rank's log.")
     ] = None,

@@ -8,19 +8,13 @@ from typing import Annotated
 import typer
 
 from phalanx.cli._complete import complete_run_directory
+from phalanx.cli._options import RunArgument
 
 EXAMPLE = "Example: phalanx report runs/train-20260101-120000"
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, finished or not.",
-            autocompletion=complete_run_directory,
-        ),
-    ],
+    run: RunArgument,
     other: Annotated[
         str | None,
         typer.Argument(

@@ -7,20 +7,13 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run_directory
+from phalanx.cli._options import RunArgument
 
 EXAMPLE = "Example: phalanx watch runs/train-20260101-120000 --terminal"
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, finished or not.",
-            autocompletion=complete_run_directory,
-        ),
-    ],
+    run: RunArgument,
     port: Annotated[
         int | None,
         typer.Option(

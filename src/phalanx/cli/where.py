@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run_directory
+from phalanx.cli._options import RunArgument
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,14 +18,7 @@ EXAMPLE = "Example: phalanx where runs/train-20260101-120000"
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, finished or not.",
-            autocompletion=complete_run_directory,
-        ),
-    ],
+    run: RunArgument,
     stacks: Annotated[
         bool,
         typer.Option(

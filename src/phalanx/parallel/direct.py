@@ -60,8 +60,7 @@ class DirectExecutor:
                     self._interceptor.intercepting_forward(),
                 ):
                     loss, targets = self._forward(batch, objective)
-                with phases("record"):
-                    self._count_operators_of_third_step(loss, index)
+                self._count_operators_of_third_step(loss, index)
                 with phases("backward"):
                     self._context.normalizer.scale_loss(loss).backward()
                     # Inside of the phase: it leaves the one that waiting for DDP has entered.
@@ -89,11 +88,12 @@ class DirectExecutor:
             return
         self._num_steps_until_count -= 1
         if self._num_steps_until_count == 0:
-            self.operator_cost = OperatorCost(
-                count_operators(loss),
-                measure_operator_seconds(),
-                measure_matmul_flops_per_s(self._context.compute_dtype),
-            )
+            with self._context.phases("record"):
+                self.operator_cost = OperatorCost(
+                    count_operators(loss),
+                    measure_operator_seconds(),
+                    measure_matmul_flops_per_s(self._context.compute_dtype),
+                )
 
     @contextmanager
     def _counting_saved_bytes_of_first_forward(self) -> Iterator[None]:
