@@ -28,6 +28,7 @@ from phalanx.launch.messages import (
     PreloadModules,
     RankExited,
     RanksForked,
+    RankWaits,
     SendSignalToRanks,
     ServerOrder,
     ServerReport,
@@ -57,9 +58,11 @@ SENT_ORDERS: list[ServerOrder] = [
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
     ),
+    StartRanks(3, 8, "package.module:main", {}, "training", kept=(0, 2)),
     SendSignalToRanks(15),
     WriteStacksToLogs((0, 3)),
     KillRanks(),
+    KillRanks((1, 3)),
 ]
 SENT_REPORTS: list[ServerReport] = [
     PreloadFinished(1.25, 1),
@@ -70,6 +73,7 @@ SENT_REPORTS: list[ServerReport] = [
     EndRecorded(1, 0, EndRecord(1, FAILED)),
     EndRecorded(1, 1, EndRecord(0)),
     EventRefused(0, '{"event": "note"}'),
+    RankWaits(0, 2, 41),
     RankExited(0, 1, None, 9, True, 12.5),
     RankExited(0, 1, 75, None, False, 12.5),
     StoreExited(0, -6),

@@ -111,7 +111,7 @@ class TrainBatches:
         rank: int | None = None,
         pin_for: torch.device | None = None,
     ) -> None:
-        self.share, self._pin_for = share, pin_for
+        self.share, self._pin_for, self._spec = share, pin_for, spec
         self._samples: SampleSource | None = None
         self._reader: WorkerPool | _StepPrefetcher | None = None
         if workers:
@@ -166,6 +166,14 @@ class TrainBatches:
         event = SamplesRead(step, rank, size, ranges, self._digests[step])
         self._digests = {later: digest for later, digest in self._digests.items() if later > step}
         return [event]
+
+    def digest_step_again(self, step: int) -> None:
+        """Have `record` tell of the samples of `step`, which another process of this rank had
+        read."""
+        if self._keep_record:
+            samples = self._samples or self._spec.open()
+            arrays = samples.take(self.share.sample_indices(step).ravel())
+            self._digests[step] = hash_sample(arrays)
 
     def close(self) -> None:
         """Stop reading ahead. Safe to call twice."""

@@ -546,6 +546,9 @@ class Resilience(Section):
     rendezvous_s: PositiveFloat | None = None
     """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300
     for those of another launcher."""
+    keep_ranks: bool = True
+    """Ranks that only lost another one keep their process and what they hold of the state when it
+    is started again; false starts all of them anew from the newest checkpoint."""
     max_skipped_steps: Count = 100
     """Steps in a row with non-finite gradients or without targets before the run is given up
     (exit 8)."""

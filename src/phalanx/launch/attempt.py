@@ -25,6 +25,7 @@ from phalanx.launch.messages import (
     KillRanks,
     RankExited,
     RanksForked,
+    RankWaits,
     SendSignalToRanks,
     ServerReport,
     StartRanks,
@@ -37,6 +38,9 @@ from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
 
 DEADLINE_CHECK_INTERVAL_S = 0.1
+# After the first failure, where ranks are kept: how long those that still run may take to notice,
+# leave their groups and wait for the next attempt.
+WAIT_FOR_ATTEMPT_WINDOW_S = 3.0
 # After the first failure: how long others may take to report theirs, while only consequences are
 # known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
@@ -78,8 +82,8 @@ class StopRequest:
 
 @dataclass
 class AttemptEnd:
-    """The facts when no rank is left: how each process ended, and the end record that each rank had
-    written before."""
+    """The facts when no rank is at work any more: how each process ended, and the end record that
+    each rank had written before."""
 
     number: int
     exits: dict[int, RankExit] = field(default_factory=dict)
@@ -95,6 +99,9 @@ class AttemptEnd:
     grace_over: bool = False
     stepless: str = ""
     """The work of ranks without steps, say "evaluating"."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Ranks that lost another one and wait for the next attempt, and the step whose state each of
+    them holds; -1: none."""
 
     @property
     def error_reports(self) -> dict[int, ErrorReport]:
@@ -110,7 +117,7 @@ class AttemptEnd:
         """The codes in the ranks' end records; None for ranks that ended without a record, or
         failed."""
         codes: set[int | None] = set()
-        for rank in self.exits:
+        for rank in self.exits.keys() | self.waiting.keys():
             record = self.records.get(rank)
             if record is None or record.report is not None:
                 codes.add(None)
@@ -179,8 +186,10 @@ class AttemptWatch:
         on_started: Callable[[Sequence[int]], None],
         on_refused_event: Callable[[str], None] = lambda line: None,
         stepless: str = "",
+        keeps_ranks: bool = False,
     ) -> None:
         self.end = AttemptEnd(number, stepless=stepless)
+        self._keeps_ranks = keeps_ranks
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._waiter, self._stop = server, waiter, stop
         self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
@@ -191,10 +200,13 @@ class AttemptWatch:
         self._stacks_until = -math.inf
         self._pids: Sequence[int] = ()
 
-    def watch_until_end(self, entry: str, payload: JsonObject) -> AttemptEnd:
-        """Start the ranks and return when all are gone."""
+    def watch_until_end(
+        self, entry: str, payload: JsonObject, kept: Sequence[int] = ()
+    ) -> AttemptEnd:
+        """Start the ranks, but for those that are `kept` and wait, and return when all are gone or
+        wait for the next attempt."""
         doing = self.end.stepless or "training"
-        order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing)
+        order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing, tuple(kept))
         self._server.link.send(order)
         while not self._has_attempt_ended():
             reports, signals = self._waiter.wait(self._server.link, self._find_next_deadline())
@@ -206,13 +218,14 @@ class AttemptWatch:
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
+            self.end.waiting.clear()
             self.end.server_loss = self._server.describe_exit()
         return self.end
 
     def _has_attempt_ended(self) -> bool:
         return (
             self._server.link.closed
-            or len(self.end.exits) == self._num_ranks
+            or len(self.end.exits.keys() | self.end.waiting.keys()) == self._num_ranks
             or self.end.start_error is not None
         )
 
@@ -232,6 +245,9 @@ class AttemptWatch:
                 self._on_refused_event(report.line)
             case EndRecorded(attempt, rank, record) if attempt == number:
                 self._handle_end_record(rank, record)
+            case RankWaits(attempt, rank, held_step) if attempt == number:
+                self.end.waiting[rank] = held_step
+                self._first_failure_at = min(self._first_failure_at, time.monotonic())
             case RankExited(attempt) if attempt == number:
                 self._handle_rank_exit(report)
 
@@ -255,6 +271,7 @@ class AttemptWatch:
             detected_s=max(0.0, now - exited.died_monotonic_s),
         )
         self.end.exits[rank_exit.rank] = rank_exit
+        self.end.waiting.pop(rank_exit.rank, None)
         if self.end.has_rank_failed_or_died(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
         elif self.end.is_complete(self._num_ranks):
@@ -285,6 +302,8 @@ class AttemptWatch:
 
     def _compute_kill_delay_after_failure_s(self) -> float:
         num_heard = len(self.end.exits.keys() | self.end.records.keys())
+        if self._keeps_ranks and self._stop.signal is None and self._is_primary_failure_known():
+            return WAIT_FOR_ATTEMPT_WINDOW_S
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._first_failure_at < math.inf:
             return CAUSE_WINDOW_S
@@ -320,7 +339,8 @@ class AttemptWatch:
                 return
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
-            self._server.link.send(KillRanks())
+            at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
+            self._server.link.send(KillRanks(tuple(sorted(at_work))))
         # The server does not answer.
         elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
             self._server.kill()

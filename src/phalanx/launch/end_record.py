@@ -47,8 +47,16 @@ class RefusedEvent:
     line: str
 
 
-_END_RECORD_CODEC: JsonLineCodec[EndRecord | RefusedEvent] = JsonLineCodec(
-    (EndRecord, RefusedEvent)
+@dataclass(frozen=True)
+class WaitingForAttempt:
+    """A rank that lost another one waits for the next attempt, with the state after `held_step` in
+    memory; -1: it holds none."""
+
+    held_step: int
+
+
+_END_RECORD_CODEC: JsonLineCodec[EndRecord | RefusedEvent | WaitingForAttempt] = JsonLineCodec(
+    (EndRecord, RefusedEvent, WaitingForAttempt)
 )
 
 
@@ -73,7 +81,15 @@ class EndWriter:
         if self.record is not None or not self.is_rank_process:
             return
         self.record = record
-        line = memoryview(_END_RECORD_CODEC.encode(record))
+        self._write_line(_END_RECORD_CODEC.encode(record))
+
+    def write_waiting(self, held_step: int) -> None:
+        """Say that this rank waits for the next attempt, whose end will be another record."""
+        self.record = None
+        self._write_line(_END_RECORD_CODEC.encode(WaitingForAttempt(held_step)))
+
+    def _write_line(self, encoded: bytes) -> None:
+        line = memoryview(encoded)
         # Whole lines: a thread may send an event at the same moment.
         with self._lock:
             try:
@@ -121,6 +137,7 @@ class EndReader:
         self._fd = fd
         self._data = b""
         self._events: list[str] = []
+        self._waiting: WaitingForAttempt | None = None
         self._has_record = False
         self.is_open = True
 
@@ -144,6 +161,8 @@ class EndReader:
         for message in map(_END_RECORD_CODEC.decode, lines):
             if isinstance(message, RefusedEvent):
                 self._events.append(message.line)
+            elif isinstance(message, WaitingForAttempt):
+                self._waiting = message
             elif not self._has_record:
                 self._has_record, record = True, message
         return record
@@ -152,6 +171,14 @@ class EndReader:
         """The lines of events that came before or beside the record, each once."""
         events, self._events = self._events, []
         return events
+
+    def take_waiting(self) -> WaitingForAttempt | None:
+        """What the rank said when it began to wait for the next attempt, once; its next record is
+        that of the next attempt."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._has_record = False
+        return waiting
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -29,7 +29,8 @@ class PreloadModules:
 class StartRanks:
     """Fork the ranks of an attempt; each calls `entry` with `payload`.
 
-    `doing`: their work, as messages say it.
+    `doing`: their work, as messages say it. `kept` ranks of the attempt before wait for this one:
+    they get the payload, and no process of theirs is forked.
     """
 
     attempt: int
@@ -37,6 +38,7 @@ class StartRanks:
     entry: str
     payload: JsonObject
     doing: str
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class WriteStacksToLogs:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """Kill the ranks that still run."""
+    """Kill the ranks that still run; with `ranks` these alone."""
+
+    ranks: tuple[int, ...] | None = None
 
 
 # --- reports of the server ---
@@ -116,6 +120,16 @@ class EventRefused:
 
 
 @dataclass(frozen=True)
+class RankWaits:
+    """A rank that lost another one has left its groups, and waits for the next attempt; it holds
+    the state after `held_step`, -1: none."""
+
+    attempt: int
+    rank: int
+    held_step: int
+
+
+@dataclass(frozen=True)
 class RankExited:
     """A rank's process is gone, with an exit code or by a signal.
 
@@ -149,6 +163,7 @@ ServerReport: TypeAlias = (
     | ForkFailed
     | EndRecorded
     | EventRefused
+    | RankWaits
     | RankExited
     | StoreExited
 )

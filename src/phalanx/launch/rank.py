@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -22,6 +22,7 @@ from phalanx.core.registry import import_object_of_kind
 from phalanx.core.secrets import Redactor
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
+from phalanx.launch.next_attempt import OrderReceiver
 from phalanx.launch.paths import error_report_path, rank_log_path
 from phalanx.launch.rank_env import RankEnv, build_rank_env_variables
 from phalanx.launch.rank_link import RankLink
@@ -50,13 +51,14 @@ STACK_FIRST_LINE = "Stack (most recent call first):"
 
 
 class _SupervisedRankLink:
-    """The RankLink of a supervised rank: the pipe in which it says how it ends."""
+    """The RankLink of a supervised rank: the pipe in which it says how it ends, and the one in
+    which it hears of the next attempt. `task` is that of the attempt it takes part in."""
 
-    def __init__(self, task: RankTask, end: EndWriter) -> None:
-        self._task, self._end = task, end
+    def __init__(self, task: RankTask, end: EndWriter, orders: OrderReceiver) -> None:
+        self.task, self._end, self._orders = task, end, orders
 
     def report_error(self, error: BaseException) -> None:
-        _report_rank_failure(self._task, error, self._end)
+        _report_rank_failure(self.task, error, self._end)
 
     def report_work_done(self) -> None:
         self._end.write_end_record(EndRecord(int(ExitCode.OK)))
@@ -64,31 +66,35 @@ class _SupervisedRankLink:
     def forward_refused_event(self, line: str) -> None:
         self._end.forward_refused_event(line)
 
+    def wait_for_next_attempt(self, held_step: int) -> JsonObject | None:
+        if not self._end.is_rank_process:
+            return None
+        self._end.write_waiting(held_step)
+        order = self._orders.wait()
+        if order is None:
+            return None
+        ranks = replace(self.task.ranks, attempt=order.attempt)
+        self.task = replace(
+            self.task, payload=order.payload, ranks=ranks, master_port=order.master_port
+        )
+        _move_into_attempt(self.task)
+        return order.payload
 
-def run_forked_rank(task: RankTask, end: EndWriter) -> int:
+
+def run_forked_rank(task: RankTask, end: EndWriter, orders: OrderReceiver) -> int:
     """Call the entry and write to `end` how it ended.
 
     Returns the exit code of the process, which the supervisor does not believe. The entry is called
     as `entry(payload, link)`. One whose way out may block, because other ranks or threads take part
     in it, reports its error on the RankLink before it cleans up.
     """
+    link = _SupervisedRankLink(task, end, orders)
     try:
         _redirect_stdin_to_devnull()
-        redirect_output_to_log(
-            rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt),
-            Redactor(os.environ),
-            with_times=True,
-        )
-        faulthandler.enable(2)
-        # Descriptor 2 is the rank's log since `redirect_output_to_log`.
-        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
-        os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
-        trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
-        # torch appends the rank
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
+        _move_into_attempt(task)
         entry: Entry = import_object_of_kind(task.entry, "phalanx", "")
         # What a process can exit with has 8 bits.
-        code = int(entry(task.payload, _SupervisedRankLink(task, end)) or 0) & 0xFF
+        code = int(entry(task.payload, link) or 0) & 0xFF
         # Before `_finish`, which may block: the work is done whatever comes after.
         end.write_end_record(EndRecord(code))
         _run_interpreter_exit_handlers()
@@ -96,14 +102,30 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             # No signal made it: user code raised it.
-            return _report_rank_failure(task, interrupt, end)
+            return _report_rank_failure(link.task, interrupt, end)
         # The entry did not catch it: die of it, as any program does.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
     except BaseException as error:
         # torch raises some errors that are no Exception; and sys.exit is no way to finish.
-        return _report_rank_failure(task, error, end)
+        return _report_rank_failure(link.task, error, end)
+
+
+def _move_into_attempt(task: RankTask) -> None:
+    """Take over the log and the environment variables of the attempt of `task`."""
+    redirect_output_to_log(
+        rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt),
+        Redactor(os.environ),
+        with_times=True,
+    )
+    faulthandler.enable(2)
+    # Descriptor 2 is the rank's log since `redirect_output_to_log`.
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
+    os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
+    trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
+    # torch appends the rank
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
 
 
 def _redirect_stdin_to_devnull() -> None:

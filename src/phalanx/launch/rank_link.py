@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from phalanx.core.typed_json import JsonObject
+
 
 class RankLink(Protocol):
     """Given to the entry that each rank calls."""
@@ -22,6 +24,15 @@ class RankLink(Protocol):
     def forward_refused_event(self, line: str) -> None:
         """Hand on the line of an event that the disk did not take, so that a person sees it."""
 
+    def wait_for_next_attempt(self, held_step: int) -> JsonObject | None:
+        """Wait until the ranks are started again, as a rank that has failed because of another one
+        alone and left its process groups.
+
+        Returns the payload of the next attempt, whose number, port and log are this process's by
+        then. None: whoever started this rank keeps no process. `held_step`: this rank holds the
+        state after that step; -1: none.
+        """
+
 
 class SilentRankLink:
     """The link of a rank whose launcher reads nothing but exit codes."""
@@ -34,3 +45,6 @@ class SilentRankLink:
 
     def forward_refused_event(self, line: str) -> None:
         pass
+
+    def wait_for_next_attempt(self, held_step: int) -> JsonObject | None:
+        return None

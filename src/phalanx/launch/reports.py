@@ -94,7 +94,7 @@ def build_error_report(
         exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,
-        secondary=_is_caused_by_lost_peer(error),
+        secondary=is_caused_by_lost_peer(error),
         time_monotonic_s=time.monotonic(),
         user_place=code_place,
     )
@@ -128,7 +128,7 @@ def _is_startup_file(filename: str) -> bool:
     )
 
 
-def _is_caused_by_lost_peer(error: BaseException) -> bool:
+def is_caused_by_lost_peer(error: BaseException) -> bool:
     """True if `error`, or what it was raised from or while handling, is a connection lost or a
     peer not answering."""
     visited: list[BaseException] = []

@@ -46,6 +46,7 @@ from phalanx.launch.messages import (
     PreloadModules,
     RankExited,
     RanksForked,
+    RankWaits,
     SendSignalToRanks,
     ServerOrder,
     ServerReport,
@@ -53,6 +54,7 @@ from phalanx.launch.messages import (
     StoreExited,
     WriteStacksToLogs,
 )
+from phalanx.launch.next_attempt import NextAttempt, OrderSender, open_order_pipe
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
@@ -68,12 +70,14 @@ _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class AttemptProcesses:
     """The processes of one attempt that have not been reaped: rank by pid, and the store's pid.
 
-    `records`: the pipe of each rank's end record.
+    `records`: the pipe of each rank's end record. `orders`: the pipe by which each rank that waits
+    hears of the next attempt.
     """
 
     number: int
     ranks: dict[int, int] = field(default_factory=dict)
     records: dict[int, EndReader] = field(default_factory=dict)
+    orders: dict[int, OrderSender] = field(default_factory=dict)
     store_pid: int = 0
     killed: set[int] = field(default_factory=set)
 
@@ -123,8 +127,8 @@ class RankServer:
                 for pid, rank in self._attempt.ranks.items():
                     if rank in ranks:
                         os.kill(pid, STACKS_SIGNAL)
-            case KillRanks():
-                self._kill_ranks()
+            case KillRanks(ranks):
+                self._kill_ranks(ranks)
             case _:
                 assert_never(order)
 
@@ -152,7 +156,7 @@ class RankServer:
         self._link.send(PreloadFinished(time.monotonic() - started, _count_own_threads()))
 
     def _fork_attempt_ranks(self, order: StartRanks) -> None:
-        self._attempt = AttemptProcesses(order.attempt)
+        self._attempt = self._leave_attempt(order)
         try:
             # A new port for each attempt: no rank can read addresses of dead ones.
             listener = open_loopback_listener()
@@ -162,7 +166,12 @@ class RankServer:
                     lambda: serve_rendezvous_store(listener)
                 )
                 for rank in range(order.num_ranks):
-                    self._attempt.ranks[self._fork_rank_process(order, rank, port, listener)] = rank
+                    if rank not in self._attempt.orders:
+                        pid = self._fork_rank_process(order, rank, port, listener)
+                        self._attempt.ranks[pid] = rank
+            for rank in order.kept:
+                if rank in self._attempt.orders:
+                    self._attempt.orders[rank].send(NextAttempt(order.attempt, port, order.payload))
         except OSError as error:
             self._kill_ranks()
             problem = EnvironmentProblem(
@@ -170,7 +179,27 @@ class RankServer:
             )
             self._link.send(ForkFailed(build_error_report(problem)))
             return
-        self._link.send(RanksForked(self._attempt.number, tuple(self._attempt.ranks)))
+        pid_of_rank = {rank: pid for pid, rank in self._attempt.ranks.items()}
+        pids = tuple(pid_of_rank[rank] for rank in sorted(pid_of_rank))
+        self._link.send(RanksForked(self._attempt.number, pids))
+
+    def _leave_attempt(self, order: StartRanks) -> AttemptProcesses:
+        """The processes of the next attempt so far: those of the last one that are kept."""
+        last, following = self._attempt, AttemptProcesses(order.attempt)
+        for pid, rank in last.ranks.items():
+            if rank in order.kept:
+                following.ranks[pid] = rank
+                following.records[rank] = last.records.pop(rank)
+                following.orders[rank] = last.orders.pop(rank)
+            else:
+                _kill_process_group(pid)
+        for reader in last.records.values():
+            reader.close()
+        for sender in last.orders.values():
+            sender.close()
+        # Its keys are those of ranks that are gone.
+        self._kill_store_process()
+        return following
 
     def _fork_rank_process(
         self, order: StartRanks, rank: int, port: int, listener: socket.socket
@@ -179,19 +208,23 @@ class RankServer:
         ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=order.attempt)
         task = RankTask(order.entry, order.payload, self._run_dir, ranks, port, order.doing)
         self._attempt.records[rank], write_end = open_end_pipe()
+        self._attempt.orders[rank], orders = open_order_pipe()
 
         def run() -> int:
             # The store's process alone listens: the port dies with it.
             listener.close()
             for record in self._attempt.records.values():
                 record.close()
-            return run_forked_rank(task, EndWriter(write_end))
+            for sender in self._attempt.orders.values():
+                sender.close()
+            return run_forked_rank(task, EndWriter(write_end), orders)
 
         try:
             return self._fork_child_process(run)
         finally:
-            # The rank alone holds it, so that the pipe ends with the rank.
+            # The rank alone holds them, so that the pipes end with the rank.
             os.close(write_end)
+            orders.close()
 
     def _forward_end_record_and_events(self, rank: int) -> None:
         """Forward a rank's end record, if it has written one by now, and events that its disk
@@ -202,6 +235,9 @@ class RankServer:
             self._link.send(EventRefused(self._attempt.number, line))
         if record is not None:
             self._link.send(EndRecorded(self._attempt.number, rank, record))
+        waiting = reader.take_waiting()
+        if waiting is not None:
+            self._link.send(RankWaits(self._attempt.number, rank, waiting.held_step))
 
     def _fork_child_process(self, run: Callable[[], int]) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its
@@ -253,12 +289,13 @@ class RankServer:
             # Never back into the server's loop.
             os._exit(code)
 
-    def _kill_ranks(self) -> None:
+    def _kill_ranks(self, only: tuple[int, ...] | None = None) -> None:
         # A rank that is dead already was not killed by us.
         self._reap_children()
-        for pid in self._attempt.ranks:
-            self._attempt.killed.add(pid)
-            _kill_process_group(pid)
+        for pid, rank in self._attempt.ranks.items():
+            if only is None or rank in only:
+                self._attempt.killed.add(pid)
+                _kill_process_group(pid)
         # Else it goes with the last rank.
         if not self._attempt.ranks:
             self._kill_store_process()
@@ -292,6 +329,7 @@ class RankServer:
             # Before the exit: what a rank said of its end decides what its exit means.
             self._forward_end_record_and_events(rank)
             attempt.records[rank].close()
+            attempt.orders[rank].close()
             # The signal that asks for a stack kills a rank that had not set a handler yet.
             by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
             exit_code: int | None = code

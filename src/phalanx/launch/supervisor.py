@@ -29,6 +29,7 @@ from phalanx.launch.signals import SignalInbox
 from phalanx.launch.verdict import RankFailure, find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
+from phalanx.observe.where_words import format_rank_list
 
 # A job that another one has taken over, or whose disk refuses, is not to be queued again: a person
 # must act first.
@@ -59,6 +60,9 @@ class LaunchSpec:
     max_restarts: int = 3
     restart_window_s: float = 3600.0
     grace_s: float = 25.0
+    keeps_ranks: bool = False
+    """The entry can take part in several attempts: ranks that only lost another one keep their
+    process when it is started again."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,10 @@ class _Supervisor:
     def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.
         number = next_attempt_number(self._spec.run_dir)
+        kept: tuple[int, ...] = ()
         while True:
             self._num_attempts += 1
-            end = self._run_attempt(number)
+            end = self._run_attempt(number, kept)
             self._redact_secrets_in_logs(end)
             failure = find_root_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
@@ -149,7 +154,8 @@ class _Supervisor:
                 if failure.report != failure.summary:
                     message += f"\n{failure.report}"
                 return RunOutcome(int(error.exit_code), "failed", message, self._num_attempts)
-            self._announce_restart(failure)
+            kept = tuple(sorted(end.waiting.keys() - {failure.rank}))
+            self._announce_restart(failure, kept)
             number += 1
 
     def close(self) -> None:
@@ -163,7 +169,7 @@ class _Supervisor:
             only_attempt = end.number
         redact_secrets_in_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
 
-    def _run_attempt(self, number: int) -> AttemptEnd:
+    def _run_attempt(self, number: int, kept: Sequence[int]) -> AttemptEnd:
         started_at = time.monotonic()
         self._bus.attempt = number
         # Places of the last attempt would be taken for those of this one.
@@ -177,7 +183,7 @@ class _Supervisor:
         assert server is not None
 
         def on_started(pids: Sequence[int]) -> None:
-            self._bus.emit(RanksStarted(list(pids), time.monotonic() - started_at))
+            self._bus.emit(RanksStarted(list(pids), time.monotonic() - started_at, list(kept)))
 
         watch = AttemptWatch(
             number,
@@ -191,8 +197,11 @@ class _Supervisor:
             on_started,
             self._on_refused_event,
             self._spec.stepless,
+            self._spec.keeps_ranks,
         )
-        return watch.watch_until_end(self._spec.entry, self._spec.payload_of_attempt().to_json())
+        return watch.watch_until_end(
+            self._spec.entry, self._spec.payload_of_attempt().to_json(), kept
+        )
 
     def _start_preloaded_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
@@ -270,7 +279,7 @@ class _Supervisor:
             )
         if end.exit_codes == {ExitCode.OK}:
             return RunOutcome(int(ExitCode.OK), "finished", "", self._num_attempts)
-        if not end.exits:
+        if not end.exits and not end.waiting:
             return self._build_outcome_of_stop_code(
                 code, "stopped before the ranks had started; nothing is lost"
             )
@@ -303,14 +312,15 @@ class _Supervisor:
             )
         )
 
-    def _announce_restart(self, failure: RankFailure) -> None:
+    def _announce_restart(self, failure: RankFailure, kept: Sequence[int]) -> None:
         from_step = self._newest_step()
         restart, budget = self._policy.num_restarts, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step))
-        self._say(
-            f"{failure.summary}; starting again from step {from_step} (restart {restart} of"
-            f" {budget})"
-        )
+        again = f"starting again from step {from_step}"
+        if kept:
+            # What the kept ranks hold between them only they can tell, when they have met.
+            again = f"starting it again beside {format_rank_list(kept)}"
+        self._say(f"{failure.summary}; {again} (restart {restart} of {budget})")
 
 
 def _describe_killed_ranks(end: AttemptEnd) -> str:

@@ -197,6 +197,10 @@ class CollectiveRecorder:
             if each.work.is_completed():
                 self._end(key, each)
 
+    def forget_open_works(self) -> None:
+        """Let go of collectives that have not ended: their groups live as long as they do."""
+        self._open.clear()
+
     def wait_for_work(self, work: dist.Work, wait: Callable[[], Any]) -> Any:
         """Return `wait()`, which waits for `work`, and write that it does."""
         waited_for = self._open.get(id(work))
@@ -278,6 +282,8 @@ def record_collectives(box: BlackBox) -> Iterator[CollectiveRecorder]:
         yield recorder
     finally:
         box.on_progress = None
+        # torch keeps the kernels, and they this recorder.
+        recorder.forget_open_works()
         dist.Work.wait = wait_of_torch
         for library in libraries:
             library._destroy()

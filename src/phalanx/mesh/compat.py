@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,11 @@ def silence_torch_warnings() -> None:
         r".*(No device id is provided|barrier\(\): using the device).*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"torch\.")
+
+
+def clear_dtensor_caches() -> None:
+    """Forget what DTensor has found out about operators on device meshes, and so the meshes."""
+    tensor_debug._clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager

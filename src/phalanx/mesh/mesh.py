@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,11 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import write_torch_variables_of_launcher
 from phalanx.mesh.agreement import describe_ranks_that_differ_from_majority
-from phalanx.mesh.compat import silence_torch_warnings, using_default_group_timeout
+from phalanx.mesh.compat import (
+    clear_dtensor_caches,
+    silence_torch_warnings,
+    using_default_group_timeout,
+)
 from phalanx.mesh.device_meshes import clear_device_mesh_cache, open_expert_mesh, open_layout_mesh
 from phalanx.mesh.devices import (
     choose_device,
@@ -391,6 +396,16 @@ def abandon_mesh(mesh: Mesh) -> None:
     """
     if mesh.is_ours and dist.is_initialized():
         _abandon_process_groups(mesh.device)
+
+
+def release_abandoned_groups() -> None:
+    """Have the connections of abandoned groups closed, so that ranks that wait in them notice.
+
+    For a process that goes on and holds no model of them any more. Gloo closes them with the last
+    reference to a group, and DTensor keeps meshes with what it knows of their operators.
+    """
+    clear_dtensor_caches()
+    gc.collect()
 
 
 def _abandon_process_groups(device: torch.device) -> None:

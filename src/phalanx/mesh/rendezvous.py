@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,9 @@ SUPERVISED_RENDEZVOUS_TIMEOUT_S = 20.0
 # For ranks that have all arrived to read one key.
 READ_TIMEOUT_S = 20.0
 
-# Of this process: how often its ranks have met, and the stores that it holds for the others, by
-# process (a fork has none), host and port.
-_rendezvous_counter = itertools.count()
+# Of this process: how often its ranks have met in each incarnation, and the stores that it holds
+# for the others, by process (a fork has none), host and port.
+_rendezvous_counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _held_stores: dict[tuple[int, str, int], dist.TCPStore] = {}
 
 
@@ -196,7 +197,9 @@ def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_TIMEOUT_S) -> dist
         os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     )
     store = _open_tcp_store(rank, world_size, rendezvous_s)
-    return dist.PrefixStore(f"phalanx/{incarnation}/{next(_rendezvous_counter)}", store)
+    # Of the incarnation: of its ranks some may have met in an earlier one, and others not.
+    number = next(_rendezvous_counters[incarnation])
+    return dist.PrefixStore(f"phalanx/{incarnation}/{number}", store)
 
 
 def _open_tcp_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:

@@ -502,10 +502,12 @@ class StopRequested(Event):
 
 @dataclass(frozen=True)
 class RanksStarted(Event):
-    """From the supervisor: the processes of one attempt."""
+    """From the supervisor: the processes of one attempt. `kept`: ranks whose process is that of the
+    attempt before, as they only had lost another one."""
 
     pids: list[int]
     start_s: float
+    kept: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,24 @@ class ParallelModel:
             return DirectExecutor(self._context, self._interceptor, self._forward), None
         pipeline = PipelineExecutor(self._context, staged, self._interceptor, self._forward)
         return pipeline, pipeline
+
+    def persistent_buffers(self) -> list[torch.Tensor]:
+        """The buffers of this rank's module that a checkpoint holds, as they are now."""
+        buffers = []
+        for part, name in self._buffer_places:
+            buffer = part._buffers[name]
+            if buffer is not None:
+                buffers.append(buffer)
+        return buffers
+
+    @functools.cached_property
+    def _buffer_places(self) -> list[tuple[nn.Module, str]]:
+        places = []
+        for part in self.module.modules():
+            for name in part._buffers:
+                if name not in part._non_persistent_buffers_set:
+                    places.append((part, name))
+        return places
 
     @property
     def saved_bytes(self) -> int | None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.black_box import BlackBox, RankIdentity
@@ -35,7 +34,7 @@ from phalanx.mesh.determinism import (
     using_deterministic_algorithms,
 )
 from phalanx.mesh.event_clock import create_phase_clock_for_device
-from phalanx.mesh.mesh import Mesh, abandon_mesh, open_mesh
+from phalanx.mesh.mesh import Mesh, abandon_mesh, open_mesh, release_abandoned_groups
 from phalanx.mesh.nvtx import NvtxRanges
 from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, SUPERVISED_RENDEZVOUS_TIMEOUT_S
 from phalanx.nn.build import build_objective
@@ -45,7 +44,15 @@ from phalanx.observe.bus import (
     Bus,
     OpenSink,
 )
-from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
+from phalanx.observe.events import (
+    Envelope,
+    InvariantChecked,
+    Note,
+    RunStarted,
+    SinkDropped,
+    StepFinished,
+)
+from phalanx.observe.last_step import read_last_recorded_step
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import build_fault_listener
 from phalanx.run.build_trainer import build_trainer
@@ -58,8 +65,9 @@ from phalanx.run.data import (
 )
 from phalanx.run.directory import DATA_FOLDER
 from phalanx.run.needs import list_sink_openers
-from phalanx.run.rank_run import RankPayload, RankRunInputs
+from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
+from phalanx.run.survivor import Survivor
 from phalanx.run.weights import build_and_restore_state
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
@@ -79,15 +87,36 @@ _EXIT_CODE_OF_END = {
 
 
 def run_supervised_rank(document: JsonObject, link: RankLink) -> int:
-    """Train as one supervised rank, of the JSON of a RankPayload. Returns the exit code."""
+    """Train as one supervised rank, of the JSON of a RankPayload. Returns the exit code.
+
+    A rank that only lost another one takes part in the next attempt with what it holds.
+    """
+    survivor = Survivor()
+    while True:
+        run = _read_run_inputs(document, link)
+        try:
+            return run_rank(run, survivor=survivor)
+        except Exception as error:
+            if not (keeps_ranks(run.job, run.plan) and survivor.may_go_on(error)):
+                raise
+            # What hangs on its frames is the old model.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        release_abandoned_groups()
+        order = link.wait_for_next_attempt(survivor.held_step)
+        if order is None:
+            return int(ExitCode.INTERNAL)
+        document = order
+
+
+def _read_run_inputs(document: JsonObject, link: RankLink) -> RankRunInputs:
     payload = RankPayload.from_json(document)
     ranks = read_rank_env(os.environ)
     assert ranks is not None, "the supervisor sets RANK"
     started_s = payload.started_s
     if ranks.attempt > payload.first_attempt:
-        # A restart began with this process, not with the command.
+        # A restart began with this process, or with what it was told, and not with the command.
         started_s = time.monotonic()
-    run = RankRunInputs(
+    return RankRunInputs(
         job=payload.job,
         plan=payload.plan,
         run_dir=payload.run_dir,
@@ -96,8 +125,8 @@ def run_supervised_rank(document: JsonObject, link: RankLink) -> int:
         started_s=started_s,
         claim=payload.claim,
         link=link,
+        is_restart=ranks.attempt > payload.first_attempt,
     )
-    return run_rank(run)
 
 
 @dataclass(frozen=True)
@@ -111,6 +140,7 @@ class RankContext:
     meter: MemoryMeter
     stop: StopSignalFlags
     fence: RunOwnershipWatch
+    survivor: Survivor
 
 
 def run_rank(
@@ -118,10 +148,13 @@ def run_rank(
     *,
     sinks: Sequence[tuple[str, OpenSink]] = (),
     rendezvous: dist.Store | None = None,
+    survivor: Survivor | None = None,
 ) -> int:
     """Train as one rank; `sinks` come on top of the job's. Returns the exit code.
 
     `rendezvous` is the ranks' key-value store of another launcher, where that is open already.
+    `survivor` has what this rank holds of an earlier attempt, and gets what it holds at the end of
+    this one.
     """
     job, rank = run.job, run.rank
     stop = StopSignalFlags()
@@ -148,7 +181,8 @@ def run_rank(
     try:
         with record_collectives(box):
             code = _join_ranks_and_train(
-                RankContext(run, bus, phases, meter, stop, fence), rendezvous
+                RankContext(run, bus, phases, meter, stop, fence, survivor or Survivor()),
+                rendezvous,
             )
     except BaseException:
         # Not longer: all others wait for a rank that failed.
@@ -202,7 +236,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
         rank.meter.start(mesh.device)
         shortage = describe_gpu_memory_shortage(mesh, plan)
         storage = _open_run_storage(rank)
-        state, restored = build_and_restore_state(
+        restored = build_and_restore_state(
             run.job,
             plan,
             mesh,
@@ -210,7 +244,10 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             rank.bus,
             storage=storage,
             tokenizer=corpus.tokenizer_digest,
+            live=rank.survivor.live,
+            expects_live=run.is_restart,
         )
+        state = restored.state
         require_document_mask_support(run.job, state.model)
         require_same_samples_on_all_ranks(corpus, mesh)
         with (
@@ -222,10 +259,12 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
         ):
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             if mesh.rank == 0:
-                rank.bus.emit(_build_run_started(run, mesh, state, restored))
+                rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
                 _emit_start_warnings(run, state, rank.bus, shortage)
+            _record_step_that_was_not_recorded(run, trainer, batches, restored.finished)
             rank.phases.leave("startup")
-            end_reason = trainer.run(run.started_s)
+            with rank.survivor.holding_state_of(trainer):
+                end_reason = trainer.run(run.started_s)
         _finish_on_all_ranks(rank, trainer, corpus, is_finished=end_reason == "finished")
     return _EXIT_CODE_OF_END[end_reason]
 
@@ -292,6 +331,19 @@ def _build_trainer_of_rank(
     )
 
 
+def _record_step_that_was_not_recorded(
+    run: RankRunInputs, trainer: Trainer, batches: TrainBatches, finished: StepFinished | None
+) -> None:
+    """Record the step that training continues from where the process of this rank that did it was
+    gone before it could."""
+    if finished is None:
+        return
+    recorded = read_last_recorded_step(run.run_dir, run.rank, before_attempt=run.attempt)
+    if recorded < finished.step:
+        batches.digest_step_again(finished.step)
+        trainer.record_step_of_other_rank(finished)
+
+
 def _finish_on_all_ranks(
     rank: RankContext, trainer: Trainer, corpus: Corpus, *, is_finished: bool
 ) -> None:
@@ -332,7 +384,7 @@ def _emit_start_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shorta
 
 
 def _build_run_started(
-    run: RankRunInputs, mesh: Mesh, state: TrainState, restored: CheckpointFolder | None
+    run: RankRunInputs, mesh: Mesh, state: TrainState, restored_from: str
 ) -> RunStarted:
     return RunStarted(
         run=run.job.run.name,
@@ -342,7 +394,7 @@ def _build_run_started(
         total_steps=run.job.train.steps,
         device=str(mesh.device),
         layout=run.plan.layout.to_json(),
-        restored_from=restored.name if restored else "",
+        restored_from=restored_from,
         startup_s=time.monotonic() - run.started_s,
         plain_bytes=state.model.plain_bytes,
     )

@@ -34,7 +34,7 @@ class RankPayload(JsonRecord):
 @dataclass(frozen=True)
 class RankRunInputs:
     """Everything that one rank needs to train. `started_s` (monotonic) is when the run was
-    asked for."""
+    asked for. `is_restart`: this command's ranks were started before."""
 
     job: Job
     plan: Plan
@@ -44,3 +44,12 @@ class RankRunInputs:
     started_s: float
     claim: RunOwnershipClaim = field(default_factory=RunOwnershipClaim)
     link: RankLink = field(default_factory=SilentRankLink)
+    is_restart: bool = False
+
+
+def keeps_ranks(job: Job, plan: Plan) -> bool:
+    """True where a process may take part in another attempt after it lost another rank.
+
+    On GPUs the queue may hold work of a group that is gone, and compiled code its name.
+    """
+    return job.resilience.keep_ranks and plan.device == "cpu" and not plan.compile

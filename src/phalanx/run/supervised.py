@@ -40,7 +40,7 @@ from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
-from phalanx.run.rank_run import RankPayload
+from phalanx.run.rank_run import RankPayload, keeps_ranks
 from phalanx.run.resume import ResumedRun
 
 # By name: the ranks import torch, and this process must not.
@@ -78,6 +78,7 @@ def train_in_supervised_ranks(
         preload=list_modules_to_preload(job),
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
+        keeps_ranks=keeps_ranks(job, run.plan),
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)

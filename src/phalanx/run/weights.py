@@ -4,6 +4,7 @@ drawn."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,29 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn.build import build_model
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointUnusable, WeightsTaken
+from phalanx.observe.events import CheckpointUnusable, StepFinished, WeightsTaken
+from phalanx.observe.where_words import format_rank_list
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.initial_weights import read_initial_weights
+from phalanx.train.live_state import LiveState, restore_from_live_ranks
 from phalanx.train.state import TrainState
 
 _FALLBACK_FIX = "add --fallback to continue from the newest one before it that can be used"
+
+
+@dataclass(frozen=True)
+class RestoredState:
+    """The state that training continues from.
+
+    `origin`: the checkpoint that it was restored from, or the ranks that still held it; empty for a
+    fresh one. `finished`: what such a rank recorded of its last step.
+    """
+
+    state: TrainState
+    origin: str = ""
+    finished: StepFinished | None = None
 
 
 def build_and_restore_state(
@@ -43,12 +59,14 @@ def build_and_restore_state(
     *,
     storage: RunStorage,
     tokenizer: str,
-) -> tuple[TrainState, CheckpointFolder | None]:
-    """The state that training continues from, and the checkpoint that it was restored from, if
-    there was one.
+    live: LiveState | None = None,
+    expects_live: bool = False,
+) -> RestoredState:
+    """The state that training continues from.
 
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
-    random ones.
+    random ones. `live` is what this rank held when it lost another one; `expects_live`, equal on
+    all ranks: one of them may hold something.
     """
     names = list_checkpoints_newest_first(storage, mesh)
     initial = None
@@ -58,14 +76,20 @@ def build_and_restore_state(
     state = build_training_state(
         job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
     )
+    if expects_live:
+        newest = max((storage.store.folder(name).step for name in names), default=0)
+        restored = restore_from_live_ranks(state, live, newest_saved_step=newest)
+        if restored is not None:
+            state.saved_step = newest
+            origin = f"the memory of {format_rank_list(restored.holders)}"
+            return RestoredState(state, origin, restored.finished)
     if names:
         fallback = job.checkpoint.fallback
-        return state, restore_newest_readable_checkpoint(
-            storage, names, state, bus, fallback=fallback
-        )
+        folder = restore_newest_readable_checkpoint(storage, names, state, bus, fallback=fallback)
+        return RestoredState(state, folder.name)
     if initial is not None:
         fill_model_with_initial_weights(initial, job.model, state, bus)
-    return state, None
+    return RestoredState(state)
 
 
 def build_training_state(

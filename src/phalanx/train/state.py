@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import contextlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class TrainState:
     step: int = 0
     tokens_seen: int = 0
     samples_seen: int = 0
+    saved_step: int = 0
+    """The step of the newest checkpoint when it was restored; 0 without one."""
     lost_reduction: str = ""
     """The reason why `restore` left the state of compressed gradients in the checkpoint; empty if
     it did not."""
@@ -66,6 +69,38 @@ class TrainState:
     def __post_init__(self) -> None:
         # As built: of the values of groups a checkpoint holds those that training has changed.
         self._built = copy_group_values(self.optimizer)
+        self._marks: list[Any] | None = None
+        self._is_updating = False
+
+    def begin_step(self) -> None:
+        """Note what forward and backward of a step may change besides gradients."""
+        self._marks = self._mark_what_steps_change()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """The body changes the state from that of one step to that of the next; after an error in
+        it some of it is of each."""
+        self._is_updating = True
+        yield
+        self._is_updating, self._marks = False, None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all of it is of one step, `step`: an error has left no part of it changed."""
+        if self._is_updating:
+            return False
+        return self._marks is None or self._marks == self._mark_what_steps_change()
+
+    def _mark_what_steps_change(self) -> list[Any]:
+        """What is equal later if nothing that a checkpoint holds has changed but by the update:
+        statistics of batches, state of compressed gradients and the loss scale do."""
+        tensors = list(self.model.persistent_buffers())
+        if self.model.compression is not None:
+            tensors += self.model.compression.list_state_tensors()
+        marks: list[Any] = [(id(tensor), tensor._version) for tensor in tensors]
+        if self.model.loss_scale is not None:
+            marks.append(self.model.loss_scale.state_to_save())
+        return marks
 
     def shards(self) -> dict[str, LogicalShard]:
         """Every tensor of the state by its full-model name."""
@@ -179,6 +214,13 @@ class TrainState:
                 undo()
             raise
         # Only now that all is read, on all ranks: a checkpoint that is refused changes nothing.
+        self.finish_restoring(facts, restores)
+        self.saved_step = self.step
+        self.other_cpu = self._explain_other_cpu_kind(facts.get(CPU_KIND_FACT))
+
+    def finish_restoring(self, facts: Mapping[str, Any], restores: Sequence[RestoreState]) -> None:
+        """Continue from `facts`, now that the tensors are those of that step; `restores` set the
+        optimizer's numbers."""
         for restore_value in restores:
             restore_value()
         self.model.refresh()
@@ -186,7 +228,6 @@ class TrainState:
             self.model.loss_scale.load_saved_state(facts[LOSS_SCALE_FACT])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
-        self.other_cpu = self._explain_other_cpu_kind(facts.get(CPU_KIND_FACT))
 
     def _explain_other_cpu_kind(self, then: object) -> str:
         """The reason why steps after a checkpoint that was written on the CPU kind `then` may round

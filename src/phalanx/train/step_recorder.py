@@ -57,6 +57,7 @@ class StepRecorder:
         self._memory = memory or MemoryMeter()
         self._detail = StepDetail(self._mesh.rank, plan.layout, state.step, job.train.steps)
         self._unrecorded: tuple[StepStats, str | None] | None = None
+        self.last_finished: StepFinished | None = None
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         self._has_operator_cost = False
         self._warned_draws: set[str] = set()
@@ -152,13 +153,23 @@ class StepRecorder:
             cpu_s=round(seconds.cpu_s, 6),
             communication_s=_round_to_microseconds(seconds.communication_s),
         )
-        for event in self._detail.list_events(finished):
-            self._bus.emit(event)
-        for event in self._list_events(step):
-            self._bus.emit(event)
+        self.last_finished = finished
+        self._emit_finished_step(finished)
         self._emit_operator_cost()
         self._warn_of_layout_dependent_draws()
         self._warn_of_unused_parameters()
+
+    def record_step_of_other_rank(self, finished: StepFinished) -> None:
+        """Record the step that the state is of as another rank recorded it: this one was gone
+        before it had."""
+        self.last_finished = finished
+        self._emit_finished_step(finished)
+
+    def _emit_finished_step(self, finished: StepFinished) -> None:
+        for event in self._detail.list_events(finished):
+            self._bus.emit(event)
+        for event in self._list_events(finished.step):
+            self._bus.emit(event)
 
     def _emit_operator_cost(self) -> None:
         cost = self._state.model.operator_cost

@@ -20,6 +20,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
     Event,
+    StepFinished,
     StopRequested,
 )
 from phalanx.optim.build import set_learning_rate
@@ -108,6 +109,9 @@ class Trainer:
             # The save in flight can no longer be committed: there is nothing to wait for.
             raise
         except BaseException:
+            # A step whose reduction was done is done, whatever came after it.
+            if self.state.is_whole:
+                self._recorder.record_last_step()
             self._recorder.write_open_window()
             if self._schedule is not None:
                 self._schedule.abandon(self.job.resilience.grace_s)
@@ -125,6 +129,9 @@ class Trainer:
         self._best.record_best_if_missing(self._evals, self.state.step)
         self._invariants.start()
         self._recorder.start(asked_s)
+        if self.state.step > self.state.saved_step and self._schedule is not None:
+            # Its ranks held it in memory: the save of this step may be what was interrupted.
+            self._schedule.save_if_due((0.0, 0.0, 0.0), is_end=self._is_last_saved_step())
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
@@ -144,10 +151,11 @@ class Trainer:
                 if is_fenced and self._get_storage_fence is not None:
                     raise self._get_storage_fence.run_taken_error()
                 self._tracer.accept_request(trace_request, self.state.step)
-                is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
                 if self._schedule is not None:
                     self._schedule.save_if_due(
-                        save_flags, is_stop=sigterm + sigint > 0, is_end=is_end
+                        save_flags,
+                        is_stop=sigterm + sigint > 0,
+                        is_end=self._is_last_saved_step(),
                     )
                 self._recorder.record_last_step()
             self._tracer.end_step(self.state.step)
@@ -168,6 +176,7 @@ class Trainer:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
+        self.state.begin_step()
         # What a user's module draws besides dropout is a function of (seed, step, share of the
         # batch): resuming repeats it. Dropout follows the sample instead (parallel.dropout).
         with self.phases("prepare"):
@@ -190,21 +199,35 @@ class Trainer:
             *(guard.reason_to_skip(step, facts) for guard in self.guards),
         ]
         skipped = next((reason for reason in reasons if reason), None)
-        with self.phases("optimizer"):
-            if skipped is None:
-                # A function of the step: nothing to save, and right wherever a run resumes.
-                set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
-                self._invariants.digest_before_update()
-                model.update(optimizer)
-            # Skipped or not. Without gradients their memory is free until the next backward.
-            optimizer.zero_grad(set_to_none=True)
-        # A skipped step counts, too: its samples are read, and the next step reads others.
-        self.state.step = step
-        self.state.tokens_seen += facts.num_targets
-        self.state.samples_seen += self.job.train.global_batch_size
+        with self.state.updating():
+            with self.phases("optimizer"):
+                if skipped is None:
+                    # A function of the step: nothing to save, and right wherever a run resumes.
+                    set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
+                    self._invariants.digest_before_update()
+                    model.update(optimizer)
+                # Skipped or not. Without gradients their memory is free until the next backward.
+                optimizer.zero_grad(set_to_none=True)
+            # A skipped step counts, too: its samples are read, and the next step reads others.
+            self.state.step = step
+            self.state.tokens_seen += facts.num_targets
+            self.state.samples_seen += self.job.train.global_batch_size
         with self.phases("record"):
             self._invariants.finish_step(facts)
         return facts, skipped
+
+    def _is_last_saved_step(self) -> bool:
+        """True after the last step, if the job saves that."""
+        return self.state.step == self.job.train.steps and self.job.checkpoint.at_end
+
+    @property
+    def last_finished(self) -> StepFinished | None:
+        """The facts of the last step that this rank recorded."""
+        return self._recorder.last_finished
+
+    def record_step_of_other_rank(self, finished: StepFinished) -> None:
+        """Record the step that the state is of as another rank recorded it."""
+        self._recorder.record_step_of_other_rank(finished)
 
     def record_ending(self) -> None:
         """Emit the seconds since the last step or evaluation, when all is done."""
@@ -265,6 +288,7 @@ class Trainer:
             self.state,
             self.bus,
             record=self._recorder.record_last_step,
+            saved_step=self.state.saved_step,
         )
 
     def _build_evaluator(self) -> Evaluator | None:

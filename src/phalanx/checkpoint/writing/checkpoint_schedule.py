@@ -36,7 +36,8 @@ class StateToSave(Protocol):
 class CheckpointSchedule:
     """Saves the state of one run when it is due, and tries again later when a save fails.
 
-    `record` puts the step that is done on record; it comes before every commit.
+    `record` puts the step that is done on record; it comes before every commit. `saved_step`: the
+    last step that is saved already; None: the step of the state.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class CheckpointSchedule:
         bus: Bus,
         *,
         record: Callable[[], None],
+        saved_step: int | None = None,
     ) -> None:
-        self.saved_step = state.step
+        self.saved_step = state.step if saved_step is None else saved_step
         self._checkpointer, self._options = checkpointer, options
         self._mesh, self._state, self._bus = mesh, state, bus
         self._record = record

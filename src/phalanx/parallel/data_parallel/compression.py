@@ -117,6 +117,10 @@ class GradientCompression:
         """Bytes of the hooks' state on this rank."""
         return sum(tensor.nbytes for slots in self._slots.values() for tensor in slots.values())
 
+    def list_state_tensors(self) -> list[torch.Tensor]:
+        """The hooks' state on this rank."""
+        return [tensor for slots in self._slots.values() for tensor in slots.values()]
+
     def collect_state_shards(
         self, model: Mapping[str, LogicalShard], mesh: Mesh
     ) -> dict[str, LogicalShard]:

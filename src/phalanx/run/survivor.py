@@ -1,0 +1,46 @@
+"""What a rank keeps between two attempts: the state that it held when it lost another rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from phalanx.launch.reports import is_caused_by_lost_peer
+from phalanx.train.live_state import LiveState, hold_state
+from phalanx.train.trainer import Trainer
+
+
+class Survivor:
+    """Holds the state of a rank over the end of its process groups, until it trains again.
+
+    Only of a rank whose training was ended by the loss of another one: every other error is its
+    own, and what it holds may be the reason.
+    """
+
+    def __init__(self) -> None:
+        self.live: LiveState | None = None
+        self._has_lost_peer = False
+
+    @contextlib.contextmanager
+    def holding_state_of(self, trainer: Trainer) -> Iterator[None]:
+        """Keep the state if the body, which trains, ends by the loss of another rank."""
+        self.live, self._has_lost_peer = None, False
+        try:
+            yield
+        except Exception as error:
+            if is_caused_by_lost_peer(error):
+                self._has_lost_peer = True
+                # What cannot be held comes from the checkpoint.
+                with contextlib.suppress(Exception):
+                    self.live = hold_state(trainer.state, trainer.last_finished)
+            raise
+
+    def may_go_on(self, error: Exception) -> bool:
+        """True if `error`, with which an attempt ended, is the loss of another rank while this one
+        trained."""
+        return self._has_lost_peer and is_caused_by_lost_peer(error)
+
+    @property
+    def held_step(self) -> int:
+        """The step whose state this rank holds; -1: none."""
+        return -1 if self.live is None else self.live.step

@@ -1,0 +1,172 @@
+"""Ranks that only lost another one keep their process and what they hold: training goes on at the
+same step, and ends with the bits of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from commands import (
+    TINY,
+    Done,
+    events,
+    loss_curve,
+    run,
+    run_all,
+    survivors,
+    weights,
+    write_text,
+)
+from phalanx.observe.events import (
+    RankFailed,
+    RanksStarted,
+    RunStarted,
+    SamplesRead,
+    StepFinished,
+)
+
+STEPS, SAVED_EACH = 20, 10
+LAYOUTS = {
+    "ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"),
+    "hsdp": ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
+    "tp": ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.tp=2"),
+    "zero1": ("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=1"),
+    "zero3": ("parallel.ranks=2", "parallel.dp_shard=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("live")
+    write_text(folder / "text")
+    return folder
+
+
+def arguments(layout: str, name: str, *more: str) -> list[str]:
+    return [
+        "train",
+        *TINY,
+        "data.source=text",
+        f"train.steps={STEPS}",
+        f"checkpoint.every_steps={SAVED_EACH}",
+        "checkpoint.asynchronous=false",
+        "optim.lr=0.01",
+        "observe.samples=true",
+        f"run.dir={name}",
+        *LAYOUTS[layout],
+        *more,
+    ]
+
+
+def inject(*faults: str) -> str:
+    return "resilience.inject=[" + ", ".join(f'"{fault}"' for fault in faults) + "]"
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:
+    """A run of two ranks under ddp that nothing happens to."""
+    done = run(*arguments("ddp", "straight"), cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "straight"
+
+
+def require_same_as_straight(straight: Path, run_dir: Path, done: Done) -> None:
+    assert done.code == 0, done.err
+    assert loss_curve(run_dir) == loss_curve(straight)
+    assert weights(run_dir) == weights(straight)
+    assert not survivors(run_dir)
+
+
+def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
+    """Rank and phase of each kill differ; the rank that lives stays the same process throughout
+    what is not its own death."""
+    faults = (
+        "kill:rank=1,step=3,phase=data",
+        "kill:rank=0,step=6,phase=forward",
+        "kill:rank=1,step=9,phase=backward",
+        "kill:rank=0,step=12,phase=optimizer",
+        "kill:rank=1,step=15,phase=optimizer",
+        "kill:rank=0,step=18,phase=record",
+    )
+    done = run(
+        *arguments("ddp", "each phase", inject(*faults), "resilience.max_restarts=10"),
+        cwd=folder,
+    )
+    run_dir = folder / "each phase"
+    require_same_as_straight(straight, run_dir, done)
+    killed = [e.event.failed_rank for e in events(run_dir, RankFailed)]
+    assert killed == [1, 0, 1, 0, 1, 0]
+    starts = [e.event for e in events(run_dir, RanksStarted)]
+    for before, after, rank in zip(starts[:-1], starts[1:], killed, strict=True):
+        assert after.kept == [1 - rank]
+        assert after.pids[1 - rank] == before.pids[1 - rank]
+        assert after.pids[rank] != before.pids[rank]
+    continued = [e.event for e in events(run_dir, RunStarted)][1:]
+    assert [e.restored_from for e in continued] == [
+        f"the memory of rank {1 - rank}" for rank in killed
+    ]
+    # Every step once on the record of every rank, with its samples: none was done again.
+    for kind in (StepFinished, SamplesRead):
+        recorded = Counter((e.rank, e.event.step) for e in events(run_dir, kind))
+        assert recorded == {(rank, step): 1 for rank in range(2) for step in range(1, STEPS + 1)}
+    assert len(re.findall(r"starting it again beside rank \d \(restart", done.out)) == len(faults)
+
+
+@pytest.mark.parametrize("layout", ["hsdp", pytest.param("tp", marks=pytest.mark.long)])
+def test_shards_come_from_the_replica_that_holds_them(folder: Path, layout: str) -> None:
+    """Reference: the same layout undisturbed."""
+    fault = "kill:rank=2,step=14,phase=backward"
+    first, second = run_all(
+        [arguments(layout, layout), arguments(layout, f"{layout} killed", inject(fault))], folder
+    )
+    assert first.code == 0, first.err
+    run_dir = folder / f"{layout} killed"
+    require_same_as_straight(folder / layout, run_dir, second)
+    started = [e.event for e in events(run_dir, RunStarted)][1]
+    assert started.step == 13
+    assert started.restored_from == "the memory of ranks 0, 1 and 3"
+
+
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("zero1", marks=pytest.mark.long)])
+def test_without_a_replica_the_checkpoint_has_the_state(folder: Path, layout: str) -> None:
+    """The processes are kept all the same; what the dead rank alone held is on the disk."""
+    fault = "kill:rank=1,step=14,phase=forward"
+    first, second = run_all(
+        [arguments(layout, layout), arguments(layout, f"{layout} killed", inject(fault))], folder
+    )
+    assert first.code == 0, first.err
+    run_dir = folder / f"{layout} killed"
+    require_same_as_straight(folder / layout, run_dir, second)
+    assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0]]
+    started = [e.event for e in events(run_dir, RunStarted)][1]
+    assert (started.step, started.restored_from.startswith("step-10")) == (10, True)
+
+
+def test_before_the_first_checkpoint_nothing_is_lost(folder: Path, straight: Path) -> None:
+    """Without a checkpoint the weights would be drawn again: they come from memory."""
+    fault = "kill:rank=0,step=5,phase=backward"
+    done = run(*arguments("ddp", "early", inject(fault)), cwd=folder)
+    require_same_as_straight(straight, folder / "early", done)
+    assert [e.event.step for e in events(folder / "early", RunStarted)] == [0, 4]
+
+
+def test_killed_during_the_recovery(folder: Path, straight: Path) -> None:
+    """The second kill meets the rank that was started again before it trains: what the first
+    survivor holds is still there."""
+    faults = ("kill:rank=1,step=14,phase=backward", "kill:rank=1,phase=startup,step=0")
+    done = run(*arguments("ddp", "twice", inject(*faults)), cwd=folder)
+    run_dir = folder / "twice"
+    require_same_as_straight(straight, run_dir, done)
+
+
+def test_all_ranks_start_anew_if_none_is_to_be_kept(folder: Path, straight: Path) -> None:
+    fault = "kill:rank=1,step=14,phase=backward"
+    done = run(*arguments("ddp", "anew", inject(fault), "resilience.keep_ranks=false"), cwd=folder)
+    run_dir = folder / "anew"
+    require_same_as_straight(straight, run_dir, done)
+    assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], []]
+    assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 10]
