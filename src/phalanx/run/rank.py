@@ -244,8 +244,8 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             rank.bus,
             storage=storage,
             tokenizer=corpus.tokenizer_digest,
-            live=rank.survivor.live,
-            expects_live=run.is_restart,
+            held=rank.survivor.held,
+            expects_held=run.is_restart,
         )
         state = restored.state
         require_document_mask_support(run.job, state.model)

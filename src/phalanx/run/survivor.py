@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from phalanx.launch.reports import is_caused_by_lost_peer
-from phalanx.train.live_state import LiveState, hold_state
+from phalanx.train.held_state import HeldState, hold_state
 from phalanx.train.trainer import Trainer
 
 
@@ -18,13 +18,13 @@ class Survivor:
     """
 
     def __init__(self) -> None:
-        self.live: LiveState | None = None
+        self.held: HeldState | None = None
         self._has_lost_peer = False
 
     @contextlib.contextmanager
     def holding_state_of(self, trainer: Trainer) -> Iterator[None]:
         """Keep the state if the body, which trains, ends by the loss of another rank."""
-        self.live, self._has_lost_peer = None, False
+        self.held, self._has_lost_peer = None, False
         try:
             yield
         except Exception as error:
@@ -32,7 +32,7 @@ class Survivor:
                 self._has_lost_peer = True
                 # What cannot be held comes from the checkpoint.
                 with contextlib.suppress(Exception):
-                    self.live = hold_state(trainer.state, trainer.last_finished)
+                    self.held = hold_state(trainer.state, trainer.last_finished)
             raise
 
     def may_go_on(self, error: Exception) -> bool:
@@ -43,4 +43,4 @@ class Survivor:
     @property
     def held_step(self) -> int:
         """The step whose state this rank holds; -1: none."""
-        return -1 if self.live is None else self.live.step
+        return -1 if self.held is None else self.held.step

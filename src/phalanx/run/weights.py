@@ -31,7 +31,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.initial_weights import read_initial_weights
-from phalanx.train.live_state import LiveState, restore_from_live_ranks
+from phalanx.train.held_state import HeldState, restore_from_held_states
 from phalanx.train.state import TrainState
 
 _FALLBACK_FIX = "add --fallback to continue from the newest one before it that can be used"
@@ -59,13 +59,13 @@ def build_and_restore_state(
     *,
     storage: RunStorage,
     tokenizer: str,
-    live: LiveState | None = None,
-    expects_live: bool = False,
+    held: HeldState | None = None,
+    expects_held: bool = False,
 ) -> RestoredState:
     """The state that training continues from.
 
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
-    random ones. `live` is what this rank held when it lost another one; `expects_live`, equal on
+    random ones. `held` is what this rank held when it lost another one; `expects_held`, equal on
     all ranks: one of them may hold something.
     """
     names = list_checkpoints_newest_first(storage, mesh)
@@ -76,9 +76,9 @@ def build_and_restore_state(
     state = build_training_state(
         job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
     )
-    if expects_live:
+    if expects_held:
         newest = max((storage.store.folder(name).step for name in names), default=0)
-        restored = restore_from_live_ranks(state, live, newest_saved_step=newest)
+        restored = restore_from_held_states(state, held, newest_saved_step=newest)
         if restored is not None:
             state.saved_step = newest
             origin = f"the memory of {format_rank_list(restored.holders)}"

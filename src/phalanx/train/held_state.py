@@ -1,8 +1,8 @@
 """The state of a run that its ranks still hold in memory after they lost one of them.
 
-A rank that only lost another one keeps what it held (`LiveState`), leaves its process groups and
+A rank that only lost another one keeps what it held (`HeldState`), leaves its process groups and
 joins the next attempt. There the ranks compare what they hold: where every block of the state is
-held by one of them after the same step, that step is continued from (`restore_from_live_ranks`).
+held by one of them after the same step, that step is continued from (`restore_from_held_states`).
 Each rank takes what it held itself, and receives the rest from a rank that held the same blocks. A
 rank that holds nothing never gives anything.
 """
@@ -25,7 +25,7 @@ from phalanx.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class LiveState:
+class HeldState:
     """The whole state after `step` as one rank held it, and what it recorded of that step. Its
     tensors are those of training."""
 
@@ -45,7 +45,7 @@ class LiveState:
 
 
 @dataclass(frozen=True)
-class LiveRestore:
+class RestoreFromMemory:
     """The ranks that held the state which training continues from, and the record of its step by
     one of them."""
 
@@ -70,7 +70,7 @@ class _Holder:
     finished: dict[str, Any] | None
 
 
-def hold_state(state: TrainState, finished: StepFinished | None) -> LiveState | None:
+def hold_state(state: TrainState, finished: StepFinished | None) -> HeldState | None:
     """The state as it is in memory after an error; None where a part of it is of another step than
     the rest. `finished`: the record of its last step."""
     if not state.is_whole:
@@ -81,13 +81,13 @@ def hold_state(state: TrainState, finished: StepFinished | None) -> LiveState | 
         shards[name] = shard.like(name, shard.tensor.detach())
     if finished is not None and finished.step != state.step:
         finished = None
-    return LiveState(state.step, state.facts(), shards, finished)
+    return HeldState(state.step, state.facts(), shards, finished)
 
 
 @torch.no_grad()
-def restore_from_live_ranks(
-    state: TrainState, live: LiveState | None, *, newest_saved_step: int
-) -> LiveRestore | None:
+def restore_from_held_states(
+    state: TrainState, held: HeldState | None, *, newest_saved_step: int
+) -> RestoreFromMemory | None:
     """Continue from the state that ranks still hold, if all of it is there; None where it is not.
 
     Collective. A step of before `newest_saved_step` is left to the checkpoint. Without it `state`
@@ -95,9 +95,9 @@ def restore_from_live_ranks(
     """
     mesh = state.model.mesh
     own = None
-    if live is not None:
-        finished = live.finished and asdict(live.finished)
-        own = [live.step, live.facts, live.blocks, live.specs, finished]
+    if held is not None:
+        finished = held.finished and asdict(held.finished)
+        own = [held.step, held.facts, held.blocks, held.specs, finished]
     said_by_rank = mesh.gather_json(own)
     steps = sorted({said[0] for said in said_by_rank if said is not None}, reverse=True)
     for step in steps:
@@ -107,23 +107,23 @@ def restore_from_live_ranks(
         for rank, said in enumerate(said_by_rank):
             if said is not None and said[0] == step:
                 holders.append(_Holder(rank, *said[1:]))
-        own_live = live if live is not None and live.step == step else None
-        if _restore_from_holders(state, mesh, holders, own_live):
-            return _build_live_restore(holders)
+        own_held = held if held is not None and held.step == step else None
+        if _restore_from_holders(state, mesh, holders, own_held):
+            return _build_restore(holders)
     return None
 
 
-def _build_live_restore(holders: Sequence[_Holder]) -> LiveRestore:
+def _build_restore(holders: Sequence[_Holder]) -> RestoreFromMemory:
     finished = None
     for holder in holders:
         if holder.finished is not None:
             finished = StepFinished(**holder.finished)
             break
-    return LiveRestore(tuple(holder.rank for holder in holders), finished)
+    return RestoreFromMemory(tuple(holder.rank for holder in holders), finished)
 
 
 def _restore_from_holders(
-    state: TrainState, mesh: Mesh, holders: Sequence[_Holder], live: LiveState | None
+    state: TrainState, mesh: Mesh, holders: Sequence[_Holder], held: HeldState | None
 ) -> bool:
     """Take the state of `holders`, if they hold all blocks that any rank needs. Collective."""
     specs: dict[str, _StoredSpec] = {}
@@ -140,7 +140,7 @@ def _restore_from_holders(
     needed = {name: _digest_blocks(shard) for name, shard in shards.items()}
     # What it held itself costs nothing; blocks of its own are the same in the next attempt.
     missing = needed
-    if live is not None and live.blocks == needed:
+    if held is not None and held.blocks == needed:
         missing = {}
     missing_by_rank = mesh.gather_json(missing)
     transfers = _plan_transfers(missing_by_rank, holders)
@@ -149,13 +149,13 @@ def _restore_from_holders(
             undo()
         return False
     if not missing:
-        assert live is not None
+        assert held is not None
         for name, shard in shards.items():
-            shard.tensor.copy_(live.shards[name].tensor)
+            shard.tensor.copy_(held.shards[name].tensor)
     for source, target, name in transfers:
         if mesh.rank == source:
-            assert live is not None
-            _send(live.shards[name].tensor, target, mesh)
+            assert held is not None
+            _send(held.shards[name].tensor, target, mesh)
         elif mesh.rank == target:
             _receive(shards[name].tensor, source, mesh)
     state.finish_restoring(holders[0].facts, restores)
