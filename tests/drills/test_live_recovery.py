@@ -4,6 +4,7 @@ same step, and ends with the bits of a run that nothing happened to.
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -170,3 +171,31 @@ def test_all_ranks_start_anew_if_none_is_to_be_kept(folder: Path, straight: Path
     require_same_as_straight(straight, run_dir, done)
     assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], []]
     assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 10]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "zero3"])
+def test_fifty_restarts_one_after_the_other(folder: Path, layout: str) -> None:
+    """A kill every other step, of a drawn rank in a drawn phase. Reference: the same undisturbed."""
+    draw = random.Random(11)
+    num_ranks = int(LAYOUTS[layout][0].partition("=")[2])
+    phases = ("data", "prepare", "forward", "backward", "collective", "optimizer", "record")
+    faults = []
+    for step in range(2, 102, 2):
+        faults.append(
+            f"kill:rank={draw.randrange(num_ranks)},step={step},phase={draw.choice(phases)}"
+        )
+    more = ("train.steps=104", "checkpoint.every_steps=1", "checkpoint.keep_last=2")
+    first, second = run_all(
+        [
+            arguments(layout, f"{layout} quiet", *more),
+            arguments(
+                layout, f"{layout} fifty", *more, inject(*faults), "resilience.max_restarts=60"
+            ),
+        ],
+        folder,
+    )
+    assert first.code == 0, first.err
+    run_dir = folder / f"{layout} fifty"
+    require_same_as_straight(folder / f"{layout} quiet", run_dir, second)
+    assert len(events(run_dir, RankFailed)) == len(faults)
