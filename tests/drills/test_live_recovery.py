@@ -23,6 +23,7 @@ from commands import (
     write_text,
 )
 from phalanx.observe.events import (
+    LayoutChanged,
     RankFailed,
     RanksStarted,
     RunStarted,
@@ -31,6 +32,16 @@ from phalanx.observe.events import (
 )
 
 STEPS, SAVED_EACH = 20, 10
+# Its import ends rank 1 while it starts, in these attempts.
+LEMON = """
+import os
+import signal
+from phalanx.nn.objective import causal_cross_entropy
+
+if os.environ["RANK"] == "1" and int(os.environ["PHALANX_ATTEMPT"]) in [{attempts}]:
+    os.kill(os.getpid(), signal.SIGKILL)
+loss = causal_cross_entropy(64)
+"""
 LAYOUTS = {
     "ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"),
     "hsdp": ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
@@ -155,13 +166,76 @@ def test_before_the_first_checkpoint_nothing_is_lost(folder: Path, straight: Pat
     assert [e.event.step for e in events(folder / "early", RunStarted)] == [0, 4]
 
 
-def test_killed_during_the_recovery(folder: Path, straight: Path) -> None:
-    """The second kill meets the rank that was started again before it trains: what the first
-    survivor holds is still there."""
-    faults = ("kill:rank=1,step=14,phase=backward", "kill:rank=1,phase=startup,step=0")
-    done = run(*arguments("ddp", "twice", inject(*faults)), cwd=folder)
+def test_killed_during_the_recovery(folder: Path) -> None:
+    """The rank that was started again is killed before it trains: what the first survivor holds is
+    still there. Reference: the same undisturbed."""
+    (folder / "lemon.py").write_text(LEMON.format(attempts="1"))
+    fault, objective = "kill:rank=1,step=14,phase=backward", "model.objective=lemon:loss"
+    first, second = run_all(
+        [arguments("ddp", "once", objective), arguments("ddp", "twice", inject(fault), objective)],
+        folder,
+    )
+    assert first.code == 0, first.err
     run_dir = folder / "twice"
-    require_same_as_straight(straight, run_dir, done)
+    require_same_as_straight(folder / "once", run_dir, second)
+    assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0], [0]]
+    assert [e.event.step for e in events(run_dir, RunStarted)][-1] == 13
+
+
+def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
+    """Rank 1 cannot be started two times: three ranks go on with the same batches, and at the next
+    checkpoint all four do. Reference: four ranks to which nothing happens."""
+    (folder / "lemon.py").write_text(LEMON.format(attempts="1, 2"))
+    four = ("parallel.ranks=4", "parallel.dp_replicate=4", "train.global_batch_size=12")
+    first, second = run_all(
+        [
+            arguments("ddp", "all four", *four, "train.steps=40"),
+            arguments(
+                "ddp",
+                "fewer",
+                *four,
+                "train.steps=40",
+                "resilience.min_ranks=2",
+                "model.objective=lemon:loss",
+                inject("kill:rank=1,step=14,phase=forward"),
+            ),
+        ],
+        folder,
+    )
+    assert first.code == second.code == 0, first.err + second.err
+    run_dir = folder / "fewer"
+    changes = [e.event for e in events(run_dir, LayoutChanged)]
+    assert [(e.num_ranks_before, e.num_ranks) for e in changes] == [(4, 3), (3, 4)]
+    starts = [e.event for e in events(run_dir, RunStarted)]
+    small = next(e for e in starts if e.world_size == 3)
+    # Nothing is lost on the way down, nor on the way up, which is a save.
+    assert (small.step, small.restored_from) == (13, "the memory of ranks 0-2")
+    assert starts[-1].world_size == 4
+    assert starts[-1].restored_from == f"step-{starts[-1].step}"
+    # The same samples, added up in another order while there were three.
+    expected, found = loss_curve_of_ranks(folder / "all four"), loss_curve_of_ranks(run_dir)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert expected != found
+    proof = run("data", "ledger", "fewer", cwd=folder)
+    assert "480 samples in 40 steps" in proof.out
+    assert "each exactly once" in proof.out
+
+
+def loss_curve_of_ranks(run_dir: Path) -> dict[int, float]:
+    """The last loss of each step on record: steps that were done again at another layout differ in
+    their last bits."""
+    return {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
+
+
+def test_without_min_ranks_a_rank_that_does_not_start_ends_the_run(folder: Path) -> None:
+    (folder / "lemon.py").write_text(LEMON.format(attempts="1, 2, 3, 4"))
+    done = run(
+        *arguments("ddp", "lost", inject("kill:rank=1,step=14,phase=forward")),
+        "model.objective=lemon:loss",
+        cwd=folder,
+    )
+    assert done.code == 10
+    assert "deterministic failure before the first step" in done.err
 
 
 def test_all_ranks_start_anew_if_none_is_to_be_kept(folder: Path, straight: Path) -> None:

@@ -22,6 +22,7 @@ from phalanx.launch.messages import (
     EventRefused,
     ForkFailed,
     KillRanks,
+    KillStore,
     PreloadBeginsCuda,
     PreloadFailed,
     PreloadFinished,
@@ -58,11 +59,12 @@ SENT_ORDERS: list[ServerOrder] = [
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
     ),
-    StartRanks(3, 8, "package.module:main", {}, "training", kept=(0, 2)),
+    StartRanks(3, 8, "package.module:main", {}, "training", kept=(0, 1), kept_from=(0, 2)),
     SendSignalToRanks(15),
     WriteStacksToLogs((0, 3)),
     KillRanks(),
     KillRanks((1, 3)),
+    KillStore(),
 ]
 SENT_REPORTS: list[ServerReport] = [
     PreloadFinished(1.25, 1),

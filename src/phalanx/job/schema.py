@@ -546,6 +546,9 @@ class Resilience(Section):
     rendezvous_s: PositiveFloat | None = None
     """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300
     for those of another launcher."""
+    min_ranks: Positive | None = None
+    """The fewest ranks to go on with when some do not come back: data parallelism shrinks,
+    accumulation grows, and all ranks are tried again at a checkpoint. null: all, or none."""
     keep_ranks: bool = True
     """Ranks that only lost another one keep their process and what they hold of the state when it
     is started again; false starts all of them anew from the newest checkpoint."""

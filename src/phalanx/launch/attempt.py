@@ -9,7 +9,7 @@ import math
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from phalanx.launch.messages import (
     EventRefused,
     ForkFailed,
     KillRanks,
+    KillStore,
     RankExited,
     RanksForked,
     RankWaits,
@@ -99,6 +100,8 @@ class AttemptEnd:
     grace_over: bool = False
     stepless: str = ""
     """The work of ranks without steps, say "evaluating"."""
+    was_told_to_leave: bool = False
+    """The ranks were asked to save and leave, for an attempt with another number of them."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Ranks that lost another one and wait for the next attempt, and the step whose state each of
     them holds; -1: none."""
@@ -187,9 +190,10 @@ class AttemptWatch:
         on_refused_event: Callable[[str], None] = lambda line: None,
         stepless: str = "",
         keeps_ranks: bool = False,
+        should_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.end = AttemptEnd(number, stepless=stepless)
-        self._keeps_ranks = keeps_ranks
+        self._keeps_ranks, self._should_leave = keeps_ranks, should_leave
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._waiter, self._stop = server, waiter, stop
         self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
@@ -198,15 +202,26 @@ class AttemptWatch:
         self._grace_until = math.inf
         self._killed_at = math.inf
         self._stacks_until = -math.inf
+        self._is_store_needed = True
         self._pids: Sequence[int] = ()
 
     def watch_until_end(
-        self, entry: str, payload: JsonObject, kept: Sequence[int] = ()
+        self, entry: str, payload: JsonObject, kept: Mapping[int, int] | None = None
     ) -> AttemptEnd:
-        """Start the ranks, but for those that are `kept` and wait, and return when all are gone or
-        wait for the next attempt."""
-        doing = self.end.stepless or "training"
-        order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing, tuple(kept))
+        """Start the ranks, and return when all are gone or wait for the next attempt.
+
+        `kept`: ranks whose process is that of a rank of the attempt before, by the number of that.
+        """
+        kept = kept or {}
+        order = StartRanks(
+            self.end.number,
+            self._num_ranks,
+            entry,
+            payload,
+            self.end.stepless or "training",
+            kept=tuple(kept.values()),
+            kept_from=tuple(kept),
+        )
         self._server.link.send(order)
         while not self._has_attempt_ended():
             reports, signals = self._waiter.wait(self._server.link, self._find_next_deadline())
@@ -214,6 +229,9 @@ class AttemptWatch:
                 self._handle_server_report(report)
             for number in signals:
                 self._handle_signal(number)
+            if not self.end.was_told_to_leave and self._should_leave():
+                self.end.was_told_to_leave = True
+                self._server.link.send(SendSignalToRanks(int(signal.SIGTERM)))
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
@@ -302,7 +320,7 @@ class AttemptWatch:
 
     def _compute_kill_delay_after_failure_s(self) -> float:
         num_heard = len(self.end.exits.keys() | self.end.records.keys())
-        if self._keeps_ranks and self._stop.signal is None and self._is_primary_failure_known():
+        if self._waits_for_survivors():
             return WAIT_FOR_ATTEMPT_WINDOW_S
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._first_failure_at < math.inf:
@@ -312,6 +330,10 @@ class AttemptWatch:
         if self._stop.signal is not None or self._is_primary_failure_known():
             return CAUSE_WINDOW_S
         return SUSPECT_WINDOW_S
+
+    def _waits_for_survivors(self) -> bool:
+        """True once a rank has failed by itself, where the others are kept."""
+        return self._keeps_ranks and self._stop.signal is None and self._is_primary_failure_known()
 
     def _is_primary_failure_known(self) -> bool:
         """True if an error or a death of this attempt is no mere consequence of another one.
@@ -334,6 +356,9 @@ class AttemptWatch:
         now = time.monotonic()
         if self._has_attempt_ended():
             return
+        if self._is_store_needed and self._waits_for_survivors():
+            self._is_store_needed = False
+            self._server.link.send(KillStore())
         if math.isinf(self._killed_at) and now >= self._find_kill_time_of_remaining_ranks():
             if self._inspect_silent_ranks_once(now):
                 return

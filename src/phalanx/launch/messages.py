@@ -29,8 +29,8 @@ class PreloadModules:
 class StartRanks:
     """Fork the ranks of an attempt; each calls `entry` with `payload`.
 
-    `doing`: their work, as messages say it. `kept` ranks of the attempt before wait for this one:
-    they get the payload, and no process of theirs is forked.
+    `doing`: their work, as messages say it. `kept` ranks have the process of a rank of the attempt
+    before, which waits for this one: of the rank in the same place of `kept_from`.
     """
 
     attempt: int
@@ -39,6 +39,7 @@ class StartRanks:
     payload: JsonObject
     doing: str
     kept: tuple[int, ...] = ()
+    kept_from: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class KillRanks:
     """Kill the ranks that still run; with `ranks` these alone."""
 
     ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class KillStore:
+    """Kill the store of the attempt, whose ranks will not all meet: those that wait in it notice at
+    once."""
 
 
 # --- reports of the server ---
@@ -153,7 +160,7 @@ class StoreExited:
 
 
 ServerOrder: TypeAlias = (
-    PreloadModules | StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks
+    PreloadModules | StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks | KillStore
 )
 ServerReport: TypeAlias = (
     PreloadFinished

@@ -16,11 +16,14 @@ from phalanx.launch.wire import JsonLineCodec
 
 @dataclass(frozen=True)
 class NextAttempt:
-    """The number of an attempt, the port of its rendezvous store, and the payload of its ranks."""
+    """The number of an attempt, the port of its rendezvous store, the payload of its ranks, and
+    which of them the receiver is."""
 
     attempt: int
     master_port: int
     payload: JsonObject
+    rank: int
+    num_ranks: int
 
 
 _NEXT_ATTEMPT_CODEC: JsonLineCodec[NextAttempt] = JsonLineCodec((NextAttempt,))

@@ -73,7 +73,13 @@ class _SupervisedRankLink:
         order = self._orders.wait()
         if order is None:
             return None
-        ranks = replace(self.task.ranks, attempt=order.attempt)
+        ranks = RankEnv(
+            order.rank,
+            order.num_ranks,
+            local_rank=order.rank,
+            local_world_size=order.num_ranks,
+            attempt=order.attempt,
+        )
         self.task = replace(
             self.task, payload=order.payload, ranks=ranks, master_port=order.master_port
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from phalanx.core.errors import RestartBudgetError
+from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.units import format_seconds
 from phalanx.launch.verdict import RankFailure
 
@@ -12,6 +12,9 @@ from phalanx.launch.verdict import RankFailure
 SAME_FAILURE_LIMIT = 3
 # The same words at the same step: unlike a signal, an exception does not come from outside.
 SAME_EXCEPTION_LIMIT = 2
+# Attempts in a row in which the same rank failed before its first step, of a run that has trained:
+# it is gone.
+FAILED_STARTS_LIMIT = 2
 
 
 class RestartPolicy:
@@ -53,3 +56,26 @@ class RestartPolicy:
             )
         self._times.append(now_s)
         self.num_restarts += 1
+
+
+class FailedStarts:
+    """Counts attempts one after the other in which the same rank failed to start."""
+
+    def __init__(self) -> None:
+        self._rank, self._num_failed = -1, 0
+
+    def count(self, failure: RankFailure, *, is_restart: bool) -> bool:
+        """Count `failure`; True if it is that of a rank that failed to start again, by a reason
+        that may be its own machine's."""
+        is_failed_start = is_restart and failure.rank >= 0 and failure.step < 1
+        if not is_failed_start or failure.exit_code != ExitCode.INTERNAL:
+            self._rank, self._num_failed = -1, 0
+            return False
+        if failure.rank != self._rank:
+            self._rank, self._num_failed = failure.rank, 0
+        self._num_failed += 1
+        return True
+
+    @property
+    def is_rank_gone(self) -> bool:
+        return self._num_failed >= FAILED_STARTS_LIMIT

@@ -40,6 +40,7 @@ from phalanx.launch.messages import (
     EventRefused,
     ForkFailed,
     KillRanks,
+    KillStore,
     PreloadBeginsCuda,
     PreloadFailed,
     PreloadFinished,
@@ -129,6 +130,8 @@ class RankServer:
                         os.kill(pid, STACKS_SIGNAL)
             case KillRanks(ranks):
                 self._kill_ranks(ranks)
+            case KillStore():
+                self._kill_store_process()
             case _:
                 assert_never(order)
 
@@ -171,7 +174,9 @@ class RankServer:
                         self._attempt.ranks[pid] = rank
             for rank in order.kept:
                 if rank in self._attempt.orders:
-                    self._attempt.orders[rank].send(NextAttempt(order.attempt, port, order.payload))
+                    self._attempt.orders[rank].send(
+                        NextAttempt(order.attempt, port, order.payload, rank, order.num_ranks)
+                    )
         except OSError as error:
             self._kill_ranks()
             problem = EnvironmentProblem(
@@ -186,11 +191,12 @@ class RankServer:
     def _leave_attempt(self, order: StartRanks) -> AttemptProcesses:
         """The processes of the next attempt so far: those of the last one that are kept."""
         last, following = self._attempt, AttemptProcesses(order.attempt)
+        number_of = dict(zip(order.kept_from, order.kept, strict=True))
         for pid, rank in last.ranks.items():
-            if rank in order.kept:
-                following.ranks[pid] = rank
-                following.records[rank] = last.records.pop(rank)
-                following.orders[rank] = last.orders.pop(rank)
+            if rank in number_of:
+                following.ranks[pid] = number_of[rank]
+                following.records[number_of[rank]] = last.records.pop(rank)
+                following.orders[number_of[rank]] = last.orders.pop(rank)
             else:
                 _kill_process_group(pid)
         for reader in last.records.values():

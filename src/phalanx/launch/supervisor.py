@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.core.typed_json import JsonConvertible
@@ -23,17 +24,39 @@ from phalanx.launch.messages import (
 )
 from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.verdict import RankFailure, find_root_failure
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
+from phalanx.observe.events import (
+    LayoutChanged,
+    Note,
+    RankFailed,
+    RanksStarted,
+    RestartScheduled,
+)
 from phalanx.observe.where_words import format_rank_list
 
 # A job that another one has taken over, or whose disk refuses, is not to be queued again: a person
 # must act first.
 FINAL_EXIT_CODES_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
+
+
+class ElasticRanks(Protocol):
+    """Chooses the number of ranks of the next attempt; the payload of that is laid out so."""
+
+    def shrink(self) -> int | None:
+        """Go on with fewer ranks; None where that is not possible."""
+        ...
+
+    def should_grow(self) -> bool:
+        """True if it is time to try all ranks again."""
+        ...
+
+    def grow(self) -> int: ...
+
+    def describe_last_change(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,8 @@ class LaunchSpec:
     max_restarts: int = 3
     restart_window_s: float = 3600.0
     grace_s: float = 25.0
+    elastic: ElasticRanks | None = None
+    """Lays the run out again where ranks do not come back; None: all ranks, or none."""
     keeps_ranks: bool = False
     """The entry can take part in several attempts: ranks that only lost another one keep their
     process when it is started again."""
@@ -127,12 +152,14 @@ class _Supervisor:
         self._stop = StopRequest()
         self._policy = RestartPolicy(spec.max_restarts, spec.restart_window_s)
         self._num_attempts = 0
+        self._num_ranks = spec.num_ranks
+        self._failed_starts = FailedStarts()
         self._preload = spec.preload
 
     def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.
         number = next_attempt_number(self._spec.run_dir)
-        kept: tuple[int, ...] = ()
+        kept: dict[int, int] = {}
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number, kept)
@@ -140,10 +167,17 @@ class _Supervisor:
             failure = find_root_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
                 return self._build_outcome_of_stop_request(end, failure)
+            if failure is None and end.was_told_to_leave and end.exit_codes != {ExitCode.OK}:
+                self._grow()
+                kept, number = {}, number + 1
+                continue
             if failure is None:
                 return self._build_outcome_of_ended_ranks(end)
             self._emit_rank_failed(failure)
-            if self._spec.stepless or not failure.restartable:
+            is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
+            has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure)
+            may_try_again = has_shrunk or (is_failed_start and self._spec.elastic is not None)
+            if self._spec.stepless or not (failure.restartable or may_try_again):
                 return RunOutcome(
                     int(failure.exit_code), "failed", failure.report, self._num_attempts
                 )
@@ -154,9 +188,36 @@ class _Supervisor:
                 if failure.report != failure.summary:
                     message += f"\n{failure.report}"
                 return RunOutcome(int(error.exit_code), "failed", message, self._num_attempts)
-            kept = tuple(sorted(end.waiting.keys() - {failure.rank}))
-            self._announce_restart(failure, kept)
+            survivors = sorted(end.waiting.keys() - {failure.rank})
+            kept = {rank: rank for rank in survivors}
+            if has_shrunk:
+                # Numbered anew: a gap would be a rank that is not there.
+                kept = {rank: number for number, rank in enumerate(survivors[: self._num_ranks])}
+            self._announce_restart(failure, kept, max(end.waiting.values(), default=-1))
             number += 1
+
+    def _shrink(self, failure: RankFailure) -> bool:
+        """Go on with fewer ranks than now, if the job allows that."""
+        num_ranks = self._spec.elastic.shrink() if self._spec.elastic else None
+        if num_ranks is None:
+            return False
+        self._change_num_ranks(
+            num_ranks, f"rank {failure.rank} failed to start {FAILED_STARTS_LIMIT} times"
+        )
+        return True
+
+    def _grow(self) -> None:
+        assert self._spec.elastic is not None
+        num_ranks = self._spec.elastic.grow()
+        self._change_num_ranks(num_ranks, "a checkpoint is there, and all ranks are tried again")
+
+    def _change_num_ranks(self, num_ranks: int, why: str) -> None:
+        assert self._spec.elastic is not None
+        text = self._spec.elastic.describe_last_change()
+        self._bus.emit(LayoutChanged(self._num_ranks, num_ranks, text, why))
+        self._say(f"{text}: {why}")
+        self._num_ranks = num_ranks
+        self._failed_starts = FailedStarts()
 
     def close(self) -> None:
         if self._server is not None:
@@ -169,7 +230,7 @@ class _Supervisor:
             only_attempt = end.number
         redact_secrets_in_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
 
-    def _run_attempt(self, number: int, kept: Sequence[int]) -> AttemptEnd:
+    def _run_attempt(self, number: int, kept: Mapping[int, int]) -> AttemptEnd:
         started_at = time.monotonic()
         self._bus.attempt = number
         # Places of the last attempt would be taken for those of this one.
@@ -183,11 +244,13 @@ class _Supervisor:
         assert server is not None
 
         def on_started(pids: Sequence[int]) -> None:
-            self._bus.emit(RanksStarted(list(pids), time.monotonic() - started_at, list(kept)))
+            self._bus.emit(
+                RanksStarted(list(pids), time.monotonic() - started_at, sorted(kept.values()))
+            )
 
         watch = AttemptWatch(
             number,
-            self._spec.num_ranks,
+            self._num_ranks,
             self._spec.run_dir,
             self._spec.grace_s,
             server,
@@ -198,6 +261,7 @@ class _Supervisor:
             self._on_refused_event,
             self._spec.stepless,
             self._spec.keeps_ranks,
+            self._spec.elastic.should_grow if self._spec.elastic else lambda: False,
         )
         return watch.watch_until_end(
             self._spec.entry, self._spec.payload_of_attempt().to_json(), kept
@@ -312,14 +376,16 @@ class _Supervisor:
             )
         )
 
-    def _announce_restart(self, failure: RankFailure, kept: Sequence[int]) -> None:
+    def _announce_restart(
+        self, failure: RankFailure, kept: Mapping[int, int], held_step: int
+    ) -> None:
         from_step = self._newest_step()
         restart, budget = self._policy.num_restarts, self._spec.max_restarts
-        self._bus.emit(RestartScheduled(restart, budget, from_step))
+        self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
         again = f"starting again from step {from_step}"
         if kept:
             # What the kept ranks hold between them only they can tell, when they have met.
-            again = f"starting it again beside {format_rank_list(kept)}"
+            again = f"starting it again beside {format_rank_list(sorted(kept.values()))}"
         self._say(f"{failure.summary}; {again} (restart {restart} of {budget})")
 
 

@@ -528,11 +528,27 @@ class RankFailed(Event):
 
 @dataclass(frozen=True)
 class RestartScheduled(Event):
-    """From the supervisor: the ranks start again from the newest checkpoint."""
+    """From the supervisor: the ranks start again from the newest checkpoint, of step `from_step`.
+
+    `held_step`: the newest step whose state a rank still holds in memory, -1 for none; whether all
+    of it is held, the ranks find out when they have met (`run_started` says).
+    """
 
     restart: int
     budget: int
     from_step: int
+    held_step: int = -1
+
+
+@dataclass(frozen=True)
+class LayoutChanged(Event):
+    """From the supervisor: the next attempt has another number of ranks. `text` says both layouts,
+    `why` the reason."""
+
+    num_ranks_before: int
+    num_ranks: int
+    text: str
+    why: str
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,15 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
                 f" {format_seconds(event.detected_s)}"
             )
         case events.RestartScheduled():
-            return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
+            held = ""
+            if event.held_step >= 0:
+                held = f"; step {event.held_step} is held in memory"
+            return (
+                f"restart {event.restart} of at most {event.budget}, from step"
+                f" {event.from_step}{held}"
+            )
+        case events.LayoutChanged():
+            return f"{event.text}: {event.why}"
         case events.RunFinished():
             line = f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}"
             if event.exit_code:

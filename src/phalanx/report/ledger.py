@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from phalanx.observe.events import (
     Envelope,
+    LayoutChanged,
     RanksStarted,
     RestartScheduled,
     RunFinished,
@@ -140,7 +141,7 @@ class LedgerBuilder:
         self._ends: dict[int, _CommandEnd] = {}
 
     def add_event(self, envelope: Envelope) -> None:
-        if isinstance(envelope.event, RestartScheduled):
+        if isinstance(envelope.event, RestartScheduled | LayoutChanged):
             self._restarted.add(self._counter.attempt_of_event(envelope))
         elif isinstance(envelope.event, RunFinished):
             self._add_end(envelope, envelope.event)

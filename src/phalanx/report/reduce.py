@@ -53,7 +53,12 @@ _SINGLE_RANK_EVENTS = (
     events.LoaderWorkerReplaced,
     events.InvariantChecked,
 )
-_ATTEMPT_START_EVENTS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
+_ATTEMPT_START_EVENTS = (
+    events.RunStarted,
+    events.RanksStarted,
+    events.RestartScheduled,
+    events.LayoutChanged,
+)
 
 
 def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:

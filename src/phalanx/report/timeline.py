@@ -7,7 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phalanx.observe.events import Envelope, RestartScheduled, RunFinished, RunStarted
+from phalanx.observe.events import (
+    Envelope,
+    LayoutChanged,
+    RestartScheduled,
+    RunFinished,
+    RunStarted,
+)
 from phalanx.observe.order import AttemptCounter
 from phalanx.report.formats import finite_or_zero
 
@@ -104,7 +110,7 @@ class TimelineBuilder:
         """Steps, too: the last of them may be the last sign of life."""
         attempt = self._attempts.attempt_of_event(envelope)
         self._spans.setdefault(attempt, _AttemptLifetime()).add_event(envelope)
-        if isinstance(envelope.event, RestartScheduled):
+        if isinstance(envelope.event, RestartScheduled | LayoutChanged):
             self._restarted.add(attempt)
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s

@@ -22,6 +22,7 @@ from phalanx.launch.paths import refuse_symlinked_run_folders
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.described_cluster import require_cluster_is_this_machine
 from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision_of_run, replace_precision
 from phalanx.run.choose_layout import choose_layout
 from phalanx.run.data_counts import count_tokens_and_samples
@@ -58,6 +59,8 @@ class PreparedRun:
     run_dir: Path
     lock: RunLock
     store: Store
+    replan: Callable[[Job], Plan]
+    """The plan of the run's job with other keys of its layout. Raises LayoutError."""
     unverified: tuple[str, ...] = ()
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
@@ -89,6 +92,10 @@ def prepare_run(
         hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
     ):
         job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, resume=resume)
+
+        def replan(laid_out: Job) -> Plan:
+            return _plan_with_other_layout(basis, plan, corpus, laid_out)
+
         if not resume:
             # Now that the parameters are counted: a disk without room is refused at once.
             create_writable_run_directory(
@@ -106,6 +113,7 @@ def prepare_run(
                 run_dir,
                 lock,
                 store,
+                replan,
                 unverified=tuple(unverified),
                 init_lines=tuple(init_lines),
             )
@@ -199,6 +207,20 @@ def _prepare_data_and_plan(
     warn_of_mixed_rows = find_mixed_rows_warnings(job, plan, ask=not resume)
     plan = replace(plan, warnings=(*plan.warnings, *warn_of_mixed_rows))
     return job, plan, corpus, unverified
+
+
+def _plan_with_other_layout(basis: _PlanInputs, plan: Plan, corpus: Corpus, job: Job) -> Plan:
+    """The plan of `job`, which is that of `plan` with other keys of the layout."""
+    other = make_plan(
+        job,
+        cluster=basis.cluster,
+        vocab_size=find_vocab_size_of(job.model) or corpus.vocab_size,
+        shape=basis.shape,
+        data=count_tokens_and_samples(corpus),
+    )
+    other = keep_precision_of_run(other, plan, basis.cluster)
+    # A run is known by what the user said, wherever it is laid out.
+    return replace(other, job_digest=plan.job_digest)
 
 
 def _refuse_images_of_wrong_size(corpus: Corpus, shape: ModelCosts) -> None:

@@ -36,6 +36,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, parse_valid_event_line
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
+from phalanx.run.elastic_layout import ElasticLayout
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
@@ -63,12 +64,13 @@ def train_in_supervised_ranks(
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt_number(run_dir)
     fence = RunOwnershipWatch(run_dir, run.lock.holder)
+    elastic = ElasticLayout(run)
 
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
         fence.token = run.lock.acquire_token_for_attempt()
         claim = RunOwnershipClaim(fence.token.number, run.lock.holder)
-        return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)
+        return RankPayload(elastic.job, elastic.plan, run_dir.resolve(), attempt, began_s, claim)
 
     spec = LaunchSpec(
         entry=RANK_ENTRY,
@@ -78,6 +80,7 @@ def train_in_supervised_ranks(
         preload=list_modules_to_preload(job),
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
+        elastic=elastic if job.resilience.min_ranks is not None else None,
         keeps_ranks=keeps_ranks(job, run.plan),
     )
     console = output.open_console(job)
@@ -91,7 +94,9 @@ def train_in_supervised_ranks(
         if fence.is_lost():
             # The ranks end with the process that started them.
             raise fence.run_taken_error()
-        _print_new_events(console, tail)
+        for envelope in _print_new_events(console, tail):
+            if isinstance(envelope.event, CheckpointSaved):
+                elastic.note_checkpoint()
 
     with (
         observing_run(job, run_dir, attempt, bus, output.say),
@@ -202,7 +207,10 @@ def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> Ph
     return kind(outcome.message)
 
 
-def _print_new_events(console: Console, tail: EventTail) -> None:
-    for envelope in tail.read_new_events():
+def _print_new_events(console: Console, tail: EventTail) -> list[Envelope]:
+    """Show the events since the last call, and return them."""
+    envelopes = list(tail.read_new_events())
+    for envelope in envelopes:
         console.write(envelope)
     console.tick()
+    return envelopes

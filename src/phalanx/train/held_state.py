@@ -138,22 +138,17 @@ def _restore_from_holders(
     restores = build_restore_functions(state.optimizer, named, numbers, elsewhere=specs)
     shards = state.shards()
     needed = {name: _digest_blocks(shard) for name, shard in shards.items()}
-    # What it held itself costs nothing; blocks of its own are the same in the next attempt.
-    missing = needed
-    if held is not None and held.blocks == needed:
-        missing = {}
-    missing_by_rank = mesh.gather_json(missing)
-    transfers = _plan_transfers(missing_by_rank, holders)
+    needed_by_rank = mesh.gather_json(needed)
+    transfers = _plan_transfers(needed_by_rank, holders)
     if transfers is None:
         for undo in undos:
             undo()
         return False
-    if not missing:
-        assert held is not None
-        for name, shard in shards.items():
-            shard.tensor.copy_(held.shards[name].tensor)
     for source, target, name in transfers:
-        if mesh.rank == source:
+        if mesh.rank == source == target:
+            assert held is not None
+            shards[name].tensor.copy_(held.shards[name].tensor)
+        elif mesh.rank == source:
             assert held is not None
             _send(held.shards[name].tensor, target, mesh)
         elif mesh.rank == target:
@@ -163,18 +158,19 @@ def _restore_from_holders(
 
 
 def _plan_transfers(
-    missing_by_rank: Sequence[Mapping[str, str]], holders: Sequence[_Holder]
+    needed_by_rank: Sequence[Mapping[str, str]], holders: Sequence[_Holder]
 ) -> list[tuple[int, int, str]] | None:
-    """(source, target, tensor) of each tensor that a rank lacks, in an order that all ranks follow;
-    None if somebody lacks what nobody holds."""
+    """(source, target, tensor) of each tensor that a rank needs, in an order that all ranks follow;
+    None if somebody needs what nobody holds."""
     transfers = []
-    for target, missing in enumerate(missing_by_rank):
-        for name, blocks in sorted(missing.items()):
+    for target, needed in enumerate(needed_by_rank):
+        for name, blocks in sorted(needed.items()):
             sources = [holder.rank for holder in holders if holder.blocks.get(name) == blocks]
             if not sources:
                 return None
-            # Those who lack something ask different holders.
-            transfers.append((sources[target % len(sources)], target, name))
+            # Those who need something ask different holders, and nobody asks itself over a wire.
+            source = target if target in sources else sources[target % len(sources)]
+            transfers.append((source, target, name))
     return transfers
 
 

@@ -23,6 +23,7 @@ _SIGNS: tuple[tuple[str, type[events.Event], str, str], ...] = (
     ("faults", events.LoaderWorkerReplaced, "!", "warn"),
     ("faults", events.InvariantChecked, "≠", "bad"),
     ("starts", events.RestartScheduled, "↻", "warn"),
+    ("starts", events.LayoutChanged, "↔", "warn"),
     ("starts", events.Note, "▶", "calm"),
     ("starts", events.StopRequested, "■", "calm"),
     ("skips", events.StepSkipped, "✕", "warn"),
@@ -71,7 +72,7 @@ def _build_mark(envelope: Envelope, sign: str, css_class: str, facts: RunFacts) 
 
 def _find_step(event: events.Event) -> float:
     if isinstance(event, events.RestartScheduled):
-        return float(event.from_step)
+        return float(max(event.from_step, event.held_step))
     if isinstance(event, events.Note):
         return number_or_nan(event.facts.get("step"))
     return float(getattr(event, "step", math.nan))

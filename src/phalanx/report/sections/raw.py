@@ -18,7 +18,7 @@ from phalanx.report.raw_events import (
 
 _KINDS_OF_KEY: dict[str, tuple[type[events.Event], ...]] = {
     "held-out": (events.EvalFinished,),
-    "restarts": (events.RankFailed, events.RestartScheduled),
+    "restarts": (events.RankFailed, events.RestartScheduled, events.LayoutChanged),
     "skips": (events.StepSkipped,),
     "wall": (events.RunStarted, events.RunFinished),
     "layout": (events.RunStarted,),

@@ -1,0 +1,107 @@
+"""The layout of a run on the ranks that are left, and on all of them again.
+
+Data parallelism shrinks and accumulation grows: the global batch and the order of samples stay what
+they were. The other axes stay, too: what they cut, no rank has room for. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.plan.search.finalists import apply_job_keys
+from phalanx.run.prepare import PreparedRun
+
+
+class ElasticLayout:
+    """The job and the plan that ranks are started with, as long as not all ranks can be had.
+
+    All ranks are tried again at the next checkpoint, and where they fail to start at the second
+    one after that, at the fourth, and so on.
+    """
+
+    def __init__(self, run: PreparedRun) -> None:
+        self.job, self.plan = run.job, run.plan
+        self._run = run
+        self._before = run.plan
+        self._num_saves, self._saves_until_growth = 0, 1
+        self._has_grown = False
+
+    def shrink(self) -> int | None:
+        """Lay the run out on fewer ranks; the number of them, None where no layout on at least
+        `resilience.min_ranks` fits."""
+        min_ranks = self._run.job.resilience.min_ranks
+        if min_ranks is None:
+            return None
+        for layout in list_smaller_layouts(self.plan.layout):
+            if layout.world_size < min_ranks:
+                return None
+            try:
+                job = apply_job_keys(self._run.job, _build_layout_keys(layout))
+                plan = self._run.replan(job)
+            except LayoutError:
+                continue
+            if self._has_grown:
+                self._saves_until_growth *= 2
+            self._before = self.plan
+            self.job, self.plan, self._num_saves = job, plan, 0
+            return layout.world_size
+        return None
+
+    def describe_last_change(self) -> str:
+        """Both layouts of the last change, for a person."""
+        return describe_layout_change(self._before, self.plan)
+
+    def note_checkpoint(self) -> None:
+        """A checkpoint is there from which any layout can go on."""
+        self._num_saves += 1
+
+    def should_grow(self) -> bool:
+        """True if it is time to try all ranks again."""
+        is_small = self.plan.layout.world_size < self._run.plan.layout.world_size
+        return is_small and self._num_saves >= self._saves_until_growth
+
+    def grow(self) -> int:
+        """Lay the run out on all ranks again; the number of them."""
+        self._before = self.plan
+        self.job, self.plan, self._has_grown = self._run.job, self._run.plan, True
+        return self.plan.layout.world_size
+
+
+def list_smaller_layouts(layout: Layout) -> Iterator[Layout]:
+    """Layouts with fewer ranks that differ in data parallelism alone, the largest first; of equal
+    ones that which shards over as many ranks as before comes first."""
+    found: list[tuple[int, bool, int, Layout]] = []
+    degrees = layout.to_json()
+    for replicate in range(1, layout.dp_replicate + 1):
+        for shard in range(1, layout.dp_shard + 1):
+            if (shard * layout.cp) % layout.ep or shard * replicate == layout.data_parallel_size:
+                continue
+            smaller = Layout.from_json({**degrees, "dp_replicate": replicate, "dp_shard": shard})
+            same_shards = shard == layout.dp_shard
+            found.append((smaller.world_size, same_shards, shard, smaller))
+    for *_, smaller in sorted(found, key=lambda row: row[:3], reverse=True):
+        yield smaller
+
+
+def _build_layout_keys(layout: Layout) -> dict[str, Any]:
+    keys: dict[str, Any] = {"parallel.ranks": layout.world_size}
+    for axis in ("dp_replicate", "dp_shard"):
+        keys[f"parallel.{axis}"] = getattr(layout, axis)
+    return keys
+
+
+def describe_layout_change(before: Plan, after: Plan) -> str:
+    """ "4 ranks (dp_replicate=4) -> 3 ranks (dp_replicate=3), 2 microbatches of 1 instead of 1"."""
+    sides = []
+    for plan in (before, after):
+        wide = [f"{axis}={n}" for axis, n in plan.layout.to_json().items() if n > 1]
+        noun = "rank" if plan.layout.world_size == 1 else "ranks"
+        words = " x ".join(wide) or "one alone"
+        sides.append(
+            f"{plan.layout.world_size} {noun} ({words}, {plan.num_microbatches} microbatches)"
+        )
+    return " -> ".join(sides)
