@@ -175,7 +175,7 @@ class _Supervisor:
                 return self._build_outcome_of_ended_ranks(end)
             self._emit_rank_failed(failure)
             is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
-            has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure)
+            has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure, end)
             may_try_again = has_shrunk or (is_failed_start and self._spec.elastic is not None)
             if self._spec.stepless or not (failure.restartable or may_try_again):
                 return RunOutcome(
@@ -196,13 +196,15 @@ class _Supervisor:
             self._announce_restart(failure, kept, max(end.waiting.values(), default=-1))
             number += 1
 
-    def _shrink(self, failure: RankFailure) -> bool:
+    def _shrink(self, failure: RankFailure, end: AttemptEnd) -> bool:
         """Go on with fewer ranks than now, if the job allows that."""
         num_ranks = self._spec.elastic.shrink() if self._spec.elastic else None
         if num_ranks is None:
             return False
         self._change_num_ranks(
-            num_ranks, f"rank {failure.rank} failed to start {FAILED_STARTS_LIMIT} times"
+            num_ranks,
+            f"rank {failure.rank} failed to start {FAILED_STARTS_LIMIT} times",
+            max(end.waiting.values(), default=-1),
         )
         return True
 
@@ -211,10 +213,11 @@ class _Supervisor:
         num_ranks = self._spec.elastic.grow()
         self._change_num_ranks(num_ranks, "a checkpoint is there, and all ranks are tried again")
 
-    def _change_num_ranks(self, num_ranks: int, why: str) -> None:
+    def _change_num_ranks(self, num_ranks: int, why: str, held_step: int = -1) -> None:
         assert self._spec.elastic is not None
         text = self._spec.elastic.describe_last_change()
-        self._bus.emit(LayoutChanged(self._num_ranks, num_ranks, text, why))
+        step = max(self._newest_step(), held_step)
+        self._bus.emit(LayoutChanged(step, self._num_ranks, num_ranks, text, why))
         self._say(f"{text}: {why}")
         self._num_ranks = num_ranks
         self._failed_starts = FailedStarts()

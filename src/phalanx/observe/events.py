@@ -542,9 +542,10 @@ class RestartScheduled(Event):
 
 @dataclass(frozen=True)
 class LayoutChanged(Event):
-    """From the supervisor: the next attempt has another number of ranks. `text` says both layouts,
-    `why` the reason."""
+    """From the supervisor: the next attempt has another number of ranks. `step` is that of the
+    newest state it may go on from, `text` says both layouts, `why` the reason."""
 
+    step: int
     num_ranks_before: int
     num_ranks: int
     text: str
