@@ -91,6 +91,11 @@ class BlackBox:
         self._step, self._microbatch, self._phase = 0, -1, b""
         self._write_header(identity or RankIdentity())
 
+    @property
+    def step(self) -> int:
+        """The step of the position that was written last."""
+        return self._step
+
     def write(self, step: int, phase: str, collective: str = "", microbatch: int = -1) -> None:
         """Write the position: the phase that has begun, and the collective that it stands for."""
         if self.on_progress is not None:

@@ -552,6 +552,12 @@ class Resilience(Section):
     keep_ranks: bool = True
     """Ranks that only lost another one keep their process and what they hold of the state when it
     is started again; false starts all of them anew from the newest checkpoint."""
+    check_collectives: Literal["off", "sampled", "all"] = "off"
+    """Ranks compare each collective that they are about to call ("all"), or every 32nd with all
+    before it ("sampled"), and stop with both lines where they differ (docs/where.md)."""
+    check_collectives_wait_s: PositiveFloat = 30.0
+    """Seconds that a rank waits in a collective that another one has not called before that is an
+    error, where collectives are checked; a save or an evaluation of one rank alone must fit in."""
     max_skipped_steps: Count = 100
     """Steps in a row with non-finite gradients or without targets before the run is given up
     (exit 8)."""

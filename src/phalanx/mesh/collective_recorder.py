@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from phalanx.core.black_box import (
     PostedCollective,
     format_ranks,
 )
+from phalanx.mesh.collective_checks import CollectiveChecks
+from phalanx.mesh.reduce_ops import ReduceOps, following_reduce_ops
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
@@ -76,8 +79,8 @@ _TAG_OF_ANY_SOURCE_AT = 2
 class _RecordedGroup:
     """A process group that this rank has used, and how often."""
 
-    def __init__(self, number: int, ranks: Sequence[int]) -> None:
-        self.number, self.ranks = number, ranks
+    def __init__(self, number: int, key: str, label: str, ranks: Sequence[int]) -> None:
+        self.number, self.key, self.label, self.ranks = number, key, label, ranks
         self._counter = itertools.count(1)
         self._p2p_counters: dict[tuple[str, int, int], Iterator[int]] = {}
 
@@ -97,18 +100,37 @@ class _RecordedGroup:
 
 
 class _OpenWork(NamedTuple):
-    """A collective that has not ended, by the number of its record and where its result will be."""
+    """A collective that has not ended, by the number of its record, where its result will be and
+    when it was posted."""
 
     work: dist.Work
     number: int
     address: int
+    posted_s: float
+
+
+class _RecordedCall(NamedTuple):
+    """A call that has been written down, with the number of its record."""
+
+    number: int
+    posted: PostedCollective
+    group: _RecordedGroup
 
 
 class CollectiveRecorder:
-    """Writes the collectives of this process to `box` while it is installed."""
+    """Writes the collectives of this process to `box` while it is installed.
 
-    def __init__(self, box: BlackBox) -> None:
+    With `checks` each call is compared with those of the other ranks before it runs.
+    """
+
+    def __init__(
+        self,
+        box: BlackBox,
+        checks: CollectiveChecks | None = None,
+        reduce_ops: ReduceOps | None = None,
+    ) -> None:
         self.num_errors = 0
+        self._checks, self._reduce_ops = checks, reduce_ops
         self._box = box
         self._training_thread = threading.get_ident()
         self._groups: dict[str, _RecordedGroup] = {}
@@ -116,14 +138,38 @@ class CollectiveRecorder:
         # By the id of the Work: torch returns the same object to Python as long as one lives.
         self._open: dict[int, _OpenWork] = {}
 
-    def try_record(self, operator: _Operator, args: Sequence[Any]) -> int:
-        """Number of the record of a call; 0 where it could not be written."""
+    def try_record(self, operator: _Operator, args: Sequence[Any]) -> _RecordedCall | None:
+        """Write a call down; None where that could not be done."""
         try:
             return self._record(operator, args)
         except Exception:
             # What watches training must not end it.
             self.num_errors += 1
-            return 0
+            return None
+
+    def require_same_call_on_ranks(self, call: _RecordedCall) -> None:
+        """Raise RanksDifferError if another rank of the group calls something else."""
+        if self._checks is None:
+            return
+        step, reduce_op = 0, ""
+        if call.posted.is_foreground:
+            step = self._box.step
+        if self._reduce_ops is not None:
+            reduce_op = self._reduce_ops.current
+        group = call.group
+        self._checks.compare(
+            call.number, call.posted, group.key, group.label, group.ranks, reduce_op, step
+        )
+
+    def find_overdue(self, seconds: float) -> list[int]:
+        """The records of calls that have not ended for so long."""
+        latest_s = time.monotonic() - seconds
+        works = list(self._open.values())
+        return [
+            each.number
+            for each in works
+            if each.posted_s < latest_s and not each.work.is_completed()
+        ]
 
     def try_hold(self, number: int, args: Sequence[Any], result: Any) -> None:
         """Watch the Work of collective `number`, whose operator has returned `result`."""
@@ -139,8 +185,8 @@ class CollectiveRecorder:
         if number:
             self._box.end_collective(number, has_failed=True)
 
-    def _record(self, operator: _Operator, args: Sequence[Any]) -> int:
-        """Write that `operator` is called with `args`; returns the number of the record."""
+    def _record(self, operator: _Operator, args: Sequence[Any]) -> _RecordedCall:
+        """Write that `operator` is called with `args`."""
         group = self._find_group(dist.ProcessGroup.unbox(args[operator.group_at]))
         tensors = args[operator.tensors_at]
         if isinstance(tensors, torch.Tensor):
@@ -153,22 +199,21 @@ class CollectiveRecorder:
         if first.is_cpu:
             state = layout.POSTED
         peer, tag, sequence = _number_call(operator, args, group)
-        return self._box.post_collective(
-            PostedCollective(
-                operator.words,
-                group.number,
-                sequence,
-                self._name_dtype(first.dtype),
-                first.shape,
-                len(tensors),
-                num_bytes,
-                peer,
-                tag,
-                self._box.sites.find(4),
-                state,
-                self._is_training_thread(),
-            )
+        posted = PostedCollective(
+            operator.words,
+            group.number,
+            sequence,
+            self._name_dtype(first.dtype),
+            first.shape,
+            len(tensors),
+            num_bytes,
+            peer,
+            tag,
+            self._box.sites.find(4),
+            state,
+            self._is_training_thread(),
         )
+        return _RecordedCall(self._box.post_collective(posted), posted, group)
 
     def _hold(self, number: int, args: Sequence[Any], result: Any) -> None:
         self.update()
@@ -187,7 +232,7 @@ class CollectiveRecorder:
         if len(self._open) >= _MAX_OPEN_WORKS:
             # The oldest stays "posted" in the box.
             self._open.pop(next(iter(self._open)), None)
-        self._open[id(work)] = _OpenWork(work, number, first.data_ptr())
+        self._open[id(work)] = _OpenWork(work, number, first.data_ptr(), time.monotonic())
         if self._box.observer is not None:
             _tell_observer_when_completed(self._box.observer, work, number)
 
@@ -251,8 +296,9 @@ class CollectiveRecorder:
         text = format_ranks(ranks)
         # Groups of one axis through different ranks may have one name.
         key = hashlib.blake2b(f"{name} {ranks}".encode(), digest_size=8).hexdigest()
-        number = self._box.add_group(key, _label_group(group, name), group.size(), text)
-        return _RecordedGroup(number, ranks)
+        label = _label_group(group, name)
+        number = self._box.add_group(key, label, group.size(), text)
+        return _RecordedGroup(number, key, label, ranks)
 
     def _name_dtype(self, dtype: torch.dtype) -> str:
         if dtype not in self._dtype_names:
@@ -267,9 +313,28 @@ class CollectiveRecorder:
 
 
 @contextmanager
-def record_collectives(box: BlackBox) -> Iterator[CollectiveRecorder]:
-    """Write every collective that this process posts inside to `box`."""
-    recorder = CollectiveRecorder(box)
+def record_collectives(
+    box: BlackBox, checks: CollectiveChecks | None = None
+) -> Iterator[CollectiveRecorder]:
+    """Write every collective that this process posts inside to `box`, and compare it by `checks`,
+    if given."""
+    if checks is None:
+        with _installed(CollectiveRecorder(box), box) as recorder:
+            yield recorder
+        return
+    with (
+        following_reduce_ops() as reduce_ops,
+        _installed(CollectiveRecorder(box, checks, reduce_ops), box) as recorder,
+    ):
+        checks.find_overdue = recorder.find_overdue
+        try:
+            yield recorder
+        finally:
+            checks.find_overdue = lambda seconds: ()
+
+
+@contextmanager
+def _installed(recorder: CollectiveRecorder, box: BlackBox) -> Iterator[CollectiveRecorder]:
     libraries = [_intercept_c10d(recorder), _intercept_wait_tensor(recorder)]
     wait_of_torch = dist.Work.wait
 
@@ -306,8 +371,13 @@ def _make_kernel(
     after = _keys_after_backend_select()
 
     def kernel(keys: Any, *args: Any) -> Any:
-        number = recorder.try_record(operator, args)
+        number = 0
+        recorded = recorder.try_record(operator, args)
+        if recorded is not None:
+            number = recorded.number
         try:
+            if recorded is not None:
+                recorder.require_same_call_on_ranks(recorded)
             result = call.redispatch(keys & after, *args)
         except BaseException:
             recorder.note_refused(number)

@@ -28,6 +28,11 @@ from phalanx.data.loader import TrainBatches
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
+from phalanx.mesh.collective_checks import (
+    CollectiveChecks,
+    checking_collectives,
+    raising_error_of_checks,
+)
 from phalanx.mesh.collective_recorder import record_collectives
 from phalanx.mesh.determinism import (
     raising_layout_error_for_nondeterminism,
@@ -141,6 +146,7 @@ class RankContext:
     stop: StopSignalFlags
     fence: RunOwnershipWatch
     survivor: Survivor
+    checks: CollectiveChecks | None
 
 
 def run_rank(
@@ -179,9 +185,16 @@ def run_rank(
         may_write=lambda: not fence.is_lost(),
     )
     try:
-        with record_collectives(box):
+        with (
+            checking_collectives(
+                job.resilience.check_collectives,
+                wait_s=job.resilience.check_collectives_wait_s,
+                report_error=run.link.report_error,
+            ) as checks,
+            record_collectives(box, checks),
+        ):
             code = _join_ranks_and_train(
-                RankContext(run, bus, phases, meter, stop, fence, survivor or Survivor()),
+                RankContext(run, bus, phases, meter, stop, fence, survivor or Survivor(), checks),
                 rendezvous,
             )
     except BaseException:
@@ -207,10 +220,14 @@ def _show_event_if_watched(run: RankRunInputs, envelope: Envelope) -> None:
 
 
 @contextlib.contextmanager
-def _reporting_errors_at_once(run: RankRunInputs) -> Iterator[None]:
+def _reporting_errors_at_once(rank: RankContext) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
+    run = rank.run
     try:
-        with raising_layout_error_for_nondeterminism(run.job.train.deterministic):
+        with (
+            raising_error_of_checks(rank.checks),
+            raising_layout_error_for_nondeterminism(run.job.train.deterministic),
+        ):
             yield
     except BaseException as error:
         run.link.report_error(error)
@@ -221,7 +238,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
-    with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(run):
+    with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(rank):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.replace_clock(create_phase_clock_for_device(mesh.device))
         if run.job.observe.nvtx and mesh.device.type == "cuda":
@@ -255,7 +272,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
                 run.job, plan, mesh, corpus, state, rank.bus, run.run_dir
             ) as batches,
             # Inside, too: closing the loader may block, and the supervisor must know before.
-            _reporting_errors_at_once(run),
+            _reporting_errors_at_once(rank),
         ):
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             if mesh.rank == 0:
