@@ -40,7 +40,7 @@ NUM_RANKS = 2
 NUM_WARM_UP = 10
 NUM_RESAMPLES = 2000
 LAYOUTS = {
-    "ddp": ["parallel.zero_stage=null", "parallel.dp_replicate=2"],
+    "ddp": ["parallel.dp_replicate=2"],
     "zero3": ["parallel.zero_stage=3"],
     "tp": ["parallel.tp=2"],
 }
