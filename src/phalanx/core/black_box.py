@@ -83,7 +83,7 @@ class BlackBox:
         self.groups: list[tuple[str, str, str]] = []
         self.sites = CallSiteFinder()
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
-        self._num_positions = 0
+        self._num_positions = self._num_steps_begun = 0
         # `next` of a counter is one step for all threads.
         self._collective_numbers = itertools.count(1)
         self._newest_collective = 0
@@ -103,6 +103,11 @@ class BlackBox:
         site = self.sites.find(2)
         self._num_positions += 1
         number = self._num_positions
+        if step != self._step:
+            self._num_steps_begun += 1
+            layout.NUM_STEPS_BEGUN.pack_into(
+                self._map, layout.NUM_STEPS_BEGUN_AT, self._num_steps_begun
+            )
         self._step, self._microbatch, self._phase = step, microbatch, phase.encode()[:16]
         layout.POSITION.pack_into(
             self._map,
@@ -201,6 +206,10 @@ class BlackBox:
         if self.observer is not None:
             self.observer.end_collective(number, end_seen)
         self._write_state(number, state, layout.ENDED_AT)
+
+    def write_pulse(self) -> None:
+        """Write that the interpreter runs threads now."""
+        layout.PULSE.pack_into(self._map, layout.VITAL_SIGNS_AT, time.monotonic())
 
     def close(self) -> None:
         self._map.close()

@@ -21,6 +21,14 @@ VERSION = 2
 # seconds | device, host, boot id
 HEADER = struct.Struct("<8sIIHHH2xiiiiQdd16s64s40s")
 HEADER_BYTES = 256
+# In the header's last bytes, written anew as the rank goes on: when its interpreter last ran a
+# thread beside training (monotonic seconds), and how many steps it has begun. Zeros in boxes of
+# earlier releases.
+VITAL_SIGNS = struct.Struct("<dQ")
+VITAL_SIGNS_AT = 184
+PULSE = struct.Struct("<d")
+NUM_STEPS_BEGUN = struct.Struct("<Q")
+NUM_STEPS_BEGUN_AT = VITAL_SIGNS_AT + PULSE.size
 # number | step, monotonic seconds, writes so far | microbatch, line | phase, collective, file
 POSITION = struct.Struct("<QqdQii32s80s120sQ")
 # number | collectives posted | size | key, label, ranks

@@ -28,6 +28,9 @@ class BoxHeader:
     boot_id: str
     opened_wall_s: float
     opened_monotonic_s: float
+    pulse_s: float = 0.0
+    """Monotonic seconds when the interpreter last ran a thread beside training; 0: not known."""
+    num_steps_begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,9 @@ def read_last_position(path: Path) -> LastPosition | None:
     sizes = layout.NUM_POSITIONS, layout.NUM_GROUPS, layout.NUM_COLLECTIVES
     if (num_positions, num_groups, num_collectives) != sizes or len(raw) < total_bytes:
         return None
-    return _read_slots(raw, _read_header(fields))
+    return _read_slots(
+        raw, _read_header(fields, layout.VITAL_SIGNS.unpack_from(raw, layout.VITAL_SIGNS_AT))
+    )
 
 
 def _read_first_layout(raw: bytes) -> LastPosition | None:
@@ -150,7 +155,7 @@ def _read_first_layout(raw: bytes) -> LastPosition | None:
     return LastPosition(step, seconds, decode_text(phase), decode_text(collective))
 
 
-def _read_header(fields: tuple[Any, ...]) -> BoxHeader:
+def _read_header(fields: tuple[Any, ...], vital_signs: tuple[Any, ...]) -> BoxHeader:
     pid, rank, world_size, incarnation, ticks, wall_s, monotonic_s, device, host, boot = fields[6:]
     return BoxHeader(
         pid=pid,
@@ -163,6 +168,8 @@ def _read_header(fields: tuple[Any, ...]) -> BoxHeader:
         boot_id=decode_text(boot),
         opened_wall_s=wall_s,
         opened_monotonic_s=monotonic_s,
+        pulse_s=vital_signs[0],
+        num_steps_begun=vital_signs[1],
     )
 
 

@@ -543,6 +543,12 @@ class Resilience(Section):
     """Seconds the ranks have to save after SIGTERM."""
     collective_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer fails on every rank."""
+    hang_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Seconds without progress of any rank in a step after which the ranks that cause it are killed
+    and started again (docs/hangs.md); 0 never does.
+
+    Default: 4, or eight of the slowest steps of this run if that is longer.
+    """
     rendezvous_s: PositiveFloat | None = None
     """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300
     for those of another launcher."""

@@ -34,6 +34,7 @@ from phalanx.launch.messages import (
     WriteStacksToLogs,
 )
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
@@ -102,6 +103,8 @@ class AttemptEnd:
     """The work of ranks without steps, say "evaluating"."""
     was_told_to_leave: bool = False
     """The ranks were asked to save and leave, for an attempt with another number of them."""
+    hang: HangVerdict | None = None
+    """Why the ranks made no progress, where that ended the attempt."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Ranks that lost another one and wait for the next attempt, and the step whose state each of
     them holds; -1: none."""
@@ -191,8 +194,11 @@ class AttemptWatch:
         stepless: str = "",
         keeps_ranks: bool = False,
         should_leave: Callable[[], bool] = lambda: False,
+        progress: ProgressWatch | None = None,
+        on_hang: Callable[[HangVerdict], None] = lambda verdict: None,
     ) -> None:
         self.end = AttemptEnd(number, stepless=stepless)
+        self._progress, self._on_hang = progress, on_hang
         self._keeps_ranks, self._should_leave = keeps_ranks, should_leave
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._waiter, self._stop = server, waiter, stop
@@ -232,6 +238,7 @@ class AttemptWatch:
             if not self.end.was_told_to_leave and self._should_leave():
                 self.end.was_told_to_leave = True
                 self._server.link.send(SendSignalToRanks(int(signal.SIGTERM)))
+            self._look_for_hang()
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
@@ -253,6 +260,8 @@ class AttemptWatch:
         match report:
             case RanksForked():
                 self._pids = report.pids
+                if self._progress is not None:
+                    self._progress.begin_attempt(self._pids, time.monotonic())
                 self._on_started(self._pids)
             case ForkFailed():
                 self.end.start_error = report.report
@@ -309,6 +318,23 @@ class AttemptWatch:
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
             self._server.kill(timeout_s=1.0)
 
+    def _look_for_hang(self) -> None:
+        """Kill the ranks that keep the others from progress, once there are any: the others then
+        notice at once."""
+        has_failed = not math.isinf(min(self._first_failure_at, self._first_report_at))
+        if self._progress is None or has_failed or self._stop.signal is not None:
+            return
+        finished = self.end.records.keys()
+        if len(finished) == self._num_ranks:
+            return
+        hang = self._progress.poll(time.monotonic(), finished)
+        if hang is None:
+            return
+        self.end.hang = hang
+        self._first_failure_at = time.monotonic()
+        self._server.link.send(KillRanks(hang.culprits))
+        self._on_hang(hang)
+
     def _find_kill_time_of_remaining_ranks(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + EXIT_AFTER_REPORT_WINDOW_S)
@@ -341,6 +367,8 @@ class AttemptWatch:
         False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
         """
         end, reports = self.end, self.end.error_reports
+        if end.hang is not None:
+            return True
         for rank, rank_exit in end.exits.items():
             died_silently = end.has_rank_failed_or_died(rank) and rank not in reports
             if died_silently and rank_exit.signal != signal.SIGABRT:

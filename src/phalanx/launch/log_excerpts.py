@@ -6,10 +6,14 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.core.files import open_regular_file
-from phalanx.launch.attempt import RankExit
 from phalanx.launch.rank import STACK_FIRST_LINE
+
+if TYPE_CHECKING:
+    # At run time in a circle: an attempt's hang is told with excerpts.
+    from phalanx.launch.attempt import RankExit
 
 # Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
 # that is shown.

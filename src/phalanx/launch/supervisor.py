@@ -16,6 +16,7 @@ from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.core.typed_json import JsonConvertible
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
+from phalanx.launch.hang_limits import HangSettings
 from phalanx.launch.messages import (
     PreloadBeginsCuda,
     PreloadFailed,
@@ -23,6 +24,7 @@ from phalanx.launch.messages import (
     PreloadModules,
 )
 from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
+from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
@@ -30,6 +32,7 @@ from phalanx.launch.signals import SignalInbox
 from phalanx.launch.verdict import RankFailure, find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
+    HangFound,
     LayoutChanged,
     Note,
     RankFailed,
@@ -88,6 +91,8 @@ class LaunchSpec:
     keeps_ranks: bool = False
     """The entry can take part in several attempts: ranks that only lost another one keep their
     process when it is started again."""
+    hangs: HangSettings | None = None
+    """How ranks without progress are found; None: they are not looked for."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,9 @@ class _Supervisor:
         self._num_ranks = spec.num_ranks
         self._failed_starts = FailedStarts()
         self._preload = spec.preload
+        self._progress: ProgressWatch | None = None
+        if spec.hangs is not None and spec.hangs.is_on and not spec.stepless:
+            self._progress = ProgressWatch(spec.run_dir, spec.hangs)
 
     def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.
@@ -265,6 +273,8 @@ class _Supervisor:
             self._spec.stepless,
             self._spec.keeps_ranks,
             self._spec.elastic.should_grow if self._spec.elastic else lambda: False,
+            self._progress,
+            self._emit_hang_found,
         )
         return watch.watch_until_end(
             self._spec.entry, self._spec.payload_of_attempt().to_json(), kept
@@ -376,6 +386,22 @@ class _Supervisor:
                 cause=failure.cause,
                 detail=failure.detail,
                 detected_s=failure.detected_s,
+                hang_kind=failure.hang_kind,
+            )
+        )
+
+    def _emit_hang_found(self, hang: HangVerdict) -> None:
+        last_seen = hang.positions.get(hang.culprits[0])
+        self._bus.emit(
+            HangFound(
+                hang_kind=hang.kind,
+                culprits=list(hang.culprits),
+                step=0 if last_seen is None else last_seen.step,
+                phase="" if last_seen is None else last_seen.phase,
+                collective=hang.collective,
+                report="\n".join(hang.report),
+                detected_s=hang.detected_s,
+                limit_s=hang.limit.quiet_s,
             )
         )
 

@@ -13,6 +13,7 @@ from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.errors import ExitCode
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.hang_kinds import FROZEN, LEFT_EARLY
 from phalanx.launch.log_excerpts import (
     read_abort_reason,
     read_log_end_explaining_death,
@@ -20,6 +21,7 @@ from phalanx.launch.log_excerpts import (
 )
 from phalanx.launch.paths import BLACK_BOXES, black_box_path, rank_log_path
 from phalanx.launch.positions import describe_waits_at_end
+from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import remove_varying_text_from_failure
@@ -56,12 +58,17 @@ class RankFailure:
     exit_code: int
     restartable: bool
     detected_s: float
+    hang_kind: str = ""
+    """Of a hang: one of `phalanx.launch.hang_kinds.HANG_KINDS`; of a rank that left before its work
+    was done "left_early"; otherwise empty."""
 
 
 def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
         return _blame_failed_startup(end.start_error)
+    if end.hang is not None:
+        return _blame_hang(end.hang, end, run_dir)
     earliest = _find_earliest_failure(end, run_dir)
     if earliest is None or earliest.is_consequence:
         process_failure = _blame_server_or_store_process(end, run_dir)
@@ -275,6 +282,24 @@ def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> R
     return replace(failure, detected_s=0.0)
 
 
+def _blame_hang(hang: HangVerdict, end: AttemptEnd, run_dir: Path) -> RankFailure:
+    """The failure of ranks that kept a run from progress and were killed for that."""
+    rank = hang.culprits[0]
+    blamed = _BlamedRank(rank, end, run_dir, hang.positions.get(rank))
+    summary = "; ".join(hang.sentences)
+    lines = [f"hang ({hang.kind}): {summary}", *hang.report[len(hang.sentences) :]]
+    lines.append(f"log: {blamed.log_path}")
+    failure = blamed.build_restartable_failure(
+        "hang", summary, summary, lines, f"hang: {hang.kind}"
+    )
+    # A process that is stopped was stopped from outside: it may do better before the first step,
+    # too.
+    restartable = failure.restartable or hang.kind == FROZEN
+    return replace(
+        failure, detected_s=hang.detected_s, hang_kind=hang.kind, restartable=restartable
+    )
+
+
 def _blame_nonzero_exit_code(blamed: _BlamedRank, code: int) -> RankFailure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
@@ -288,7 +313,10 @@ def _blame_exit_without_record(blamed: _BlamedRank, rank_exit: RankExit) -> Rank
     """The failure of a process that ended without an end record: by a signal, or an exit behind our
     back. Whatever code that had, its work was not done."""
     if rank_exit.signal is None:
-        return _build_failure_of_dead_process(blamed, "exit", f"exited with code {rank_exit.code}")
+        failure = _build_failure_of_dead_process(
+            blamed, "exit", f"exited with code {rank_exit.code}"
+        )
+        return replace(failure, hang_kind=LEFT_EARLY)
     detail = f"killed by {format_signal_name(rank_exit.signal)}"
     # A signal comes from outside: also before the first step another start may do better.
     return replace(_build_failure_of_dead_process(blamed, "signal", detail), restartable=True)

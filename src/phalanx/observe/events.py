@@ -515,7 +515,8 @@ class RankFailed(Event):
     """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
 
     `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
-    waited in vain).
+    waited in vain). `hang_kind`: as in HangFound; "left_early" for a rank that ended before
+    its work was done without an error; empty otherwise, and in files of earlier releases.
     """
 
     failed_rank: int
@@ -524,6 +525,28 @@ class RankFailed(Event):
     cause: str
     detail: str
     detected_s: float
+    hang_kind: str = ""
+
+
+@dataclass(frozen=True)
+class HangFound(Event):
+    """From the supervisor: no rank made progress for `detected_s`, longer than `limit_s`, because
+    of the ranks `culprits`, which are killed now.
+
+    `hang_kind`: "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
+    "waiting_elsewhere" (sleeps in what is no collective) | "absent_collective" (in another one than
+    the others) | "left_early". `step` and `phase` are those of the first culprit; `collective` is
+    what the others wait in; `report` has the stacks of all ranks, the odd ones first.
+    """
+
+    hang_kind: str
+    culprits: list[int]
+    step: int
+    phase: str
+    collective: str
+    report: str
+    detected_s: float
+    limit_s: float
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
                 f" {find_exception_line_of_traceback(event.detail)}, seen after"
                 f" {format_seconds(event.detected_s)}"
             )
+        case events.HangFound():
+            return _describe_hang(event)
         case events.RestartScheduled():
             held = ""
             if event.held_step >= 0:
@@ -226,3 +228,12 @@ def find_exception_line_of_traceback(text: str) -> str:
         if line.strip():
             return line
     return "no detail"
+
+
+def _describe_hang(event: events.HangFound) -> str:
+    noun = "rank" if len(event.culprits) == 1 else "ranks"
+    ranks = ", ".join(map(str, event.culprits))
+    text = f"no progress for {format_seconds(event.detected_s)} at step {event.step}"
+    if event.collective:
+        text += f" before {event.collective}"
+    return f"{text}: {event.hang_kind}, {noun} {ranks}"

@@ -22,6 +22,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import PhaseTimer
+from phalanx.core.pulse import writing_pulse
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
@@ -191,6 +192,7 @@ def run_rank(
                 wait_s=job.resilience.check_collectives_wait_s,
                 report_error=run.link.report_error,
             ) as checks,
+            writing_pulse(box),
             record_collectives(box, checks),
         ):
             code = _join_ranks_and_train(

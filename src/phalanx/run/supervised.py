@@ -21,6 +21,7 @@ from phalanx.core.errors import (
     PhalanxError,
     RunLockedError,
 )
+from phalanx.launch.hang_limits import HangSettings
 from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
@@ -82,6 +83,7 @@ def train_in_supervised_ranks(
         grace_s=job.resilience.grace_s,
         elastic=elastic if job.resilience.min_ranks is not None else None,
         keeps_ranks=keeps_ranks(job, run.plan),
+        hangs=HangSettings(job.resilience.hang_s, run.plan.compile),
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)

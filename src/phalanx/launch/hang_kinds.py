@@ -1,0 +1,160 @@
+"""Tells the kinds of hangs apart, and finds the rank that keeps the others waiting: from the black
+boxes and what the kernel said of the processes since the run made progress last.
+
+Pure: whoever looks at the ranks is elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.core.black_box_reader import LastPosition, RecordedCollective
+from phalanx.launch.hang_limits import LONG_LIMIT_S
+from phalanx.launch.rank_activity import QuietTime
+from phalanx.observe.rank_waits import RankState, find_group, find_waits, judge_ranks
+
+FROZEN = "frozen"
+GIL_HELD = "gil_held"
+SPINNING = "spinning"
+WAITING_ELSEWHERE = "waiting_elsewhere"
+ABSENT_COLLECTIVE = "absent_collective"
+LEFT_EARLY = "left_early"
+HANG_KINDS = (FROZEN, GIL_HELD, SPINNING, WAITING_ELSEWHERE, ABSENT_COLLECTIVE, LEFT_EARLY)
+
+# Without a pulse for this share of the limit (and at least so long) Python's lock is held. The
+# pulse comes twice a second.
+_SILENT_PULSE_SHARE = 0.6
+_MIN_SILENT_PULSE_S = 0.9
+_WAITING_PHASES = ("collective", "pipeline")
+
+
+@dataclass(frozen=True)
+class HangEvidence:
+    """What is known when a run made no progress for `silent_s`, longer than its limit `limit_s`.
+
+    `usual_cpu_share`: cores that the training thread of each rank used while the run went on.
+    `finished`: ranks that said that their work is done. `now_s`: monotonic seconds.
+    """
+
+    states: Mapping[int, RankState]
+    quiet: Mapping[int, QuietTime]
+    usual_cpu_share: Mapping[int, float]
+    finished: frozenset[int]
+    silent_s: float
+    limit_s: float
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """The ranks that keep the others waiting. An empty `kind` without ranks: no hang, or none that
+    could be told; `why` says which."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    why: str = ""
+
+
+def find_culprits(evidence: HangEvidence) -> Culprits:
+    """The culprits, those that are surest first: what is stopped, what holds Python's lock, what
+    computes, what sleeps elsewhere, and what is in another collective than the others."""
+    if evidence.finished:
+        return _judge_finished(evidence)
+    stopped = [rank for rank, quiet in evidence.quiet.items() if quiet.is_stopped]
+    if stopped:
+        return Culprits(FROZEN, tuple(sorted(stopped)))
+    if any(quiet.num_stopped for quiet in evidence.quiet.values()):
+        return Culprits("", (), "a rank is stopped and continued in turns")
+    holders = [rank for rank in evidence.quiet if _is_pulse_silent(evidence, rank)]
+    holders = [rank for rank in holders if not _is_short_of_processor(evidence, rank)]
+    if holders:
+        return Culprits(GIL_HELD, tuple(sorted(holders)))
+    running = [rank for rank, quiet in evidence.quiet.items() if quiet.is_running]
+    spinning = [rank for rank in running if not _is_short_of_processor(evidence, rank)]
+    if spinning:
+        return Culprits(SPINNING, tuple(sorted(spinning)))
+    if running:
+        return Culprits("", (), "a rank gets too little of a processor: it is slow")
+    if evidence.silent_s < LONG_LIMIT_S:
+        for rank, quiet in evidence.quiet.items():
+            if quiet.is_in_disk:
+                return Culprits("", (), f"rank {rank} waits for a disk or a file server")
+            if quiet.is_helper_running:
+                return Culprits("", (), f"rank {rank} waits for a process of its own that runs")
+    return _judge_sleeping_ranks(evidence)
+
+
+def _judge_finished(evidence: HangEvidence) -> Culprits:
+    # The last step's sample or save of some may take longer than those of others.
+    if evidence.silent_s < LONG_LIMIT_S:
+        return Culprits("", (), "ranks end their work")
+    waits = find_waits(evidence.states)
+    absent = {rank for wait in waits for rank in wait.absent} & evidence.finished
+    if absent:
+        return Culprits(LEFT_EARLY, tuple(sorted(absent)))
+    return Culprits("", (), "ranks end their work")
+
+
+def _is_pulse_silent(evidence: HangEvidence, rank: int) -> bool:
+    position = evidence.states[rank].position
+    if position is None or position.header is None or not position.header.pulse_s:
+        return False
+    silent_s = evidence.now_s - position.header.pulse_s
+    return silent_s >= max(_MIN_SILENT_PULSE_S, _SILENT_PULSE_SHARE * evidence.limit_s)
+
+
+def _is_short_of_processor(evidence: HangEvidence, rank: int) -> bool:
+    """True for a rank that wants to run, and has not had yet as much of a processor as it would
+    have had within the limit."""
+    quiet = evidence.quiet[rank]
+    if not quiet.is_running:
+        return False
+    return quiet.cpu_s < evidence.limit_s * evidence.usual_cpu_share.get(rank, 1.0)
+
+
+def _judge_sleeping_ranks(evidence: HangEvidence) -> Culprits:
+    """The culprits among ranks that all sleep, in collectives or elsewhere."""
+    waiting = {wait.rank for wait in find_waits(evidence.states)}
+    elsewhere = [rank for rank in evidence.states if rank not in waiting]
+    # The phase of a wait that the box does not see, such as that of DDP in C++.
+    named = [rank for rank in elsewhere if not _is_in_waiting_phase(evidence.states[rank].position)]
+    if elsewhere:
+        return Culprits(WAITING_ELSEWHERE, tuple(sorted(named or elsewhere)))
+    verdict = judge_ranks(evidence.states)
+    if verdict.kind in ("differs", "circle", "absent"):
+        odd = find_unusual_callers(evidence.states, verdict.culprits)
+        return Culprits(ABSENT_COLLECTIVE, odd or verdict.culprits)
+    return Culprits("", (), "all ranks have posted what they wait in")
+
+
+def _is_in_waiting_phase(position: LastPosition | None) -> bool:
+    return position is not None and position.phase in _WAITING_PHASES and bool(position.collective)
+
+
+def find_unusual_callers(
+    states: Mapping[int, RankState], suspects: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of `suspects` whose newest collective does not follow, in any earlier step that the
+    box remembers, the collective before it. Empty where all or none of them are so."""
+    unusual = []
+    for rank in suspects:
+        position = states[rank].position
+        if position is not None and _is_newest_call_unusual(position):
+            unusual.append(rank)
+    if len(unusual) == len(suspects):
+        return ()
+    return tuple(sorted(unusual))
+
+
+def _is_newest_call_unusual(position: LastPosition) -> bool:
+    keys = [_make_call_key(position, each) for each in position.collectives if each.is_foreground]
+    pairs = list(itertools.pairwise(keys))
+    return len(pairs) > 1 and pairs[-1] not in pairs[:-1]
+
+
+def _make_call_key(position: LastPosition, call: RecordedCollective) -> tuple[object, ...]:
+    group = find_group(position, call)
+    label = "" if group is None else group.label
+    return call.op, label, call.dtype, call.shape, call.file, call.line

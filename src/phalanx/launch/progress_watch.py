@@ -1,0 +1,313 @@
+"""Watches whether a run makes progress, and names the ranks that keep it from that.
+
+Progress is that a rank wrote something into its black box: a position, or a collective. A process
+that is alive and writes nothing makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.core.black_box_reader import (
+    BlackBoxVersionError,
+    LastPosition,
+    read_last_position,
+)
+from phalanx.core.units import format_seconds
+from phalanx.launch.ask_stacks import ask_for_stacks
+from phalanx.launch.hang_kinds import (
+    ABSENT_COLLECTIVE,
+    FROZEN,
+    GIL_HELD,
+    LEFT_EARLY,
+    SPINNING,
+    WAITING_ELSEWHERE,
+    Culprits,
+    HangEvidence,
+    find_culprits,
+)
+from phalanx.launch.hang_limits import (
+    BUSY_LIMIT_S,
+    HangLimit,
+    HangSettings,
+    StepDurations,
+    choose_limit,
+)
+from phalanx.launch.paths import black_box_path
+from phalanx.launch.rank_activity import (
+    QuietTime,
+    read_written_and_read_bytes,
+    sample_process,
+)
+from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus
+from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits, judge_ranks
+from phalanx.observe.where_words import describe_collective, describe_waits
+
+POLL_INTERVAL_S = 0.5
+# A supervisor that was itself kept from looking counts no more than this for the time between.
+_MAX_COUNTED_INTERVAL_S = 2 * POLL_INTERVAL_S
+# Between two looks at stacks while none of them tells.
+_NEXT_STACKS_S = 30.0
+# A rank that got so much of a core, or moved so many bytes in a second, is at work.
+_BUSY_CPU_SHARE = 0.2
+_BUSY_BYTES_PER_S = 1 << 16
+# Of what a rank usually gets: below it, hardly anything could be told from nothing.
+_MIN_USUAL_CPU_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """The ranks that kept a run from going on. `kind` is one of `hang_kinds.HANG_KINDS`.
+
+    `sentences` has one for each culprit; `collective` is what the others waited in, empty where
+    they did not; `report` are lines for a person, with the stacks of all ranks in groups. The run
+    had made no progress for `detected_s` when this was decided, and for `limit` it might.
+    """
+
+    kind: str
+    culprits: tuple[int, ...]
+    sentences: tuple[str, ...]
+    collective: str
+    report: tuple[str, ...]
+    detected_s: float
+    limit: HangLimit
+    positions: Mapping[int, LastPosition] = field(default_factory=dict)
+
+
+class ProgressWatch:
+    """Looks at the ranks of one attempt after another. The durations of steps are of the whole
+    run."""
+
+    def __init__(self, run_dir: Path, settings: HangSettings) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._durations = StepDurations()
+        self._pids: tuple[int, ...] = ()
+        self.begin_attempt((), 0.0)
+
+    def begin_attempt(self, pids: Sequence[int], now_s: float) -> None:
+        """Begin to watch the processes `pids`, by rank, which were just started."""
+        self._pids = tuple(pids)
+        self._positions: dict[int, LastPosition] = {}
+        self._quiet = {rank: QuietTime() for rank in range(len(pids))}
+        self._usual_cpu_share: dict[int, float] = {}
+        self._bytes_before: dict[int, int] = {}
+        self._progress_s = self._sampled_s = self._polled_s = now_s
+        # Seconds in which nobody looked, which count for nobody.
+        self._unseen_s = 0.0
+        self._next_stacks_s = 0.0
+        self._durations.forget_step()
+
+    def poll(self, now_s: float, finished: Collection[int] = ()) -> HangVerdict | None:
+        """Look at the ranks if that is due; the verdict once they hang. `finished`: ranks whose
+        work is done by their own word."""
+        is_due = now_s >= self._polled_s + POLL_INTERVAL_S
+        if not self._pids or not self._settings.is_on or not is_due:
+            return None
+        interval_s, self._polled_s = now_s - self._polled_s, now_s
+        self._read_positions()
+        if self._has_progressed(now_s):
+            return None
+        self._unseen_s += max(0.0, interval_s - _MAX_COUNTED_INTERVAL_S)
+        silent_s = now_s - self._progress_s - self._unseen_s
+        limit = choose_limit(
+            self._settings, self._positions, len(self._pids), self._durations.compute_p99_s()
+        )
+        # The workers of a loader are looked at when it becomes interesting.
+        self._sample_ranks(with_helpers=silent_s >= limit.quiet_s / 2)
+        if silent_s < limit.quiet_s:
+            return None
+        limit_s = limit.quiet_s
+        if limit.busy_s > limit.quiet_s and self._is_any_rank_busy(silent_s):
+            limit_s = limit.busy_s
+        if silent_s < limit_s:
+            return None
+        return self._judge(HangLimit(limit_s, limit.busy_s, limit.why), silent_s, now_s, finished)
+
+    def _read_positions(self) -> None:
+        for rank in range(len(self._pids)):
+            try:
+                position = read_last_position(black_box_path(self._run_dir, rank))
+            except BlackBoxVersionError:
+                continue
+            # A box of the process that was there before.
+            if position is None or position.header is None:
+                continue
+            if position.header.pid == self._pids[rank]:
+                self._positions[rank] = position
+
+    def _has_progressed(self, now_s: float) -> bool:
+        """True if any rank wrote something since the last progress; then what was counted since
+        begins anew."""
+        newest_s = max(
+            (position.last_progress_s for position in self._positions.values()), default=0.0
+        )
+        if newest_s <= self._progress_s:
+            return False
+        self._progress_s, self._unseen_s = newest_s, 0.0
+        self._observe_step(now_s)
+        elapsed_s, self._sampled_s = now_s - self._sampled_s, now_s
+        for rank, pid in enumerate(self._pids):
+            quiet, sample = self._quiet[rank], sample_process(pid)
+            if sample is not None and quiet.last is not None and elapsed_s > 0:
+                share = (sample.main_thread_cpu_s - quiet.last.main_thread_cpu_s) / elapsed_s
+                before = self._usual_cpu_share.get(rank, share)
+                share = min(1.0, max(_MIN_USUAL_CPU_SHARE, 0.8 * before + 0.2 * share))
+                self._usual_cpu_share[rank] = share
+            quiet.begin(sample)
+            self._bytes_before[rank] = read_written_and_read_bytes(pid)
+        return True
+
+    def _observe_step(self, now_s: float) -> None:
+        step = max(position.step for position in self._positions.values())
+        is_between_steps = any(
+            position.phase.startswith(("ckpt", "before_commit", "after_commit", "eval", "startup"))
+            for position in self._positions.values()
+        )
+        if is_between_steps:
+            self._durations.forget_step()
+        else:
+            self._durations.observe(step, now_s)
+
+    def _sample_ranks(self, *, with_helpers: bool) -> None:
+        for rank, pid in enumerate(self._pids):
+            sample = sample_process(pid, with_helpers=with_helpers)
+            if sample is not None:
+                self._quiet[rank].add(sample)
+
+    def _is_any_rank_busy(self, silent_s: float) -> bool:
+        if silent_s >= BUSY_LIMIT_S:
+            return False
+        for rank, pid in enumerate(self._pids):
+            num_bytes = read_written_and_read_bytes(pid) - self._bytes_before.get(rank, 0)
+            if num_bytes > _BUSY_BYTES_PER_S * silent_s:
+                return True
+            if self._quiet[rank].process_cpu_s > _BUSY_CPU_SHARE * silent_s:
+                return True
+        return False
+
+    def _judge(
+        self, limit: HangLimit, silent_s: float, now_s: float, finished: Collection[int]
+    ) -> HangVerdict | None:
+        states = self._build_states(silent_s)
+        culprits = find_culprits(
+            HangEvidence(
+                states,
+                self._quiet,
+                self._usual_cpu_share,
+                frozenset(finished),
+                silent_s,
+                limit.quiet_s,
+                now_s,
+            )
+        )
+        if not culprits.kind and not culprits.why.startswith("all ranks have posted"):
+            return None
+        if not culprits.kind and now_s < self._next_stacks_s:
+            return None
+        self._next_stacks_s = now_s + _NEXT_STACKS_S
+        detected_s = now_s - self._progress_s
+        stacks = ask_for_stacks(self._run_dir, states)
+        culprits = _refine_by_stacks(culprits, stacks)
+        if not culprits.kind:
+            return None
+        return self._build_verdict(culprits, states, stacks, limit, detected_s, now_s)
+
+    def _build_states(self, silent_s: float) -> dict[int, RankState]:
+        states = {}
+        for rank in range(len(self._pids)):
+            last = self._quiet[rank].last
+            status = ProcessStatus("gone")
+            if last is not None:
+                # A look in which a rank that mostly runs slept, or the other way, misleads.
+                state = PROCESS_STATES.get(last.letter, "sleeping")
+                if state in ("running", "sleeping"):
+                    state = "running" if self._quiet[rank].is_running else "sleeping"
+                status = ProcessStatus(state, self._quiet[rank].process_cpu_s / silent_s)
+            states[rank] = RankState(rank, self._positions.get(rank), status)
+        return states
+
+    def _build_verdict(
+        self,
+        culprits: Culprits,
+        states: Mapping[int, RankState],
+        stacks: Mapping[int, Sequence[str]],
+        limit: HangLimit,
+        detected_s: float,
+        now_s: float,
+    ) -> HangVerdict:
+        sentences = []
+        for sentence, rank in zip(
+            _describe_places(culprits, states, now_s), culprits.ranks, strict=False
+        ):
+            sentences.append(sentence + self._describe_reason(culprits.kind, rank, states, now_s))
+        silence = f"no rank made progress for {detected_s:.1f} s"
+        silence += f" (limit {format_seconds(limit.quiet_s)}: {limit.why})"
+        groups = group_stacks({rank: stacks.get(rank, ()) for rank in states}, first=culprits.ranks)
+        return HangVerdict(
+            kind=culprits.kind,
+            culprits=culprits.ranks,
+            sentences=tuple(sentences),
+            collective=_describe_awaited(culprits, states),
+            report=(*sentences, silence, *format_stack_groups(groups)),
+            detected_s=detected_s,
+            limit=limit,
+            positions=dict(self._positions),
+        )
+
+    def _describe_reason(
+        self, kind: str, rank: int, states: Mapping[int, RankState], now_s: float
+    ) -> str:
+        cpu_s = self._quiet[rank].cpu_s
+        position = states[rank].position
+        if kind == GIL_HELD and position is not None and position.header is not None:
+            silent_s = now_s - position.header.pulse_s
+            return (
+                f"; C code holds Python's lock: no thread of it has run for {silent_s:.1f} s,"
+                f" and it used {cpu_s:.1f} s of a processor"
+            )
+        if kind == SPINNING:
+            return f"; it used {cpu_s:.1f} s of a processor since then and did not get on"
+        if kind == LEFT_EARLY:
+            return "; it says that its work is done"
+        return ""
+
+
+def _refine_by_stacks(culprits: Culprits, stacks: Mapping[int, Sequence[str]]) -> Culprits:
+    """The culprits, but for those whose stack is that of most ranks; where the boxes tell of no
+    culprit, the ranks with another stack than most."""
+    if culprits.kind not in ("", WAITING_ELSEWHERE) or len(stacks) < 3:
+        return culprits
+    odd = find_odd_ranks(stacks)
+    if not culprits.kind:
+        if odd:
+            return Culprits(WAITING_ELSEWHERE, odd)
+        return culprits
+    remaining = tuple(rank for rank in culprits.ranks if rank in odd)
+    if remaining and len(culprits.ranks) > 1:
+        return Culprits(culprits.kind, remaining)
+    return culprits
+
+
+def _describe_places(
+    culprits: Culprits, states: Mapping[int, RankState], now_s: float
+) -> list[str]:
+    """A sentence for each culprit: its process, step, phase and line, and who waits for it."""
+    waits = find_waits(states)
+    if culprits.kind == ABSENT_COLLECTIVE:
+        verdict = judge_ranks(states)
+        if verdict.kind == "differs":
+            differing = {rank for wait in waits for rank in wait.differing}
+            if set(culprits.ranks) <= differing:
+                return describe_waits(WaitVerdict("differs", culprits.ranks, waits), states, now_s)
+    kind = "stopped" if culprits.kind == FROZEN else "absent"
+    return describe_waits(WaitVerdict(kind, culprits.ranks, waits), states, now_s)
+
+
+def _describe_awaited(culprits: Culprits, states: Mapping[int, RankState]) -> str:
+    for wait in find_waits(states):
+        if set(culprits.ranks) & {*wait.absent, *wait.differing}:
+            return describe_collective(wait.collective, wait.group)
+    return ""

@@ -1,0 +1,56 @@
+"""Groups the Python stacks of ranks by what they say: of many ranks most are in the same place, and
+the odd one out is what a person must see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.observe.where_words import format_rank_list
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Ranks with the same stack; `frames` as faulthandler writes them, empty where they did not
+    answer."""
+
+    ranks: tuple[int, ...]
+    frames: tuple[str, ...]
+
+
+def group_stacks(
+    stacks: Mapping[int, Sequence[str]], first: Sequence[int] = ()
+) -> tuple[StackGroup, ...]:
+    """The groups: those with ranks of `first` before the others, then the smaller ones."""
+    ranks_with: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in sorted(stacks.items()):
+        frames = tuple(line.strip() for line in lines if line.lstrip().startswith("File"))
+        ranks_with.setdefault(frames, []).append(rank)
+    groups = [StackGroup(tuple(ranks), frames) for frames, ranks in ranks_with.items()]
+
+    def sort_key(group: StackGroup) -> tuple[bool, int, int]:
+        return not set(group.ranks) & set(first), len(group.ranks), group.ranks[0]
+
+    return tuple(sorted(groups, key=sort_key))
+
+
+def format_stack_groups(groups: Sequence[StackGroup]) -> list[str]:
+    """Lines for people."""
+    lines = []
+    for group in groups:
+        name = format_rank_list(group.ranks)
+        if not group.frames:
+            lines.append(f"{name}: did not answer")
+            continue
+        lines.append(f"{name}:")
+        lines += [f"  {frame}" for frame in group.frames]
+    return lines
+
+
+def find_odd_ranks(stacks: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
+    """The ranks outside the largest group, if that has more than half of all; else none."""
+    groups = group_stacks(stacks)
+    largest = max(groups, key=lambda group: len(group.ranks), default=None)
+    if largest is None or len(largest.ranks) * 2 <= len(stacks):
+        return ()
+    return tuple(sorted(stacks.keys() - set(largest.ranks)))

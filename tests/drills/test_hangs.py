@@ -1,0 +1,103 @@
+"""A rank that stays alive and does not get on: the right rank, the right kind, and the weights of a
+run that nothing happened to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import SLACK, TINY, Done, environment, events, loss_curve, run, survivors, weights
+from phalanx.observe.events import HangFound, RankFailed, RanksStarted
+
+HERE = Path(__file__).parent
+STEPS = 30
+LIMIT_S = 1.0
+
+
+def arguments(name: str, *more: str, ranks: int = 2) -> list[str]:
+    return [
+        "train",
+        *TINY,
+        f"train.steps={STEPS}",
+        "checkpoint.every_steps=10",
+        "checkpoint.asynchronous=false",
+        f"run.dir={name}",
+        f"parallel.ranks={ranks}",
+        f"parallel.dp_replicate={ranks}",
+        f"resilience.hang_s={LIMIT_S}",
+        *more,
+    ]
+
+
+def train(folder: Path, name: str, *more: str, ranks: int = 2) -> Done:
+    path = environment().get("PYTHONPATH", "")
+    env = environment(PYTHONPATH=f"{HERE}:{path}")
+    return run(*arguments(name, *more, ranks=ranks), cwd=folder, env=env)
+
+
+def inject(name: str, rank: int, step: int, phase: str) -> str:
+    return f'resilience.inject=["{name}:rank={rank},step={step},phase={phase}"]'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hangs")
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:
+    """A run of two ranks that nothing happens to."""
+    done = train(folder, "straight")
+    assert done.code == 0, done.err
+    assert not events(folder / "straight", HangFound)
+    return folder / "straight"
+
+
+def require_found(
+    straight: Path, run_dir: Path, done: Done, kind: str, rank: int, *, bar_s: float
+) -> HangFound:
+    """The hang was found and named in time, and the run ended as the straight one."""
+    assert done.code == 0, done.err
+    (found,) = events(run_dir, HangFound)
+    (failed,) = events(run_dir, RankFailed)
+    assert (found.event.hang_kind, found.event.culprits) == (kind, [rank]), found.event.report
+    assert (failed.event.cause, failed.event.failed_rank) == ("hang", rank)
+    assert failed.event.hang_kind == kind
+    assert found.event.detected_s <= SLACK * bar_s, found.event
+    assert failed.event.detected_s == found.event.detected_s
+    assert loss_curve(run_dir) == loss_curve(straight)
+    assert weights(run_dir) == weights(straight)
+    assert not survivors(run_dir)
+    starts = events(run_dir, RanksStarted)
+    assert [start.event.kept for start in starts] == [[], [1 - rank]]
+    return found.event
+
+
+KINDS = {
+    "freeze": ("frozen", "backward"),
+    "hold_lock_asleep": ("gil_held", "forward"),
+    "hold_lock_busy": ("gil_held", "backward"),
+    "spin": ("spinning", "data"),
+    "sleep": ("waiting_elsewhere", "optimizer"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("freeze", 1),
+        ("hold_lock_asleep", 0),
+        pytest.param("hold_lock_busy", 1, marks=pytest.mark.long),
+        ("spin", 1),
+        pytest.param("sleep", 0, marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_and_the_kind_are_named(
+    folder: Path, straight: Path, fault: str, rank: int
+) -> None:
+    kind, phase = KINDS[fault]
+    done = train(folder, fault, inject(f"hanging_code:{fault}", rank, 15, phase))
+    found = require_found(straight, folder / fault, done, kind, rank, bar_s=LIMIT_S)
+    assert (found.step, found.phase) == (15, phase)
+    assert f"rank {rank}" in found.report.splitlines()[0]

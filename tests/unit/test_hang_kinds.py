@@ -1,0 +1,209 @@
+"""The judgement on ranks without progress, on evidence made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from phalanx.core.black_box_reader import BoxGroup, BoxHeader, LastPosition, RecordedCollective
+from phalanx.launch.hang_kinds import (
+    ABSENT_COLLECTIVE,
+    FROZEN,
+    GIL_HELD,
+    LEFT_EARLY,
+    SPINNING,
+    WAITING_ELSEWHERE,
+    HangEvidence,
+    find_culprits,
+)
+from phalanx.launch.hang_limits import (
+    BUSY_LIMIT_S,
+    LONG_LIMIT_S,
+    MIN_STEP_LIMIT_S,
+    NUM_WARM_UP_STEPS,
+    HangSettings,
+    StepDurations,
+    choose_limit,
+)
+from phalanx.launch.rank_activity import ProcessSample, QuietTime
+from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.observe.process_status import ProcessStatus
+from phalanx.observe.rank_waits import RankState
+
+ADAPTIVE = HangSettings()
+NOW_S = 100.0
+LIMIT_S = 4.0
+WORLD = BoxGroup("key", "world", 2, "0-1", 0)
+
+
+def call(
+    sequence: int, *, shape: int = 4, state: str = "finished", line: int = 1
+) -> RecordedCollective:
+    return RecordedCollective(
+        *(sequence, sequence, "all_reduce", 0, "float32", (shape,), 1, 1, 4 * shape, state),
+        *(NOW_S - 10, 0.0, 0.0, 5, 0, "backward", -1, -1, True, "model.py", line),
+    )
+
+
+def position(
+    phase: str = "backward", *calls: RecordedCollective, pulse_s: float = NOW_S, steps: int = 9
+) -> LastPosition:
+    header = BoxHeader(1, 1, 0, 2, 0, "cpu", "host", "boot", 0.0, 0.0, pulse_s, steps)
+    num_posted = max((each.sequence for each in calls), default=0)
+    group = BoxGroup(WORLD.key, WORLD.label, 2, WORLD.ranks, num_posted)
+    return LastPosition(5, NOW_S - 11, phase, header=header, groups=(group,), collectives=calls)
+
+
+def quiet(letters: str, cpu_s: Sequence[float] = (0.0,), *, helper: bool = False) -> QuietTime:
+    """A sample for each letter; processor seconds go on to the last value given."""
+    found = QuietTime()
+    found.begin(ProcessSample("R", 0.0, 0.0))
+    for index, letter in enumerate(letters):
+        seconds = cpu_s[min(index, len(cpu_s) - 1)]
+        found.add(ProcessSample(letter, seconds, seconds, helper))
+    return found
+
+
+WAITS = position("backward", call(1), call(2, state="waiting"))
+BEHIND = position("backward", call(1))
+
+
+def judge(
+    first: tuple[LastPosition, QuietTime],
+    second: tuple[LastPosition, QuietTime],
+    *,
+    silent_s: float = LIMIT_S + 0.2,
+    finished: frozenset[int] = frozenset(),
+) -> tuple[str, tuple[int, ...]]:
+    states, quiets = {}, {}
+    for rank, (place, looks) in enumerate((first, second)):
+        status = ProcessStatus("running" if looks.is_running else "sleeping")
+        states[rank] = RankState(rank, place, status)
+        quiets[rank] = looks
+    shares = {0: 1.0, 1: 1.0}
+    evidence = HangEvidence(states, quiets, shares, finished, silent_s, LIMIT_S, NOW_S)
+    culprits = find_culprits(evidence)
+    return culprits.kind, culprits.ranks
+
+
+ASLEEP = quiet("SSSSSSSS")
+
+
+def test_a_stopped_process_is_frozen() -> None:
+    assert judge((WAITS, ASLEEP), (BEHIND, quiet("TTTTTTTT"))) == (FROZEN, (1,))
+    # The first look may come before the stop.
+    assert judge((WAITS, ASLEEP), (BEHIND, quiet("RTTTTTTT"))) == (FROZEN, (1,))
+    # Also where the others wait for one that holds the lock, or sleeps elsewhere.
+    assert judge((BEHIND, quiet("TTTTTTTT")), (BEHIND, ASLEEP)) == (FROZEN, (0,))
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        quiet("TRTRTTRT", (0.1, 0.2, 0.3)),
+        # Seen stopped at every look, and yet it got on in between.
+        quiet("TTTTTTTT", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)),
+    ],
+)
+def test_a_process_stopped_and_continued_in_turns_is_slow(looks: QuietTime) -> None:
+    assert judge((WAITS, ASLEEP), (BEHIND, looks)) == ("", ())
+
+
+def test_without_a_pulse_the_lock_is_held() -> None:
+    silent = position("backward", call(1), pulse_s=NOW_S - LIMIT_S)
+    assert judge((WAITS, ASLEEP), (silent, quiet("SSSSSSSS"))) == (GIL_HELD, (1,))
+    assert judge((WAITS, ASLEEP), (silent, quiet("RRRRRRRR", (1.0, 4.1)))) == (GIL_HELD, (1,))
+    # Starved, so that its pulse is late.
+    assert judge((WAITS, ASLEEP), (silent, quiet("RRRRRRRR", (0.1, 0.3)))) == ("", ())
+
+
+def test_a_running_rank_spins_once_it_had_its_processor_time() -> None:
+    assert judge((WAITS, ASLEEP), (BEHIND, quiet("RRRRRRRR", (1.0, 4.1)))) == (SPINNING, (1,))
+    for seconds in (60.0, 600.0):
+        looks = quiet("RRRRRRRR", (0.1, 0.4))
+        assert judge((WAITS, ASLEEP), (BEHIND, looks), silent_s=seconds) == ("", ())
+
+
+def test_a_rank_that_sleeps_elsewhere() -> None:
+    assert judge((WAITS, ASLEEP), (BEHIND, ASLEEP)) == (WAITING_ELSEWHERE, (1,))
+    # A disk that does not answer, or a loader's worker that is at work, gets longer.
+    for looks in (quiet("DDDDDDDD"), quiet("SSSSSSSS", helper=True)):
+        assert judge((WAITS, ASLEEP), (BEHIND, looks)) == ("", ())
+        late = judge((WAITS, ASLEEP), (BEHIND, looks), silent_s=LONG_LIMIT_S + 1)
+        assert late == (WAITING_ELSEWHERE, (1,))
+
+
+def test_of_two_different_collectives_the_one_that_never_came_there_before() -> None:
+    """A step is two calls, at lines 1 and 2; rank 1 leaves out line 1 and is at 2 alone."""
+    usual = [call(1, line=1), call(2, shape=8, line=2), call(3, line=1), call(4, shape=8, line=2)]
+    straight = position("backward", *usual, call(5, line=1, state="waiting"))
+    skipped = position("backward", *usual, call(5, shape=8, line=2, state="waiting"))
+    assert judge((straight, ASLEEP), (skipped, ASLEEP)) == (ABSENT_COLLECTIVE, (1,))
+    assert judge((skipped, ASLEEP), (straight, ASLEEP)) == (ABSENT_COLLECTIVE, (0,))
+
+
+def test_all_in_the_same_collective_is_no_rank_s_fault() -> None:
+    assert judge((WAITS, ASLEEP), (WAITS, ASLEEP)) == ("", ())
+
+
+def test_a_rank_whose_work_is_done_and_that_others_wait_for() -> None:
+    done = frozenset({1})
+    assert judge((WAITS, ASLEEP), (BEHIND, ASLEEP), finished=done) == ("", ())
+    late = judge((WAITS, ASLEEP), (BEHIND, ASLEEP), finished=done, silent_s=LONG_LIMIT_S + 1)
+    assert late == (LEFT_EARLY, (1,))
+
+
+def test_the_limit_follows_the_steps_and_what_is_done() -> None:
+    def limit(
+        place: LastPosition, settings: HangSettings = ADAPTIVE, p99_s: float = 0.1
+    ) -> tuple[float, float]:
+        found = choose_limit(settings, {0: place, 1: BEHIND}, 2, p99_s)
+        return found.quiet_s, found.busy_s
+
+    assert limit(BEHIND) == (MIN_STEP_LIMIT_S, MIN_STEP_LIMIT_S)
+    assert limit(BEHIND, p99_s=2.0) == (16.0, 16.0)
+    assert limit(BEHIND, HangSettings(1.5)) == (1.5, 1.5)
+    early = position("backward", steps=NUM_WARM_UP_STEPS)
+    assert limit(early) == limit(early, HangSettings(1.5)) == (LONG_LIMIT_S, LONG_LIMIT_S)
+    assert limit(position("evaluate")) == (LONG_LIMIT_S, LONG_LIMIT_S)
+    for phase in ("startup", "ckpt_load", "ckpt_write", "before_commit"):
+        assert limit(position(phase)) == (LONG_LIMIT_S, BUSY_LIMIT_S)
+    assert limit(position("startup"), HangSettings(900.0)) == (900.0, 900.0)
+    assert limit(BEHIND, HangSettings(compiles=True)) == (LONG_LIMIT_S, BUSY_LIMIT_S)
+    assert choose_limit(HangSettings(), {0: BEHIND}, 2, 0.1).quiet_s == LONG_LIMIT_S
+
+
+def test_the_99th_percentile_of_steps() -> None:
+    durations = StepDurations()
+    assert durations.compute_p99_s() == 0.0
+    now_s = 0.0
+    for step in range(300):
+        now_s += 2.0 if step == 250 else 0.25
+        durations.observe(step, now_s)
+    assert durations.compute_p99_s() == 0.25
+    # Something between the steps, and an attempt that begins at an earlier one, are no steps.
+    durations.forget_step()
+    durations.observe(290, now_s + 1000.0)
+    durations.observe(200, now_s + 2000.0)
+    assert durations.compute_p99_s() == 0.25
+    few = StepDurations()
+    for step, at_s in enumerate((0.0, 1.0, 2.0, 5.0)):
+        few.observe(step, at_s)
+    assert few.compute_p99_s() == 3.0
+
+
+def test_stacks_are_grouped_the_odd_one_out_first() -> None:
+    here, there = ["Stack:", '  File "a.py", line 1 in f'], ["Stack:", '  File "b.py", line 2 in g']
+    stacks = {0: here, 1: here, 2: there, 3: here, 4: []}
+    assert [group.ranks for group in group_stacks(stacks)] == [(2,), (4,), (0, 1, 3)]
+    assert [group.ranks for group in group_stacks(stacks, first=(0,))] == [(0, 1, 3), (2,), (4,)]
+    assert find_odd_ranks(stacks) == (2, 4)
+    assert find_odd_ranks({0: here, 1: there}) == ()
+    assert format_stack_groups(group_stacks(stacks)) == [
+        "rank 2:",
+        '  File "b.py", line 2 in g',
+        "rank 4: did not answer",
+        "ranks 0, 1 and 3:",
+        '  File "a.py", line 1 in f',
+    ]
