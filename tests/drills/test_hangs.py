@@ -80,6 +80,7 @@ KINDS = {
     "hold_lock_busy": ("gil_held", "backward"),
     "spin": ("spinning", "data"),
     "sleep": ("waiting_elsewhere", "optimizer"),
+    "enter_another_collective": ("absent_collective", "forward"),
 }
 
 
@@ -91,6 +92,7 @@ KINDS = {
         pytest.param("hold_lock_busy", 1, marks=pytest.mark.long),
         ("spin", 1),
         pytest.param("sleep", 0, marks=pytest.mark.long),
+        pytest.param("enter_another_collective", 0, marks=pytest.mark.long),
     ],
 )
 def test_the_rank_and_the_kind_are_named(
@@ -101,3 +103,48 @@ def test_the_rank_and_the_kind_are_named(
     found = require_found(straight, folder / fault, done, kind, rank, bar_s=LIMIT_S)
     assert (found.step, found.phase) == (15, phase)
     assert f"rank {rank}" in found.report.splitlines()[0]
+
+
+def test_the_rank_that_leaves_out_a_collective(folder: Path) -> None:
+    """Of two ranks in different collectives the one whose call does not follow the one before."""
+    objective = ("model.objective=hanging_code:cross_entropy_behind_barrier", "eval.tokens=0")
+    done = train(folder, "skips", *objective)
+    assert done.code == 0, done.err
+    (found,) = events(folder / "skips", HangFound)
+    assert (found.event.hang_kind, found.event.culprits) == ("absent_collective", [1])
+    assert found.event.step == 15
+    assert found.event.collective.startswith("barrier #")
+
+
+@pytest.mark.long
+def test_a_rank_that_ends_with_code_0(folder: Path, straight: Path) -> None:
+    done = train(folder, "leaves", inject("hanging_code:leave_with_code_0", 1, 15, "backward"))
+    assert done.code == 0, done.err
+    run_dir = folder / "leaves"
+    (failed,) = events(run_dir, RankFailed)
+    assert (failed.event.cause, failed.event.hang_kind) == ("exit", "left_early")
+    assert failed.event.failed_rank == 1
+    assert failed.event.detected_s < SLACK
+    assert not events(run_dir, HangFound)
+    assert weights(run_dir) == weights(straight)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault", ["freeze", "hold_lock_asleep", "spin", "sleep", "enter_another_collective"]
+)
+def test_one_of_four_ranks_at_the_usual_limit(folder: Path, fault: str) -> None:
+    kind, phase = KINDS[fault]
+    name = f"four {fault}"
+    done = train(
+        folder,
+        name,
+        inject(f"hanging_code:{fault}", 2, 15, phase),
+        "resilience.hang_s=none",
+        ranks=4,
+    )
+    assert done.code == 0, done.err
+    (found,) = events(folder / name, HangFound)
+    assert (found.event.hang_kind, found.event.culprits) == (kind, [2]), found.event.report
+    assert found.event.detected_s <= SLACK * 5.0
+    assert loss_curve(folder / name).keys() == set(range(1, STEPS + 1))

@@ -199,6 +199,9 @@ class AttemptWatch:
     ) -> None:
         self.end = AttemptEnd(number, stepless=stepless)
         self._progress, self._on_hang = progress, on_hang
+        if progress is not None:
+            # Until the ranks are forked there is nothing to look at.
+            progress.begin_attempt((), time.monotonic())
         self._keeps_ranks, self._should_leave = keeps_ranks, should_leave
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._waiter, self._stop = server, waiter, stop
