@@ -44,6 +44,7 @@ loss = causal_cross_entropy(64)
 """
 LAYOUTS = {
     "ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"),
+    "ddp4": ("parallel.ranks=4", "parallel.dp_replicate=4"),
     "hsdp": ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
     "tp": ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.tp=2"),
     "zero1": ("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=1"),
@@ -128,7 +129,7 @@ def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
     assert len(re.findall(r"starting it again beside rank \d \(restart", done.out)) == len(faults)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", pytest.param("tp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["ddp4", "hsdp", pytest.param("tp", marks=pytest.mark.long)])
 def test_shards_come_from_the_replica_that_holds_them(folder: Path, layout: str) -> None:
     """Reference: the same layout undisturbed."""
     fault = "kill:rank=2,step=14,phase=backward"

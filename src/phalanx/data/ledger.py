@@ -21,7 +21,7 @@ from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.samples import SampleSource, open_training_samples
 from phalanx.data.user_dataset import hash_sample
-from phalanx.observe.events import RunStarted, SamplesRead
+from phalanx.observe.events import RolledBack, RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
 MAX_SHOWN_DOCUMENTS = 20
@@ -62,6 +62,8 @@ class LedgerReport:
     """Readings whose checksum was compared with the tokens themselves; none of a user's own
     dataset."""
     problems: tuple[str, ...] = field(default=())
+    num_left_out: int = 0
+    """Samples that the run left out when it went back because of a loss spike."""
 
     @property
     def ok(self) -> bool:
@@ -79,7 +81,13 @@ class LedgerReport:
             compared = "not compared with the dataset itself"
             if self.num_compared:
                 compared = "checksums as the tokens say"
-            return [f"{total}, each exactly once ({compared})"]
+            lines = [f"{total}, each exactly once ({compared})"]
+            if self.num_left_out:
+                lines.append(
+                    f"{self.num_left_out:,} samples before them were left out: the run went back"
+                    " because of a loss spike"
+                )
+            return lines
         lines = [total, *self.problems[:MAX_SHOWN_DOCUMENTS]]
         if len(self.problems) > MAX_SHOWN_DOCUMENTS:
             lines.append(f"and {len(self.problems) - MAX_SHOWN_DOCUMENTS:,} more")
@@ -92,7 +100,7 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
     """
     if not run_dir.is_dir():
         raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
-    events, starts = _read_sample_events(run_dir)
+    events, starts, resumed_at = _read_sample_events(run_dir)
     if not events:
         raise DataError(
             "the run has no record of its samples",
@@ -111,7 +119,8 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
         else:
             readings.append(reading)
     done, incomplete = _list_steps_recorded_by_all_ranks(_select_final_records(readings, starts))
-    problems += [*incomplete, *_find_gaps_and_repetitions(done)]
+    gaps = _find_gaps_and_repetitions(done, resumed_at)
+    problems += [*incomplete, *gaps.problems]
     problems += _find_changed_samples(readings)
     samples = _open_run_samples(run_dir)
     counted_readings = [reading for step in done.values() for reading in step]
@@ -125,22 +134,29 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
         num_attempts=len({reading.attempt for reading in readings}),
         num_compared=num_compared,
         problems=tuple(problems),
+        num_left_out=gaps.num_left_out,
     )
 
 
-def _read_sample_events(run_dir: Path) -> tuple[list[RankStepSamples], dict[int, AttemptStart]]:
-    """All records, and how each attempt began."""
+def _read_sample_events(
+    run_dir: Path,
+) -> tuple[list[RankStepSamples], dict[int, AttemptStart], set[int]]:
+    """All records, how each attempt began, and the samples at which the run read on after it had
+    gone back."""
+    resumed_at: set[int] = set()
     readings: list[RankStepSamples] = []
     starts: dict[int, AttemptStart] = {}
     for envelope in EventTail(run_dir, all_ranks=True).read_new_events():
         if isinstance(envelope.event, SamplesRead):
             readings.append(RankStepSamples(envelope.attempt, envelope.event))
+        elif isinstance(envelope.event, RolledBack):
+            resumed_at.add(int(envelope.event.skip_to_sample))
         elif isinstance(envelope.event, RunStarted):
             event = envelope.event
             starts[envelope.attempt] = AttemptStart(
                 int(event.step), int(event.total_steps), int(event.world_size)
             )
-    return readings, starts
+    return readings, starts, resumed_at
 
 
 def _find_record_damage(event: SamplesRead, start: AttemptStart | None) -> str:
@@ -245,22 +261,38 @@ def _format_rank_numbers(ranks: Sequence[int]) -> str:
     return text
 
 
-def _find_gaps_and_repetitions(done: dict[int, list[RankStepSamples]]) -> Iterator[str]:
+@dataclass(frozen=True)
+class SampleGaps:
+    """What is wrong with the sequence of samples, and how many were left out on purpose."""
+
+    problems: tuple[str, ...]
+    num_left_out: int
+
+
+def _find_gaps_and_repetitions(
+    done: dict[int, list[RankStepSamples]], resumed_at: set[int]
+) -> SampleGaps:
     """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
-    out.
+    out; not those before one of `resumed_at`, at which the run read on after it had gone back.
     """
-    expected = 0
+    problems: list[str] = []
+    expected = num_left_out = 0
     for step, readings in done.items():
         ranges = sorted(
             edge for reading in readings for edge in _parse_sample_ranges(reading.event)
         )
         for first, beyond in ranges:
-            if first > expected:
-                yield f"step {step}: {_format_samples_as_subject(expected, first)} missing"
+            if first > expected and first in resumed_at:
+                num_left_out += first - expected
+            elif first > expected:
+                problems.append(
+                    f"step {step}: {_format_samples_as_subject(expected, first)} missing"
+                )
             elif first < expected:
                 repeated = _format_samples_as_subject(first, min(beyond, expected))
-                yield f"step {step}: {repeated} repeated"
+                problems.append(f"step {step}: {repeated} repeated")
             expected = max(expected, beyond)
+    return SampleGaps(tuple(problems), num_left_out)
 
 
 def _format_sample_numbers(first: int, beyond: int) -> str:

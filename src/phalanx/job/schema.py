@@ -564,6 +564,14 @@ class Resilience(Section):
     check_collectives_wait_s: PositiveFloat = 30.0
     """Seconds that a rank waits in a collective that another one has not called before that is an
     error, where collectives are checked; a save or an evaluation of one rank alone must fit in."""
+    on_loss_spike: Literal["warn", "skip", "rollback"] = "warn"
+    """With a loss far above the last ones: say so; or leave out the update of that step; or that,
+    and after three in a row go back to a checkpoint and read on behind their batches."""
+    on_corruption: Literal["warn", "rollback"] = "rollback"
+    """When replicas that had the same bits have others: say so, or go back to the newest checkpoint
+    of when they were equal."""
+    max_rollbacks: Count = 3
+    """Times that a run goes back by itself; then it says so and goes on."""
     max_skipped_steps: Count = 100
     """Steps in a row with non-finite gradients or without targets before the run is given up
     (exit 8)."""

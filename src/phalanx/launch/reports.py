@@ -15,6 +15,7 @@ from types import TracebackType
 from phalanx.core import registry
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error, write_json_atomically
+from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import find_innermost_user_code_line
 
@@ -48,6 +49,8 @@ class ErrorReport:
     """Monotonic seconds of this machine; -1 if no rank reported it."""
     user_place: str = ""
     """File and line of the user's code that raised the error, or led to it."""
+    roll_back: RollBack | None = None
+    """How far all ranks agreed to go back, if that is why this one ended."""
 
     def write_report_file(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +100,7 @@ def build_error_report(
         secondary=is_caused_by_lost_peer(error),
         time_monotonic_s=time.monotonic(),
         user_place=code_place,
+        roll_back=error.roll_back if isinstance(error, RollBackRequest) else None,
     )
 
 

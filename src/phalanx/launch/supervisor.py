@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
+from phalanx.core.roll_back import RollBack
 from phalanx.core.typed_json import JsonConvertible
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
@@ -38,6 +39,7 @@ from phalanx.observe.events import (
     RankFailed,
     RanksStarted,
     RestartScheduled,
+    RolledBack,
 )
 from phalanx.observe.where_words import format_rank_list
 
@@ -88,6 +90,8 @@ class LaunchSpec:
     grace_s: float = 25.0
     elastic: ElasticRanks | None = None
     """Lays the run out again where ranks do not come back; None: all ranks, or none."""
+    on_roll_back: Callable[[RollBack], None] = lambda roll_back: None
+    """Told how far all ranks agreed to go back, before the payload of the next attempt is made."""
     keeps_ranks: bool = False
     """The entry can take part in several attempts: ranks that only lost another one keep their
     process when it is started again."""
@@ -181,6 +185,10 @@ class _Supervisor:
                 continue
             if failure is None:
                 return self._build_outcome_of_ended_ranks(end)
+            if failure.roll_back is not None:
+                self._go_back(failure.roll_back, failure.summary)
+                kept, number = {}, number + 1
+                continue
             self._emit_rank_failed(failure)
             is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
             has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure, end)
@@ -376,6 +384,22 @@ class _Supervisor:
     def _build_outcome_of_stop_code(self, code: ExitCode, message: str) -> RunOutcome:
         status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
         return RunOutcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
+
+    def _go_back(self, roll_back: RollBack, summary: str) -> None:
+        self._spec.on_roll_back(roll_back)
+        self._say(
+            f"{summary}; going back to a checkpoint not after step {roll_back.not_after_step}"
+        )
+        self._bus.emit(
+            RolledBack(
+                step=roll_back.step,
+                cause=roll_back.kind,
+                why=roll_back.why,
+                not_after_step=roll_back.not_after_step,
+                skip_to_sample=roll_back.skip_to_sample,
+                failed_rank=roll_back.rank,
+            )
+        )
 
     def _emit_rank_failed(self, failure: RankFailure) -> None:
         self._bus.emit(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.errors import ExitCode
+from phalanx.core.roll_back import RollBack
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.hang_kinds import FROZEN, LEFT_EARLY
@@ -48,7 +49,7 @@ class RankFailure:
     """
 
     rank: int
-    cause: str  # "exception" | "signal" | "exit" | "hang"
+    cause: str  # "exception" | "signal" | "exit" | "hang", or the kind of a RollBack
     step: int
     phase: str
     summary: str
@@ -61,6 +62,7 @@ class RankFailure:
     hang_kind: str = ""
     """Of a hang: one of `phalanx.launch.hang_kinds.HANG_KINDS`; of a rank that left before its work
     was done "left_early"; otherwise empty."""
+    roll_back: RollBack | None = None
 
 
 def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
@@ -80,6 +82,8 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     rank = earliest.rank
     blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
+    if report is not None and report.roll_back is not None:
+        return _explain_roll_back(blamed, report.roll_back)
     if report is not None and report.is_phalanx_error:
         return _blame_phalanx_error(blamed, report)
     if report is not None:
@@ -241,6 +245,23 @@ def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailur
     failure = blamed.build_restartable_failure("exception", line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
     return replace(failure, exit_code=report.exit_code, restartable=False)
+
+
+def _explain_roll_back(blamed: _BlamedRank, roll_back: RollBack) -> RankFailure:
+    """No rank has failed: all of them agreed to go back."""
+    whose = f"rank {roll_back.rank}: " if roll_back.rank >= 0 else ""
+    summary = f"step {roll_back.step}: {whose}{roll_back.why}"
+    failure = blamed.build_restartable_failure(
+        roll_back.kind, summary, roll_back.why, [summary], roll_back.kind
+    )
+    return replace(
+        failure,
+        rank=roll_back.rank,
+        step=roll_back.step,
+        restartable=True,
+        detected_s=0.0,
+        roll_back=roll_back,
+    )
 
 
 def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:

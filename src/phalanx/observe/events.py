@@ -212,7 +212,7 @@ class StepSkipped(Event):
     """A step whose update was not applied, on all ranks together.
 
     `reason`: "nonfinite_gradients" | "no_targets" | "overflow" (of fp16: the next step has half the
-    loss scale).
+    loss scale) | "loss_spike" (resilience.on_loss_spike).
     """
 
     step: int
@@ -561,6 +561,23 @@ class RestartScheduled(Event):
     budget: int
     from_step: int
     held_step: int = -1
+
+
+@dataclass(frozen=True)
+class RolledBack(Event):
+    """From the supervisor: in `step` all ranks agreed to go back to the newest checkpoint that is
+    not after `not_after_step`.
+
+    `cause`: "loss_spike" | "corruption"; `failed_rank` holds what is corrupted, -1 where that is
+    not known. `skip_to_sample`: the next sample that is read then, -1: as the checkpoint says.
+    """
+
+    step: int
+    cause: str
+    why: str
+    not_after_step: int
+    skip_to_sample: int
+    failed_rank: int
 
 
 @dataclass(frozen=True)

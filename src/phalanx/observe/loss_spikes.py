@@ -32,11 +32,15 @@ class LossSpikeDetector:
         """
         if not math.isfinite(loss):
             return None
-        median = None
-        if len(self._losses) >= MIN_STEPS:
-            median = self._find_exceeded_median(loss)
+        median = self.judge_loss(loss)
         self._losses.append(loss)
         return median
+
+    def judge_loss(self, loss: float) -> float | None:
+        """As `add_loss`, but `loss` is not counted among those of the steps before."""
+        if not math.isfinite(loss) or len(self._losses) < MIN_STEPS:
+            return None
+        return self._find_exceeded_median(loss)
 
     def forget(self) -> None:
         """Begin anew: ranks that go back to a checkpoint go back to its loss, too."""

@@ -101,6 +101,14 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
                 f"restart {event.restart} of at most {event.budget}, from step"
                 f" {event.from_step}{held}"
             )
+        case events.RolledBack():
+            read_on = ""
+            if event.skip_to_sample >= 0:
+                read_on = f", and reads on at sample {event.skip_to_sample:,}"
+            return (
+                f"step {event.step}: goes back to a checkpoint not after step"
+                f" {event.not_after_step}{read_on}: {event.why}"
+            )
         case events.LayoutChanged():
             return f"{event.text}: {event.why}"
         case events.RunFinished():

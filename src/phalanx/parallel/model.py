@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.batch import flatten_batch
 from phalanx.core.deprecated import warn_renamed
@@ -235,6 +236,34 @@ class ParallelModel:
                 # leave to us.
                 self._context.optimizer_params.move_gradients_to_optimizer()
         return LocalLoss(loss_sum, num_targets)
+
+    @property
+    def sets_buckets_anew(self) -> bool:
+        """True if DDP orders its buckets by the first backward: of three addends or more the sum
+        then rounds otherwise from the second step on.
+
+        Not with what a second forward of one batch would count twice: loads of experts, and
+        gradients that compression has not sent yet.
+        """
+        ddp = self._context.outer
+        if not isinstance(ddp, DistributedDataParallel) or self.compression is not None:
+            return False
+        if self.plan.model_shape.may_have_routers or ddp.find_unused_parameters:
+            return False
+        return self.mesh.layout.gradient_reduction_layout.data_parallel_size > 2
+
+    def settle_buckets(self, microbatch: Batch, objective: Objective, *, step: int) -> None:
+        """Have DDP set its buckets as they are from the second step of a run on, by a forward and
+        a backward whose gradients nobody takes. Collective.
+
+        Statistics of batches are what they were before.
+        """
+        buffers = self.persistent_buffers()
+        before = [buffer.detach().clone() for buffer in buffers]
+        self.forward_backward([microbatch], objective, step=step)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
 
     def _zero_loss_sum(self) -> torch.Tensor:
         # In fp64: sums over ranks in any order then agree to more digits than fp32 has.

@@ -17,6 +17,7 @@ from phalanx.observe.events import (
     LayoutChanged,
     RanksStarted,
     RestartScheduled,
+    RolledBack,
     RunFinished,
     StepFinished,
     StepsSummed,
@@ -141,7 +142,7 @@ class LedgerBuilder:
         self._ends: dict[int, _CommandEnd] = {}
 
     def add_event(self, envelope: Envelope) -> None:
-        if isinstance(envelope.event, RestartScheduled | LayoutChanged):
+        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
             self._restarted.add(self._counter.attempt_of_event(envelope))
         elif isinstance(envelope.event, RunFinished):
             self._add_end(envelope, envelope.event)

@@ -58,6 +58,7 @@ _ATTEMPT_START_EVENTS = (
     events.RanksStarted,
     events.RestartScheduled,
     events.LayoutChanged,
+    events.RolledBack,
 )
 
 

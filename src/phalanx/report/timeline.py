@@ -11,6 +11,7 @@ from phalanx.observe.events import (
     Envelope,
     LayoutChanged,
     RestartScheduled,
+    RolledBack,
     RunFinished,
     RunStarted,
 )
@@ -110,7 +111,7 @@ class TimelineBuilder:
         """Steps, too: the last of them may be the last sign of life."""
         attempt = self._attempts.attempt_of_event(envelope)
         self._spans.setdefault(attempt, _AttemptLifetime()).add_event(envelope)
-        if isinstance(envelope.event, RestartScheduled | LayoutChanged):
+        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
             self._restarted.add(attempt)
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.core.errors import NumericsError
+from phalanx.core.roll_back import RollBack, RollBackRequest
+from phalanx.observe.loss_spikes import LossSpikeDetector
 from phalanx.parallel.step_stats import StepStats
+
+# Spikes in a row after which it is not the batch: the weights are damaged, or this is a new level.
+SPIKES_TO_ROLL_BACK = 3
 
 
 @dataclass
@@ -62,6 +68,50 @@ class SkippedStepsGuard:
             ),
             fix=look_at_data + "; lower optim.lr",
         )
+
+
+class LossSpikeGuard:
+    """Decides about steps whose loss is a spike (`observe.loss_spikes`), alike on all ranks.
+
+    Their update is left out. With `may_roll_back` the run goes back after SPIKES_TO_ROLL_BACK of
+    them in a row, and reads on behind their batches; without, their level counts as ordinary then.
+    `next_sample` is the first sample behind the batch of the step that is being decided.
+    """
+
+    def __init__(self, next_sample: Callable[[], int], *, may_roll_back: bool) -> None:
+        self._next_sample, self._may_roll_back = next_sample, may_roll_back
+        self._detector = LossSpikeDetector()
+        self._num_in_a_row = 0
+
+    def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
+        if not facts.should_apply:
+            return None
+        median = self._detector.judge_loss(facts.loss)
+        if median is None:
+            self._detector.add_loss(facts.loss)
+            self._num_in_a_row = 0
+            return None
+        self._num_in_a_row += 1
+        if self._num_in_a_row < SPIKES_TO_ROLL_BACK:
+            return "loss_spike"
+        if self._may_roll_back:
+            first = step - self._num_in_a_row + 1
+            raise RollBackRequest(
+                RollBack(
+                    kind="loss_spike",
+                    step=step,
+                    not_after_step=first - 1,
+                    why=(
+                        f"the loss is {facts.loss:.4g} since step {first}, where {median:.4g} was"
+                        " ordinary"
+                    ),
+                    skip_to_sample=self._next_sample(),
+                )
+            )
+        self._detector.forget()
+        self._detector.add_loss(facts.loss)
+        self._num_in_a_row = 0
+        return None
 
 
 def _format_steps_in_a_row(number: int) -> str:

@@ -8,7 +8,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
-from phalanx.resilience.guards import SkippedStepsGuard
+from phalanx.resilience.guards import LossSpikeGuard, SkippedStepsGuard
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
@@ -27,8 +27,20 @@ def build_trainer(
     stop: StopSignalFlags | None = None,
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
+    may_roll_back: bool = False,
 ) -> Trainer:
-    """The trainer that `phalanx train` runs; `guards` come on top of the run's own."""
+    """The trainer that `phalanx train` runs; `guards` come on top of the run's own.
+
+    `may_roll_back`: whoever started the ranks goes back to a checkpoint when they ask for it.
+    """
+    own_guards: list[Guard] = [SkippedStepsGuard(job.resilience.max_skipped_steps)]
+    if job.resilience.on_loss_spike != "warn":
+        own_guards.append(
+            LossSpikeGuard(
+                lambda: state.samples_seen + job.train.global_batch_size,
+                may_roll_back=may_roll_back and job.resilience.on_loss_spike == "rollback",
+            )
+        )
     return Trainer(
         job,
         plan,
@@ -36,7 +48,8 @@ def build_trainer(
         bus,
         data,
         storage=storage,
-        guards=(SkippedStepsGuard(job.resilience.max_skipped_steps), *guards),
+        guards=(*own_guards, *guards),
         stop=stop,
         memory=memory,
+        goes_back_on_corruption=may_roll_back and job.resilience.on_corruption == "rollback",
     )

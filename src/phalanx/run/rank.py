@@ -132,6 +132,7 @@ def _read_run_inputs(document: JsonObject, link: RankLink) -> RankRunInputs:
         claim=payload.claim,
         link=link,
         is_restart=ranks.attempt > payload.first_attempt,
+        roll_backs=payload.roll_backs,
     )
 
 
@@ -265,6 +266,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             tokenizer=corpus.tokenizer_digest,
             held=rank.survivor.held,
             expects_held=run.is_restart,
+            roll_backs=run.roll_backs,
         )
         state = restored.state
         require_document_mask_support(run.job, state.model)
@@ -346,8 +348,23 @@ def _build_trainer_of_rank(
         records=batches.record,
     )
     return build_trainer(
-        job, plan, state, rank.bus, data, storage=storage, stop=rank.stop, memory=rank.meter
+        job,
+        plan,
+        state,
+        rank.bus,
+        data,
+        storage=storage,
+        stop=rank.stop,
+        memory=rank.meter,
+        may_roll_back=_may_roll_back(rank.run),
     )
+
+
+def _may_roll_back(run: RankRunInputs) -> bool:
+    """True while the run may go back once more by itself."""
+    if run.roll_backs is None:
+        return False
+    return len(run.roll_backs.done) < run.job.resilience.max_rollbacks
 
 
 def _record_step_that_was_not_recorded(

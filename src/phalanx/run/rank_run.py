@@ -9,10 +9,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
+from phalanx.core.roll_back import RollBack
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink, SilentRankLink
 from phalanx.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class RollBacks:
+    """How far this run has gone back so far. `pending`: since the last one there is no checkpoint
+    yet."""
+
+    done: tuple[RollBack, ...] = ()
+    pending: bool = False
+
+    def find_limit(self) -> int | None:
+        """The newest step whose checkpoint may be used; None: any may."""
+        if self.pending and self.done:
+            return self.done[-1].not_after_step
+        return None
+
+    def find_next_sample(self, step: int, samples_seen: int) -> int:
+        """The next sample to read after `step`, of whose state `samples_seen` is the cursor."""
+        for roll_back in self.done:
+            if step <= roll_back.not_after_step:
+                samples_seen = max(samples_seen, roll_back.skip_to_sample)
+        return samples_seen
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,7 @@ class RankPayload(JsonRecord):
     first_attempt: int
     started_s: float
     claim: RunOwnershipClaim
+    roll_backs: RollBacks
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,8 @@ class RankRunInputs:
     claim: RunOwnershipClaim = field(default_factory=RunOwnershipClaim)
     link: RankLink = field(default_factory=SilentRankLink)
     is_restart: bool = False
+    roll_backs: RollBacks | None = None
+    """None: nobody would go back at this rank's wish."""
 
 
 def keeps_ranks(job: Job, plan: Plan) -> bool:

@@ -44,6 +44,7 @@ from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload, keeps_ranks
 from phalanx.run.resume import ResumedRun
+from phalanx.run.roll_back_history import RollBackHistory
 
 # By name: the ranks import torch, and this process must not.
 RANK_ENTRY = "phalanx.run.rank:run_supervised_rank"
@@ -66,12 +67,21 @@ def train_in_supervised_ranks(
     attempt = next_attempt_number(run_dir)
     fence = RunOwnershipWatch(run_dir, run.lock.holder)
     elastic = ElasticLayout(run)
+    roll_backs = RollBackHistory(run_dir)
 
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
         fence.token = run.lock.acquire_token_for_attempt()
         claim = RunOwnershipClaim(fence.token.number, run.lock.holder)
-        return RankPayload(elastic.job, elastic.plan, run_dir.resolve(), attempt, began_s, claim)
+        return RankPayload(
+            elastic.job,
+            elastic.plan,
+            run_dir.resolve(),
+            attempt,
+            began_s,
+            claim,
+            roll_backs.current,
+        )
 
     spec = LaunchSpec(
         entry=RANK_ENTRY,
@@ -82,6 +92,7 @@ def train_in_supervised_ranks(
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
         elastic=elastic if job.resilience.min_ranks is not None else None,
+        on_roll_back=roll_backs.add,
         keeps_ranks=keeps_ranks(job, run.plan),
         hangs=HangSettings(job.resilience.hang_s, run.plan.compile),
     )
@@ -99,6 +110,7 @@ def train_in_supervised_ranks(
         for envelope in _print_new_events(console, tail):
             if isinstance(envelope.event, CheckpointSaved):
                 elastic.note_checkpoint()
+                roll_backs.note_checkpoint()
 
     with (
         observing_run(job, run_dir, attempt, bus, output.say),

@@ -31,6 +31,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.initial_weights import read_initial_weights
+from phalanx.run.rank_run import RollBacks
 from phalanx.train.held_state import HeldState, restore_from_held_states
 from phalanx.train.state import TrainState
 
@@ -61,6 +62,7 @@ def build_and_restore_state(
     tokenizer: str,
     held: HeldState | None = None,
     expects_held: bool = False,
+    roll_backs: RollBacks | None = None,
 ) -> RestoredState:
     """The state that training continues from.
 
@@ -68,7 +70,8 @@ def build_and_restore_state(
     random ones. `held` is what this rank held when it lost another one; `expects_held`, equal on
     all ranks: one of them may hold something.
     """
-    names = list_checkpoints_newest_first(storage, mesh)
+    roll_backs = roll_backs or RollBacks()
+    names = list_checkpoints_newest_first(storage, mesh, not_after_step=roll_backs.find_limit())
     initial = None
     if not names:
         initial = read_initial_weights_on_all_ranks(mesh, storage.run_dir)
@@ -76,7 +79,7 @@ def build_and_restore_state(
     state = build_training_state(
         job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
     )
-    if expects_held:
+    if expects_held and not roll_backs.pending:
         newest = max((storage.store.folder(name).step for name in names), default=0)
         restored = restore_from_held_states(state, held, newest_saved_step=newest)
         if restored is not None:
@@ -86,9 +89,11 @@ def build_and_restore_state(
     if names:
         fallback = job.checkpoint.fallback
         folder = restore_newest_readable_checkpoint(storage, names, state, bus, fallback=fallback)
+        state.samples_seen = roll_backs.find_next_sample(state.step, state.samples_seen)
         return RestoredState(state, folder.name)
     if initial is not None:
         fill_model_with_initial_weights(initial, job.model, state, bus)
+    state.samples_seen = roll_backs.find_next_sample(0, 0)
     return RestoredState(state)
 
 
@@ -118,8 +123,12 @@ def build_training_state(
     )
 
 
-def list_checkpoints_newest_first(storage: RunStorage, mesh: Mesh) -> list[str]:
+def list_checkpoints_newest_first(
+    storage: RunStorage, mesh: Mesh, *, not_after_step: int | None = None
+) -> list[str]:
     """Names of the run's checkpoints, the newest first.
+
+    Those after `not_after_step` are removed: the run has gone back to before them.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one.
     Raises RunLockedError if the store is another run's, and RunTakenError if another job has the
@@ -139,7 +148,11 @@ def list_checkpoints_newest_first(storage: RunStorage, mesh: Mesh) -> list[str]:
         if mesh.rank == 0 and refusal is None:
             store.remove_leftovers()
             # After `remove_leftovers`, which may put a checkpoint back.
-            names = [folder.name for folder in reversed(store.folders())]
+            for folder in reversed(store.folders()):
+                if not_after_step is not None and folder.step > not_after_step:
+                    store.remove(folder)
+                else:
+                    names.append(folder.name)
         # Shared, and not raised: `run_on_all_ranks_or_raise` shares no error of this class.
         results.local = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
     names, refusal_parts = results.by_rank[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
@@ -27,6 +28,10 @@ from phalanx.train.weight_checks import WeightChecks, WeightFindings
 MAX_NAMED_PARAMETERS = 20
 NUM_BATCH_COUNT_FLAGS = 2
 """Numbers that `RunInvariants.count_batch_for_reduction` adds to the flags of a step."""
+
+
+NUM_CORRUPTION_FLAGS = 2
+"""Numbers of `RunInvariants.build_corruption_flags`."""
 
 
 @dataclass
@@ -61,6 +66,9 @@ class RunInvariants:
         self._first_step = 0
         self._counts = (math.nan, math.nan)
         self._summarized_step = 0
+        # The last step in which replicas were found equal, and what was found since.
+        self._equal_step = -1
+        self._corruption_flags = (0.0, 0.0)
 
     def start(self) -> None:
         """Begin with the next step. Collective."""
@@ -84,6 +92,12 @@ class RunInvariants:
         num_targets, num_tokens = facts.flags[-NUM_BATCH_COUNT_FLAGS:]
         self._counts = num_targets, num_tokens
         return replace(facts, flags=facts.flags[:-NUM_BATCH_COUNT_FLAGS])
+
+    def build_corruption_flags(self) -> tuple[float, ...]:
+        """What rank 0 has found of replicas that were equal and are so no longer, for the
+        reduction of the step: NUM_CORRUPTION_FLAGS numbers, zeros where there is nothing."""
+        flags, self._corruption_flags = self._corruption_flags, (0.0, 0.0)
+        return flags
 
     def digest_before_update(self) -> None:
         """Before the update of the next step."""
@@ -135,6 +149,13 @@ class RunInvariants:
         if findings is None or self._weights is None or self._weights.held is None:
             return
         blocks, step = self._weights.held, findings.step
+        if not findings.unequal.ranks:
+            self._equal_step = step
+        elif self._equal_step >= 0:
+            # Found unequal from the start they were never equal: that is no memory's fault.
+            odd = findings.unequal.ranks
+            code = 2.0 + odd[0] if len(odd) == 1 else 1.0
+            self._corruption_flags = (code, float(self._equal_step))
         self._record_and_emit_check(
             InvariantChecked(
                 step=step,
@@ -275,6 +296,29 @@ class RunInvariants:
                     num_tensors=len(result.tensors),
                 )
             )
+
+
+def request_roll_back_if_corrupted(flags: Sequence[float], step: int) -> None:
+    """Raise RollBackRequest, on all ranks, if rank 0 has found that replicas differ.
+
+    `flags`: the sums over ranks of `build_corruption_flags`.
+    """
+    code, equal_step = flags
+    if not code:
+        return
+    rank = int(code) - 2
+    whose = "replicas hold other bits than each other"
+    if rank >= 0:
+        whose = "it holds other bits than the other replicas"
+    raise RollBackRequest(
+        RollBack(
+            kind="corruption",
+            step=step,
+            not_after_step=int(equal_step),
+            why=f"{whose}, which were equal in step {int(equal_step)}",
+            rank=max(rank, -1),
+        )
+    )
 
 
 def _describe_blocks_without_replica(count: int) -> list[str]:

@@ -35,7 +35,11 @@ from phalanx.train.evaluation import (
     read_evaluation_history,
 )
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.invariants import RunInvariants
+from phalanx.train.invariants import (
+    NUM_CORRUPTION_FLAGS,
+    RunInvariants,
+    request_roll_back_if_corrupted,
+)
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.old_trainer_call import accept_deprecated_trainer_arguments
 from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
@@ -79,7 +83,9 @@ class Trainer:
         guards: Sequence[Guard] = (),
         stop: StopSignalFlags | None = None,
         memory: MemoryMeter | None = None,
+        goes_back_on_corruption: bool = False,
     ) -> None:
+        self._goes_back_on_corruption = goes_back_on_corruption
         self.job, self.plan, self.state, self.bus = job, plan, state, bus
         self.mesh: Mesh = state.model.mesh
         self.data, self.storage, self.guards = data, storage, tuple(guards)
@@ -93,6 +99,8 @@ class Trainer:
         self._evaluator = self._build_evaluator()
         self._evals = EvaluationHistory()
         self._is_saveable = False
+        # Bits of a run that is continued are those of one that never was interrupted.
+        self._must_settle_buckets = state.step > 0 and state.model.sets_buckets_anew
 
     def run(self, asked_s: float | None = None) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
@@ -146,10 +154,13 @@ class Trainer:
                     # A skipped step makes no optimizer state. All ranks skip alike: this is
                     # collective.
                     self._require_state_is_saveable()
-                sigterm, sigint, is_fenced, trace_request, *save_flags = facts.flags
+                sigterm, sigint, is_fenced, trace_request, *rest = facts.flags
+                corruption, save_flags = rest[:NUM_CORRUPTION_FLAGS], rest[NUM_CORRUPTION_FLAGS:]
                 # Before a save: the run is another job's by now.
                 if is_fenced and self._get_storage_fence is not None:
                     raise self._get_storage_fence.run_taken_error()
+                if self._goes_back_on_corruption:
+                    request_roll_back_if_corrupted(corruption, self.state.step)
                 self._tracer.accept_request(trace_request, self.state.step)
                 if self._schedule is not None:
                     self._schedule.save_if_due(
@@ -176,7 +187,6 @@ class Trainer:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
-        self.state.begin_step()
         # What a user's module draws besides dropout is a function of (seed, step, share of the
         # batch): resuming repeats it. Dropout follows the sample instead (parallel.dropout).
         with self.phases("prepare"):
@@ -184,6 +194,12 @@ class Trainer:
         with self.phases("data"):
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
+        if self._must_settle_buckets:
+            self._must_settle_buckets = False
+            model.settle_buckets(microbatches[-1], self.data.objective, step=step)
+            optimizer.zero_grad(set_to_none=True)
+            seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
+        self.state.begin_step()
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
         with self.phases("record"):
             flags = (
@@ -241,8 +257,8 @@ class Trainer:
         self._is_saveable = True
 
     def _build_step_flags(self) -> tuple[float, ...]:
-        """This rank's flags in the reduction of a step: stops, a lost run, a request to trace, and
-        saves."""
+        """This rank's flags in the reduction of a step: stops, a lost run, a request to trace,
+        corruption that was found, and saves."""
         if self._schedule is not None:
             save_flags = self._schedule.status_flags()
         else:
@@ -250,7 +266,12 @@ class Trainer:
         # Rank 0 alone looks at the files: the sum of the flags tells all.
         is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
         stops = float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced)
-        return *stops, self._tracer.look_for_request(), *save_flags
+        return (
+            *stops,
+            self._tracer.look_for_request(),
+            *self._invariants.build_corruption_flags(),
+            *save_flags,
+        )
 
     def _build_tracer(self) -> StepTracer:
         return StepTracer(

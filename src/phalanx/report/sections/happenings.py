@@ -24,6 +24,7 @@ _SIGNS: tuple[tuple[str, type[events.Event], str, str], ...] = (
     ("faults", events.InvariantChecked, "≠", "bad"),
     ("starts", events.RestartScheduled, "↻", "warn"),
     ("starts", events.LayoutChanged, "↔", "warn"),
+    ("starts", events.RolledBack, "↶", "warn"),
     ("starts", events.Note, "▶", "calm"),
     ("starts", events.StopRequested, "■", "calm"),
     ("skips", events.StepSkipped, "✕", "warn"),

@@ -18,7 +18,12 @@ from phalanx.report.raw_events import (
 
 _KINDS_OF_KEY: dict[str, tuple[type[events.Event], ...]] = {
     "held-out": (events.EvalFinished,),
-    "restarts": (events.RankFailed, events.RestartScheduled, events.LayoutChanged),
+    "restarts": (
+        events.RankFailed,
+        events.RestartScheduled,
+        events.LayoutChanged,
+        events.RolledBack,
+    ),
     "skips": (events.StepSkipped,),
     "wall": (events.RunStarted, events.RunFinished),
     "layout": (events.RunStarted,),

@@ -1,0 +1,31 @@
+"""The wish to go back to an earlier checkpoint, on which all ranks agree in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Why and how far a run goes back.
+
+    `kind`: "loss_spike" | "corruption". `step` is the one in which it was decided;
+    `not_after_step` is the newest whose checkpoint may be used. `skip_to_sample`: the next sample
+    to read after it (-1: as the checkpoint says). `rank` holds the corrupted state, -1 where that
+    is not known.
+    """
+
+    kind: str
+    step: int
+    not_after_step: int
+    why: str
+    skip_to_sample: int = -1
+    rank: int = -1
+
+
+class RollBackRequest(Exception):
+    """Raised on all ranks in the same step: the attempt ends, and the next one goes back."""
+
+    def __init__(self, roll_back: RollBack) -> None:
+        super().__init__(roll_back.why)
+        self.roll_back = roll_back

@@ -1,0 +1,176 @@
+"""Training that goes back to a checkpoint by itself: where the loss stays high, and where replicas
+that were equal are so no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import (
+    TINY,
+    events,
+    loss_curve,
+    run,
+    run_all,
+    survivors,
+    weights,
+    write_text,
+)
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import (
+    CheckpointSaved,
+    InvariantChecked,
+    RankFailed,
+    RolledBack,
+    RunStarted,
+    SamplesRead,
+    StepFinished,
+    StepSkipped,
+)
+
+STEPS, SAVED_EACH, BATCH = 60, 5, 8
+SPIKES = (43, 44, 45)
+# Of the first attempt: the loss is 50 times as large in some steps, or rank 2 has another bit in
+# one of its weights from step 23 on.
+POISON = """
+import gc
+import os
+import torch
+from phalanx.nn.objective import causal_cross_entropy
+
+exact = causal_cross_entropy(64)
+calls = 0
+
+
+def spiky(outputs, batch):
+    global calls
+    calls += 1
+    loss, num_targets = exact(outputs, batch)
+    is_struck = os.environ["PHALANX_ATTEMPT"] == "0" and calls in %(spikes)s
+    return loss * (50.0 if is_struck else 1.0), num_targets
+
+
+def flipping(outputs, batch):
+    global calls
+    calls += 1
+    if os.environ["PHALANX_ATTEMPT"] == "0" and os.environ["RANK"] == "2" and calls == 23:
+        for found in gc.get_objects():
+            if isinstance(found, torch.nn.Parameter) and found.dim() == 2:
+                found.data.view(torch.int32)[0, 0] ^= 1 << 18
+                break
+    return exact(outputs, batch)
+""" % {"spikes": SPIKES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("back")
+    write_text(folder / "text")
+    (folder / "poison.py").write_text(POISON)
+    return folder
+
+
+def arguments(name: str, *more: str) -> list[str]:
+    return [
+        "train",
+        *TINY,
+        "data.source=text",
+        f"train.steps={STEPS}",
+        f"checkpoint.every_steps={SAVED_EACH}",
+        "checkpoint.asynchronous=false",
+        "observe.samples=true",
+        "observe.invariants_every=5",
+        f"run.dir={name}",
+        *more,
+    ]
+
+
+TWO = ("parallel.ranks=2", "parallel.dp_replicate=2")
+THREE = ("parallel.ranks=3", "parallel.dp_replicate=3", "train.global_batch_size=6")
+
+
+def test_a_loss_that_stays_high_is_gone_back_from_and_read_past(folder: Path) -> None:
+    """Reference: a run that was stopped after step 40 and told to read on at the same sample."""
+    spiky = ("model.objective=poison:spiky", *TWO, "resilience.on_loss_spike=rollback")
+    first, second = run_all(
+        [
+            arguments("spikes", *spiky),
+            arguments(
+                "told",
+                "model.objective=poison:spiky",
+                *TWO,
+                "resilience.max_restarts=0",
+                'resilience.inject=["kill:rank=0,step=42,phase=forward"]',
+            ),
+        ],
+        folder,
+    )
+    assert first.code == 0, first.err
+    assert second.code == 10
+    run_dir, told = folder / "spikes", folder / "told"
+    (back,) = [e.event for e in events(run_dir, RolledBack)]
+    assert (back.step, back.cause, back.not_after_step) == (SPIKES[-1], "loss_spike", SPIKES[0] - 1)
+    assert back.skip_to_sample == SPIKES[-1] * BATCH
+    assert [e.event.step for e in events(run_dir, StepSkipped)] == list(SPIKES[:2])
+    assert "loss_spike" in {e.event.reason for e in events(run_dir, StepSkipped)}
+    assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 40]
+    assert not events(run_dir, RankFailed)
+    assert f"going back to a checkpoint not after step {SPIKES[0] - 1}" in first.out
+    bus = Bus(rank=-1, run_dir=told)
+    bus.emit(back)
+    bus.close()
+    done = run("train", "--resume", "told", cwd=folder)
+    assert done.code == 0, done.err
+    assert weights(run_dir) == weights(told)
+    after = {e.event.step: e.event.loss for e in events(run_dir, StepFinished) if e.attempt == 1}
+    assert after == {e.event.step: e.event.loss for e in events(told, StepFinished) if e.attempt}
+    read = [e.event for e in events(run_dir, SamplesRead) if e.attempt == 1]
+    assert min(min(event.ranges) for event in read) == back.skip_to_sample
+    proof = run("data", "ledger", "spikes", cwd=folder)
+    assert proof.code == 0, proof.out
+    assert "40 samples before them were left out" in proof.out
+    assert not survivors(run_dir)
+
+
+def test_spikes_are_skipped_and_a_new_level_is_taken(folder: Path) -> None:
+    """Without leave to go back the third spike in a row counts as a level."""
+    skips = ("model.objective=poison:spiky", *TWO, "resilience.on_loss_spike=skip")
+    done = run(*arguments("skips", *skips), cwd=folder)
+    assert done.code == 0, done.err
+    assert [e.event.step for e in events(folder / "skips", StepSkipped)] == list(SPIKES[:2])
+    assert not events(folder / "skips", RolledBack)
+
+
+def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) -> None:
+    """Reference: the same without the flip. What was saved since the replicas were equal is not
+    used: the odd one has had its part in it."""
+    more = (*THREE, "train.steps=40", "checkpoint.every_steps=1")
+    first, second = run_all(
+        [
+            arguments("straight", "model.objective=poison:spiky", *more),
+            arguments("flipped", "model.objective=poison:flipping", *more),
+        ],
+        folder,
+    )
+    assert first.code == 0, first.err
+    assert second.code == 0, second.err
+    run_dir = folder / "flipped"
+    (back,) = [e.event for e in events(run_dir, RolledBack)]
+    assert (back.cause, back.failed_rank, back.not_after_step) == ("corruption", 2, 20)
+    assert "rank 2: it holds other bits than the other replicas" in second.out
+    assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 20]
+    assert max(e.event.step for e in events(run_dir, CheckpointSaved) if e.attempt == 0) > 20
+    assert weights(run_dir) == weights(folder / "straight")
+    last = {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
+    assert last == loss_curve(folder / "straight")
+
+
+@pytest.mark.long
+def test_the_budget_of_going_back_is_kept(folder: Path) -> None:
+    flipping = ("model.objective=poison:flipping", *THREE, "train.steps=40")
+    done = run(*arguments("never", *flipping, "resilience.max_rollbacks=0"), cwd=folder)
+    assert done.code == 0, done.err
+    assert not events(folder / "never", RolledBack)
+    odd = [e.event for e in events(folder / "never", InvariantChecked) if not e.event.ok]
+    assert [(e.name, e.ranks) for e in odd if not e.is_summary] == [("replicas_equal", [2])]
