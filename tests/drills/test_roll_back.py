@@ -47,7 +47,7 @@ def spiky(outputs, batch):
     global calls
     calls += 1
     loss, num_targets = exact(outputs, batch)
-    is_struck = os.environ["PHALANX_ATTEMPT"] == "0" and calls in %(spikes)s
+    is_struck = os.environ["PHALANX_ATTEMPT"] == "0" and calls in {spikes}
     return loss * (50.0 if is_struck else 1.0), num_targets
 
 
@@ -60,7 +60,7 @@ def flipping(outputs, batch):
                 found.data.view(torch.int32)[0, 0] ^= 1 << 18
                 break
     return exact(outputs, batch)
-""" % {"spikes": SPIKES}
+""".format(spikes=SPIKES)
 
 
 @pytest.fixture(scope="module")
