@@ -33,7 +33,7 @@ STEPS, SAVED_EACH, BATCH = 60, 5, 8
 SPIKES = (43, 44, 45)
 # Of the first attempt: the loss is 50 times as large in some steps, or rank 2 has another bit in
 # one of its weights from step 23 on.
-POISON = """
+POISON = f"""
 import gc
 import os
 import torch
@@ -47,7 +47,7 @@ def spiky(outputs, batch):
     global calls
     calls += 1
     loss, num_targets = exact(outputs, batch)
-    is_struck = os.environ["PHALANX_ATTEMPT"] == "0" and calls in {spikes}
+    is_struck = os.environ["PHALANX_ATTEMPT"] == "0" and calls in {SPIKES}
     return loss * (50.0 if is_struck else 1.0), num_targets
 
 
@@ -60,7 +60,7 @@ def flipping(outputs, batch):
                 found.data.view(torch.int32)[0, 0] ^= 1 << 18
                 break
     return exact(outputs, batch)
-""".format(spikes=SPIKES)
+"""
 
 
 @pytest.fixture(scope="module")
