@@ -52,7 +52,7 @@ class RankPayload(JsonRecord):
     first_attempt: int
     started_s: float
     claim: RunOwnershipClaim
-    roll_backs: RollBacks
+    roll_backs: RollBacks = field(default_factory=RollBacks)
 
 
 @dataclass(frozen=True)
