@@ -3,28 +3,55 @@ exactly."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.digest import digest
 from phalanx.core.phases import PhaseListener
-from phalanx.core.registry import import_object_of_kind
+from phalanx.core.registry import import_object_of_kind, is_foreign, read_module_constant
+from phalanx.resilience.strikes import Strike, record_strike
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
 
 FAULTS_PACKAGE = "phalanx.resilience.faults"
+
+
+@dataclass
+class FaultSite:
+    """What a fault finds in its rank. `trainer`: None until there is one."""
+
+    rank: int = 0
+    run_dir: Path = Path()
+    trainer: Trainer | None = None
 
 
 @dataclass(frozen=True)
 class Fault:
     """`name` in the faults folder (or package.module:function), and where it strikes; None
-    strikes anywhere."""
+    strikes anywhere.
+
+    `inject` is called without arguments, or with the FaultSite if it takes one. With
+    `strikes_again` it strikes each time that its place is reached, in each attempt.
+    """
 
     name: str
     rank: int
     step: int | None
     phase: str | None
-    inject: Callable[[], None]
+    inject: Callable[..., None]
+    strikes_again: bool = False
+
+    def strike(self, site: FaultSite) -> None:
+        """Inject the fault."""
+        if _takes_site(self.inject):
+            self.inject(site)
+        else:
+            self.inject()
 
     def is_due_at(self, rank: int, step: int, phase: str) -> bool:
         return rank == self.rank and self.step in (None, step) and self.phase in (None, phase)
@@ -44,16 +71,25 @@ def parse_fault(text: str) -> Fault:
     if "step" in target:
         step = int(target["step"])
     rank = int(target.get("rank", 0))
-    return Fault(
-        name, rank, step, target.get("phase"), import_object_of_kind(name, FAULTS_PACKAGE, "inject")
+    inject = import_object_of_kind(name, FAULTS_PACKAGE, "inject")
+    strikes_again = not is_foreign(name) and read_module_constant(
+        name, FAULTS_PACKAGE, "STRIKES_AGAIN", False
     )
+    return Fault(name, rank, step, target.get("phase"), inject, strikes_again)
 
 
-def build_fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseListener:
+def _takes_site(inject: Callable[..., Any]) -> bool:
+    return bool(inspect.signature(inject).parameters)
+
+
+def build_fault_listener(
+    texts: Sequence[str], *, rank: int, run_dir: Path, site: FaultSite | None = None
+) -> PhaseListener:
     """A phase listener that injects each fault once per run: restarts must not meet it again.
 
-    For several threads.
+    A fault that strikes again meets each attempt once. For several threads.
     """
+    place = site or FaultSite(rank, run_dir)
     faults = [
         (_fault_marker_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)
     ]
@@ -73,14 +109,9 @@ def build_fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> P
         for name, fault in list(faults):
             if fault.is_due_at(rank, step, phase) and claim_once((name, fault)):
                 # The mark first: a fault that kills this process must not strike the restarted one.
-                mark = run_dir / "faults" / name
-                mark.parent.mkdir(exist_ok=True)
-                try:
-                    mark.touch(exist_ok=False)
-                except FileExistsError:
-                    # It struck in an earlier attempt of this run.
-                    continue
-                fault.inject()
+                is_first = record_strike(run_dir, name, Strike.now(fault.name, rank, step, phase))
+                if is_first or fault.strikes_again:
+                    fault.strike(place)
 
     return listen
 

@@ -21,7 +21,7 @@ from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import PhaseTimer
+from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
@@ -60,7 +60,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.last_step import read_last_recorded_step
 from phalanx.parallel.parallelize import discover_transforms
-from phalanx.resilience.fault import build_fault_listener
+from phalanx.resilience.fault import FaultSite, build_fault_listener
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
     emit_note_on_batch_size_change,
@@ -149,6 +149,7 @@ class RankContext:
     fence: RunOwnershipWatch
     survivor: Survivor
     checks: CollectiveChecks | None
+    faults: FaultSite
 
 
 def run_rank(
@@ -170,9 +171,12 @@ def run_rank(
     stop.request_stop_on_signals()
     inject = job.resilience.inject
     meter = MemoryMeter()
-    faults = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
+    site = FaultSite(rank, run.run_dir)
+    listeners: tuple[PhaseListener, ...] = ()
+    if inject:
+        listeners = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir, site=site),)
     box = _open_black_box(run)
-    phases = PhaseTimer(box, faults, of_training=(meter.begin_phase,))
+    phases = PhaseTimer(box, listeners, of_training=(meter.begin_phase,))
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *list_sink_openers(job, run.run_dir)]
@@ -197,7 +201,17 @@ def run_rank(
             record_collectives(box, checks),
         ):
             code = _join_ranks_and_train(
-                RankContext(run, bus, phases, meter, stop, fence, survivor or Survivor(), checks),
+                RankContext(
+                    run,
+                    bus,
+                    phases,
+                    meter,
+                    stop,
+                    fence,
+                    survivor or Survivor(),
+                    checks,
+                    site,
+                ),
                 rendezvous,
             )
     except BaseException:
@@ -279,6 +293,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             _reporting_errors_at_once(rank),
         ):
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
+            rank.faults.trainer = trainer
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
                 _emit_start_warnings(run, state, rank.bus, shortage)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.resilience.expectation import Expectation
+
+EXPECTATION = Expectation(verdict="exception")
+
 
 class InjectedCrash(RuntimeError):
     """Raised by the fault `crash`."""

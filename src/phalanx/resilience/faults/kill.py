@@ -6,6 +6,10 @@ from __future__ import annotations
 import os
 import signal
 
+from phalanx.resilience.expectation import Expectation
+
+EXPECTATION = Expectation(verdict="killed")
+
 
 def inject() -> None:
     """SIGKILL to this process."""

@@ -1,0 +1,60 @@
+"""Put faults into a job, and say what it makes of them: detected, named, recovered, beside bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli._options import JsonOption
+
+EXAMPLE = "Example: phalanx drill kill freeze"
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB.toml] [FAULT]... [KEY=VALUE]...",
+            help="A job file (none: the default job, made small), faults or all, and overrides.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, metavar="N", help="Ranks, steps and phases of faults.")
+    ] = 0,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, metavar="K", help="Trials of each fault.")
+    ] = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", min=12, metavar="N", help="Steps of each run.")
+    ] = 40,
+    campaign: Annotated[
+        Path | None,
+        typer.Option(
+            "--campaign", metavar="FILE", help="Keep trials there; those it has are not run again."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep the runs there, and write a page."),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--limit", min=1, metavar="S", help="Seconds after which a run is given up."),
+    ] = None,
+    shows_list: Annotated[
+        bool, typer.Option("--list", help="The faults, and where they can run here.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Put faults into a job, and say what it makes of them: detected, named, recovered, by bars.
+
+    The job runs once undisturbed, and once for each fault. Exit code 11 if a bar is missed.
+    """
+    from phalanx.cli._drill import DrillOptions, print_drill, print_faults
+
+    if shows_list:
+        return print_faults(as_json=as_json)
+    options = DrillOptions(seed, repeat, steps, campaign, out, limit)
+    return print_drill(arguments or (), options, as_json=as_json)

@@ -1,0 +1,111 @@
+"""One `phalanx train` of a drill: a process of its own, with an end that is waited for, and what it
+leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.launchers import SUPERVISED_VARIABLE
+
+PHALANX_COMMAND = (sys.executable, "-m", "phalanx")
+_POLL_S = 0.02
+_DEPARTURE_LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """The end of a command. `code`: its exit code, -N for signal N; `is_overdue`: it was killed, as
+    it took longer than its limit.
+
+    `ended_s` (monotonic) is when the command was gone, `departed_s` when the last process of its
+    run was; `num_left` of them had to be killed.
+    """
+
+    code: int
+    wall_s: float
+    is_overdue: bool
+    ended_s: float
+    departed_s: float
+    num_left: int
+
+
+def run_phalanx(
+    arguments: Sequence[str],
+    run_dir: Path,
+    *,
+    log: Path,
+    limit_s: float,
+    command: Sequence[str] = PHALANX_COMMAND,
+) -> CommandEnd:
+    """Run `phalanx ARGUMENTS` of a run to its end, which writes what it says to `log`.
+
+    Ended by Ctrl-C or an error here, it is stopped with all that it started.
+    """
+    began_s = time.monotonic()
+    with open_regular_file_for_append(log) as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={name: value for name, value in os.environ.items() if name != SUPERVISED_VARIABLE},
+            # Ctrl-C is ours: a fault may be a signal, and the run must not get another one.
+            start_new_session=True,
+        )
+    try:
+        is_overdue = not _wait_until(lambda: process.poll() is not None, limit_s)
+    except BaseException:
+        _kill_processes([process.pid, *find_run_processes(run_dir)])
+        process.wait()
+        raise
+    if is_overdue:
+        process.kill()
+    code = process.wait()
+    ended_s = time.monotonic()
+    _wait_until(lambda: not find_run_processes(run_dir), _DEPARTURE_LIMIT_S)
+    departed_s = time.monotonic()
+    left = find_run_processes(run_dir)
+    _kill_processes(left)
+    return CommandEnd(code, ended_s - began_s, is_overdue, ended_s, departed_s, len(left))
+
+
+def _wait_until(condition: object, limit_s: float) -> bool:
+    assert callable(condition)
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def find_run_processes(run_dir: Path) -> list[int]:
+    """Processes that have a file of a run open or mapped: its ranks, its server, its observers."""
+    place, own = f"{run_dir.resolve()}{os.sep}", os.getpid()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == own or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            opened = [file.path for file in process.open_files()]
+            mapped = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+            if place in mapped or any(path.startswith(place) for path in opened):
+                found.append(process.pid)
+    return found
+
+
+def _kill_processes(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,209 @@
+"""A drill from start to end: the undisturbed run, and one run for each trial."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.digest import digest
+from phalanx.drills.campaign import (
+    Circumstances,
+    TrialRow,
+    append_row,
+    build_row,
+    build_skipped_row,
+    read_campaign,
+)
+from phalanx.drills.command import PHALANX_COMMAND
+from phalanx.drills.job import DrilledJob, measure_job
+from phalanx.drills.judge import NO_VERDICT
+from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
+from phalanx.drills.trials import Trial, draw_trials, load_fault
+from phalanx.job.schema import Job
+from phalanx.run.scratch import open_scratch_directory
+
+
+@dataclass(frozen=True)
+class DrillRequest:
+    """The faults to drill, each in `repeats` trials of a seed.
+
+    `campaign`: the file that keeps trials, and has those of earlier calls; `out`: where the runs
+    stay (None: they are removed).
+    """
+
+    job: DrilledJob
+    faults: tuple[str, ...]
+    seed: int = 0
+    repeats: int = 1
+    campaign: Path | None = None
+    out: Path | None = None
+    run_limit_s: float | None = None
+    command: Sequence[str] = PHALANX_COMMAND
+
+
+@dataclass(frozen=True)
+class DrillProgress:
+    """`running` is what runs now ("undisturbed", or a fault). `left_s`: seconds until the end as
+    far as the runs so far tell; None before the first."""
+
+    num_done: int
+    num_runs: int
+    running: str
+    left_s: float | None
+
+
+@dataclass
+class DrillResult:
+    """The rows of all trials that were asked for, those of earlier calls included.
+
+    `undisturbed` and `finished` are of this call: None and empty where nothing ran.
+    """
+
+    rows: list[TrialRow]
+    undisturbed: UndisturbedRun | None = None
+    finished: list[FinishedTrial] = field(default_factory=list)
+
+    @property
+    def is_passed(self) -> bool:
+        """True if every trial that ran met all its bars, and one did."""
+        ran = [row for row in self.rows if not row.skipped]
+        return bool(ran) and all(row.is_passed for row in ran)
+
+    @property
+    def confusion(self) -> Counter[tuple[str, str]]:
+        """Trials by (class that is right, class that was said)."""
+        return count_classes(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of phalanx.drill/1."""
+        matrix: dict[str, dict[str, int]] = {}
+        for (right, said), count in sorted(self.confusion.items()):
+            matrix.setdefault(right, {})[said] = count
+        return {
+            "passed": self.is_passed,
+            "num_trials": len(self.rows),
+            "num_passed": sum(row.is_passed for row in self.rows),
+            "num_skipped": sum(bool(row.skipped) for row in self.rows),
+            "confusion": matrix,
+            "trials": [
+                {
+                    **row.to_json(),
+                    "checks": [check.to_json() for check in row.checks],
+                    "passed": None if row.skipped else row.is_passed,
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def count_classes(rows: Sequence[TrialRow]) -> Counter[tuple[str, str]]:
+    """Trials by (class that is right, class that was said)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        if row.measured is not None and row.bars is not None:
+            said = row.measured.verdict if row.measured.has_struck else NO_VERDICT
+            counts[row.bars.verdict, said] += 1
+    return counts
+
+
+def run_drill(
+    request: DrillRequest,
+    *,
+    on_progress: Callable[[DrillProgress], None] = lambda progress: None,
+    on_row: Callable[[TrialRow], None] = lambda row: None,
+) -> DrillResult:
+    """Run the trials that are not in the campaign yet.
+
+    Raises UsageError where the job does not run undisturbed, and what loading and planning raise.
+    """
+    shape = measure_job(request.job.job)
+    trials = draw_trials(request.faults, shape, seed=request.seed, repeats=request.repeats)
+    circumstances = Circumstances.now(digest(_read_job_facts(request.job.job)))
+    result = DrillResult(_select_rows_of_trials(request, trials, circumstances))
+    waiting = _list_trials_to_run(trials, result.rows)
+    for trial in list(waiting):
+        why_not = load_fault(trial.fault).why_not
+        if why_not:
+            waiting.remove(trial)
+            row = build_skipped_row(trial, why_not, circumstances)
+            result.rows.append(row)
+            on_row(row)
+    if not waiting:
+        return result
+    with _opening_folder(request.out) as folder:
+        runner = TrialRunner(request.job, shape, folder, request.command, request.run_limit_s)
+        clock = _RunClock(len(waiting) + 1, on_progress)
+        clock.begin("undisturbed")
+        undisturbed = runner.run_undisturbed()
+        result.undisturbed = undisturbed
+        for trial in waiting:
+            clock.begin(trial.fault)
+            finished = runner.run_trial(trial, undisturbed)
+            row = build_row(finished, circumstances)
+            if request.campaign is not None:
+                append_row(request.campaign, row)
+            result.rows.append(row)
+            result.finished.append(finished)
+            on_row(row)
+    return result
+
+
+def _read_job_facts(job: Job) -> Any:
+    body = job.to_json()
+    # Where a run lies does not change what it does.
+    body.pop("run", None)
+    return body
+
+
+def _select_rows_of_trials(
+    request: DrillRequest, trials: Sequence[Trial], circumstances: Circumstances
+) -> list[TrialRow]:
+    """The rows that the campaign has of `trials`, the newest of each, of the same job."""
+    if request.campaign is None:
+        return []
+    asked = {trial.key for trial in trials}
+    rows = {
+        row.key: row
+        for row in read_campaign(request.campaign)
+        if row.key in asked and row.circumstances.job == circumstances.job
+    }
+    return list(rows.values())
+
+
+def _list_trials_to_run(trials: Sequence[Trial], rows: Sequence[TrialRow]) -> list[Trial]:
+    done = {row.key for row in rows}
+    return [trial for trial in trials if trial.key not in done]
+
+
+@contextlib.contextmanager
+def _opening_folder(out: Path | None) -> Iterator[Path]:
+    if out is not None:
+        folder = out / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    with open_scratch_directory("drill") as scratch:
+        yield scratch.directory
+
+
+@dataclass
+class _RunClock:
+    """Tells how far a drill is: the runs to come take as long as those so far in the mean."""
+
+    num_runs: int
+    tell: Callable[[DrillProgress], None]
+    num_begun: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    def begin(self, what: str) -> None:
+        left_s = None
+        if self.num_begun:
+            each_s = (time.monotonic() - self.began_s) / self.num_begun
+            left_s = each_s * (self.num_runs - self.num_begun)
+        self.tell(DrillProgress(self.num_begun, self.num_runs, what, left_s))
+        self.num_begun += 1

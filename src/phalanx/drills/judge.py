@@ -1,0 +1,146 @@
+"""A trial beside its bars: what was measured, what was asked for, and whether that is met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.core.typed_json import JsonRecord
+from phalanx.core.units import format_seconds
+from phalanx.resilience.expectation import HANG_DETECTION, Ending, Expectation
+
+HANG_FLOOR_S = 5.0
+HANG_STEPS = 10.0
+NO_VERDICT = "none"
+
+
+@dataclass(frozen=True)
+class Measured(JsonRecord):
+    """What a run made of a fault. None: it did not come to that.
+
+    `verdict` and `ranks`: of the first verdict after the fault. `false_verdicts`: verdicts before
+    it. `exit_codes`: of the run, and of `--resume` where it was asked for. `num_left`: processes
+    that were left behind. `goodput`: the share of the ranks' time in steps that stand.
+    """
+
+    has_struck: bool
+    verdict: str
+    verdict_text: str
+    ranks: tuple[int, ...]
+    detected_s: float | None
+    detected_steps: int | None
+    false_verdicts: tuple[str, ...]
+    trained_again_s: float | None
+    lost_steps: int
+    is_bit_equal: bool | None
+    exit_codes: tuple[int, ...]
+    is_overdue: bool
+    num_left: int
+    goodput: float | None
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Bars(JsonRecord):
+    """What is asked of a run that meets a fault, in numbers. None: nothing is asked."""
+
+    verdict: str
+    rank: int | None
+    detected_s: float | None
+    detected_steps: int | None
+    trained_again_s: float | None
+    lost_steps: int
+    is_bit_equal: bool
+    exit_codes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Check(JsonRecord):
+    """One bar: `found` and `bar` in words for people."""
+
+    name: str
+    found: str
+    bar: str
+    ok: bool
+
+
+def build_bars(
+    expectation: Expectation, *, rank: int, save_every_steps: int, step_p99_s: float
+) -> Bars:
+    """The bars of a fault at `rank` in a run whose steps take `step_p99_s` at most, but for one in
+    a hundred."""
+    detected_s = expectation.detected_s
+    if detected_s == HANG_DETECTION:
+        detected_s = max(HANG_FLOOR_S, HANG_STEPS * step_p99_s)
+    assert not isinstance(detected_s, str)
+    exit_codes: tuple[int, ...] = (0,)
+    if expectation.ending is Ending.RESUMES:
+        exit_codes = (expectation.exit_code, 0)
+    elif expectation.ending is Ending.STOPS:
+        exit_codes = (expectation.exit_code,)
+    return Bars(
+        verdict=expectation.verdict,
+        rank=rank if expectation.names_rank else None,
+        detected_s=detected_s,
+        detected_steps=expectation.detected_steps,
+        trained_again_s=expectation.trained_again_s,
+        lost_steps=save_every_steps if expectation.may_lose_steps else 0,
+        is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
+        exit_codes=exit_codes,
+    )
+
+
+def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
+    """All bars of a trial, in the order in which a person asks."""
+    if not measured.has_struck:
+        return [Check("struck", "no", "yes", False)]
+    checks = [
+        Check("class", measured.verdict, bars.verdict, measured.verdict == bars.verdict),
+        *_judge_numbers(measured, bars),
+    ]
+    if bars.rank is not None:
+        ranks = ", ".join(map(str, measured.ranks)) or "none"
+        checks.append(Check("rank", ranks, str(bars.rank), measured.ranks == (bars.rank,)))
+    if measured.false_verdicts:
+        checks.append(Check("false verdicts", ", ".join(measured.false_verdicts), "none", False))
+    if bars.is_bit_equal:
+        found = {True: "equal", False: "different", None: "no final checkpoint"}
+        word = found[measured.is_bit_equal]
+        checks.append(Check("final bits", word, "equal", measured.is_bit_equal is True))
+    codes = _format_codes(measured.exit_codes)
+    if measured.is_overdue:
+        codes += ", killed at its limit"
+    is_right = measured.exit_codes == bars.exit_codes and not measured.is_overdue
+    checks.append(Check("exit code", codes, _format_codes(bars.exit_codes), is_right))
+    checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
+    return checks
+
+
+def _judge_numbers(measured: Measured, bars: Bars) -> list[Check]:
+    checks = []
+    for name, seconds, bar_s in (
+        ("detected after", measured.detected_s, bars.detected_s),
+        ("training again after", measured.trained_again_s, bars.trained_again_s),
+    ):
+        if bar_s is not None:
+            is_met = seconds is not None and seconds <= bar_s
+            found = "never" if seconds is None else format_seconds(seconds)
+            checks.append(Check(name, found, format_seconds(bar_s), is_met))
+    if bars.detected_steps is not None:
+        steps, most = measured.detected_steps, bars.detected_steps
+        found = "never" if steps is None else f"{steps} steps"
+        is_met = steps is not None and steps <= most
+        checks.append(Check("detected after", found, f"{most} steps", is_met))
+    lost, most = measured.lost_steps, bars.lost_steps
+    checks.append(Check("steps lost", str(lost), str(most), lost <= most))
+    return checks
+
+
+def _format_codes(codes: Sequence[int]) -> str:
+    return ", then ".join(map(str, codes))
+
+
+def finite_or_none(value: float) -> float | None:
+    """`value`, or None for what was never measured."""
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,103 @@
+"""What the files of a run say, as a drill needs it: steps of all ranks with their moments, and what
+struck."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from phalanx.core.files import open_regular_file, read_bounded_lines
+from phalanx.observe.events import Envelope, RanksStarted, StepFinished
+from phalanx.observe.tail import parse_valid_event_line
+from phalanx.resilience.strikes import Strike, read_strikes
+
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The events of a run, and the strikes that are on record beside them."""
+
+    run_dir: Path
+    envelopes: tuple[Envelope, ...]
+    strikes: tuple[Strike, ...]
+
+    @cached_property
+    def finished_steps(self) -> list[Envelope]:
+        """`step_finished` of all ranks, oldest first."""
+        steps = [each for each in self.envelopes if isinstance(each.event, StepFinished)]
+        return sorted(steps, key=lambda each: each.monotonic_s)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss by step, of the newest time that a step was done."""
+        return {_step(each): _finished(each).loss for each in self.finished_steps}
+
+    @property
+    def pids(self) -> set[int]:
+        """The ranks' processes in all attempts."""
+        started = [each.event for each in self.envelopes if isinstance(each.event, RanksStarted)]
+        return {pid for event in started for pid in event.pids}
+
+    def find_attempt(self, rank: int, at_s: float) -> int:
+        """The attempt in which a rank was at a moment, by its own words before it."""
+        attempts = [
+            each.attempt
+            for each in self.envelopes
+            if each.rank == rank and each.monotonic_s <= at_s
+        ]
+        return max(attempts, default=0)
+
+    def find_trained_again_s(self, strike: Strike) -> float:
+        """Seconds from a strike to the end of the next step that was never done before; NaN if
+        there is none, or no attempt followed."""
+        attempt = self.find_attempt(strike.rank, strike.monotonic_s)
+        before = [_step(each) for each in self.finished_steps if each.attempt <= attempt]
+        last = max(before, default=0)
+        for each in self.finished_steps:
+            if each.attempt > attempt and _step(each) > last:
+                return each.monotonic_s - strike.monotonic_s
+        return math.nan
+
+    def count_lost_steps(self) -> int:
+        """Steps that were done, and done again: of the rank that did most of them."""
+        times = Counter((each.rank, _step(each)) for each in self.finished_steps)
+        lost = Counter(rank for (rank, _), count in times.items() for _ in range(count - 1))
+        return max(lost.values(), default=0)
+
+    def measure_step_quantile_s(self, quantile: float) -> float:
+        """A quantile of the seconds of steps, without the first three; NaN without any."""
+        seconds = sorted(
+            _finished(each).step_s for each in self.finished_steps if _step(each) > _WARM_UP_STEPS
+        )
+        if not seconds:
+            return math.nan
+        return seconds[min(int(quantile * len(seconds)), len(seconds) - 1)]
+
+
+def _finished(envelope: Envelope) -> StepFinished:
+    assert isinstance(envelope.event, StepFinished)
+    return envelope.event
+
+
+def _step(envelope: Envelope) -> int:
+    return int(_finished(envelope).step)
+
+
+def read_run_record(run_dir: Path) -> RunRecord:
+    """Read the events and the strikes of a run; what is torn is left out."""
+    envelopes: list[Envelope] = []
+    folder = run_dir / "events"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        envelopes += _read_event_file(path)
+    return RunRecord(run_dir, tuple(envelopes), tuple(read_strikes(run_dir)))
+
+
+def _read_event_file(path: Path) -> Sequence[Envelope]:
+    with open_regular_file(path) as file:
+        parsed = [parse_valid_event_line(line) for line in read_bounded_lines(file)]
+    return [each for each in parsed if each is not None and math.isfinite(each.monotonic_s)]

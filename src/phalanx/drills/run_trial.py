@@ -1,0 +1,222 @@
+"""One run of a drill: undisturbed, or with faults; and what it made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
+from phalanx.checkpoint.reading.diff import diff_checkpoints
+from phalanx.core.errors import CheckpointError, PhalanxError, UsageError
+from phalanx.core.files import read_whole_regular_file
+from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
+from phalanx.drills.job import DrilledJob, format_inject
+from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, finite_or_none
+from phalanx.drills.record import RunRecord, read_run_record
+from phalanx.drills.small_disk import mounting_small_disk
+from phalanx.drills.trials import DrillShape, Trial, load_fault
+from phalanx.drills.verdicts import Verdict, find_verdicts
+from phalanx.report.reduce import collect_run_facts
+from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.strikes import Strike
+
+LEFT_WITH_SUPERVISOR = "ended with it"
+"""The class of runs whose ranks leave because their supervisor is gone: there is nobody to say it,
+and the drill sees it itself."""
+_MIN_LIMIT_S = 60.0
+_LIMIT_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class UndisturbedRun:
+    """The run that nothing happened to: what the others are compared with."""
+
+    run_dir: Path
+    record: RunRecord
+    wall_s: float
+
+    @property
+    def step_p99_s(self) -> float:
+        """99 of 100 steps took no longer, of all ranks."""
+        return self.record.measure_step_quantile_s(0.99)
+
+
+@dataclass(frozen=True)
+class FinishedTrial:
+    """A trial that has run: what was measured, its bars, and the curve for the page."""
+
+    trial: Trial
+    measured: Measured
+    bars: Bars
+    losses: dict[int, float] = field(default_factory=dict)
+    strikes: tuple[Strike, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrialRunner:
+    """Runs trials of one job below `folder`."""
+
+    job: DrilledJob
+    shape: DrillShape
+    folder: Path
+    command: Sequence[str] = PHALANX_COMMAND
+    run_limit_s: float | None = None
+
+    def run_undisturbed(self) -> UndisturbedRun:
+        """Train the job as it is. Raises UsageError where that fails: no drill can be had."""
+        run_dir = self._make_run_directory("undisturbed")
+        end = self._run(self._build_train_arguments(run_dir, ()), run_dir, 3600.0)
+        record = read_run_record(run_dir)
+        if end.code != 0:
+            raise UsageError(
+                f"the job does not run undisturbed: it ended with exit code {end.code}",
+                why=read_last_line(self._log_path(run_dir)),
+            )
+        return UndisturbedRun(run_dir, record, end.wall_s)
+
+    def run_trial(self, trial: Trial, undisturbed: UndisturbedRun) -> FinishedTrial:
+        """Run the job with the faults of `trial`, and again with --resume where that is due."""
+        expectation = load_fault(trial.fault).expectation
+        name = f"{trial.fault}-{trial.seed}-{trial.repeat}"
+        overrides = (format_inject(trial.inject), *expectation.overrides)
+        with self._giving_disk(expectation, name):
+            run_dir = self._make_run_directory(name)
+            limit_s = self.run_limit_s or max(_MIN_LIMIT_S, _LIMIT_FACTOR * undisturbed.wall_s)
+            arguments = self._build_train_arguments(run_dir, overrides)
+            ends = [self._run(arguments, run_dir, limit_s)]
+            if expectation.ending is Ending.RESUMES and ends[0].code != 0:
+                ends.append(self._run(["train", "--resume", str(run_dir)], run_dir, limit_s))
+            record = read_run_record(run_dir)
+            return self._measure(trial, expectation, record, ends, undisturbed)
+
+    def _make_run_directory(self, name: str) -> Path:
+        run_dir = self.folder / name / "run"
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        return run_dir
+
+    def _build_train_arguments(self, run_dir: Path, overrides: Sequence[str]) -> list[str]:
+        return ["train", *self.job.arguments, *overrides, f"run.dir={run_dir}"]
+
+    def _run(self, arguments: Sequence[str], run_dir: Path, limit_s: float) -> CommandEnd:
+        return run_phalanx(
+            arguments,
+            run_dir,
+            log=self._log_path(run_dir),
+            limit_s=limit_s,
+            command=self.command,
+        )
+
+    def _log_path(self, run_dir: Path) -> Path:
+        return run_dir.with_suffix(".log")
+
+    @contextlib.contextmanager
+    def _giving_disk(self, expectation: Expectation, name: str) -> Iterator[None]:
+        if not expectation.needs_root:
+            yield
+            return
+        with mounting_small_disk(self.folder / name):
+            yield
+
+    def _measure(
+        self,
+        trial: Trial,
+        expectation: Expectation,
+        record: RunRecord,
+        ends: Sequence[CommandEnd],
+        undisturbed: UndisturbedRun,
+    ) -> FinishedTrial:
+        bars = build_bars(
+            expectation,
+            rank=trial.place.rank,
+            save_every_steps=self.shape.save_every_steps,
+            step_p99_s=undisturbed.step_p99_s,
+        )
+        verdicts = find_verdicts(record.envelopes)
+        if bars.exit_codes[0] < 0 and record.strikes:
+            verdicts.append(_build_departure_verdict(record.strikes[0], ends[0]))
+        return FinishedTrial(
+            trial,
+            measure_trial(record, verdicts, ends, undisturbed),
+            bars,
+            record.losses,
+            record.strikes,
+            tuple(verdicts),
+        )
+
+
+def _build_departure_verdict(strike: Strike, end: CommandEnd) -> Verdict:
+    """The verdict on ranks whose supervisor was killed: they left at that moment."""
+    kind = LEFT_WITH_SUPERVISOR if not end.num_left else NO_VERDICT
+    return Verdict(kind, (), strike.step, end.departed_s, "")
+
+
+def measure_trial(
+    record: RunRecord,
+    verdicts: Sequence[Verdict],
+    ends: Sequence[CommandEnd],
+    undisturbed: UndisturbedRun,
+) -> Measured:
+    """What a run made of its first strike."""
+    strike = record.strikes[0] if record.strikes else None
+    struck_s = strike.monotonic_s if strike is not None else math.inf
+    before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]
+    first = next((verdict for verdict in verdicts if verdict.monotonic_s >= struck_s), None)
+    again_s = math.nan
+    if strike is not None:
+        again_s = record.find_trained_again_s(strike)
+    detected_s, detected_steps = None, None
+    if first is not None and strike is not None:
+        detected_s = round(first.monotonic_s - struck_s, 4)
+        detected_steps = max(0, first.step - strike.step)
+    return Measured(
+        has_struck=strike is not None,
+        verdict=first.kind if first is not None else NO_VERDICT,
+        verdict_text=first.text if first is not None else "",
+        ranks=first.ranks if first is not None else (),
+        detected_s=detected_s,
+        detected_steps=detected_steps,
+        false_verdicts=tuple(verdict.kind for verdict in before),
+        trained_again_s=finite_or_none(again_s),
+        lost_steps=record.count_lost_steps(),
+        is_bit_equal=compare_final_checkpoints(undisturbed.run_dir, record.run_dir),
+        exit_codes=tuple(end.code for end in ends),
+        is_overdue=any(end.is_overdue for end in ends),
+        num_left=sum(end.num_left for end in ends),
+        goodput=measure_goodput(record.run_dir),
+        wall_s=round(sum(end.wall_s for end in ends), 4),
+    )
+
+
+def compare_final_checkpoints(a: Path, b: Path) -> bool | None:
+    """True if the newest checkpoints of two runs are of one step and their tensors have the same
+    bits; None if one has none, or it is damaged."""
+    first, second = list_checkpoint_paths_of_run(a), list_checkpoint_paths_of_run(b)
+    if not first or not second or first[-1].name != second[-1].name:
+        return None
+    try:
+        return not diff_checkpoints(first[-1], second[-1]).tensors
+    except CheckpointError:
+        return None
+
+
+def measure_goodput(run_dir: Path) -> float | None:
+    """The share of a run's life in steps that stand, as its page says it; None without steps."""
+    try:
+        ledger = collect_run_facts(run_dir).ledger
+    except PhalanxError:
+        return None
+    good_s = ledger.parts_s.get("training steps", 0.0)
+    good_s += ledger.parts_s.get("waiting for other stages", 0.0)
+    if not ledger.wall_s > 0:
+        return None
+    return finite_or_none(good_s / ledger.wall_s)
+
+
+def read_last_line(path: Path) -> str:
+    """The last line that a command has said; "" if none."""
+    lines = read_whole_regular_file(path).decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

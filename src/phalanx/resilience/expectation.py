@@ -1,0 +1,54 @@
+"""What a run must make of a fault: each fault of the folder declares its own."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Ending(enum.Enum):
+    """How a run ends that met a fault."""
+
+    RECOVERS = "recovers"
+    """By itself: it finishes."""
+    RESUMES = "resumes"
+    """It ends with the fault's exit code, and finishes when it is run again with --resume."""
+    STOPS = "stops"
+    """It ends with the fault's exit code: going on would not help."""
+
+
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
+SAVE_PHASES = ("ckpt_write", "before_commit", "after_commit")
+CRASH_DETECTION_S = 1.0
+CRASH_RECOVERY_S = 5.0
+HANG_RECOVERY_S = 20.0
+HANG_DETECTION = "hang"
+"""In place of seconds: the larger of 5 s and ten times the 99th percentile of this run's steps."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The right answer to a fault, and the bars that it must meet.
+
+    `verdict` is the class that a right verdict has. `detected_s`: most seconds from the fault to
+    the verdict; `detected_steps`: most steps, where steps are what counts. `trained_again_s`: most
+    seconds from the fault to the next step that was never done before. `may_lose_steps`: those
+    since the last checkpoint. `exit_code`: of a run that does not finish by itself. `also`: more
+    faults that are injected with it, whose {rank}, {other}, {step} and {phase} are filled in.
+    `overrides`: keys of the job that the fault needs.
+    """
+
+    verdict: str
+    ending: Ending = Ending.RECOVERS
+    detected_s: float | str | None = CRASH_DETECTION_S
+    detected_steps: int | None = None
+    trained_again_s: float | None = CRASH_RECOVERY_S
+    may_lose_steps: bool = True
+    names_rank: bool = True
+    exit_code: int = 0
+    is_bit_equal: bool = True
+    phases: tuple[str, ...] = STEP_PHASES
+    also: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    needs_root: bool = False
+    strikes_at_saves: bool = False

@@ -1,0 +1,33 @@
+"""A bit of one gradient flips on one rank before gradients are reduced: silent corruption by a
+processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.fault import FaultSite
+from phalanx.resilience.tensors import find_largest_parameter, flip_bit
+
+EXPECTATION = Expectation(
+    verdict="corrupt",
+    detected_s=None,
+    detected_steps=10,
+    trained_again_s=None,
+    phases=("forward",),
+)
+
+
+def inject(site: FaultSite) -> None:
+    """Flip the highest bit of the exponent in one element of the next gradient of the largest
+    parameter."""
+    assert site.trainer is not None, "the fault flip_gradient strikes a rank that trains"
+    parameter = find_largest_parameter(site.trainer.state.model.module)
+
+    def flip(gradient: Any) -> Any:
+        handle.remove()
+        flipped = gradient.detach().clone()
+        flip_bit(flipped, bit=30)
+        return flipped
+
+    handle = parameter.register_hook(flip)

@@ -1,0 +1,13 @@
+"""The process that has imported torch and forks ranks is gone."""
+
+from __future__ import annotations
+
+from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.run_processes import find_server
+
+EXPECTATION = Expectation(verdict="server killed", trained_again_s=10.0, names_rank=False)
+
+
+def inject() -> None:
+    """SIGKILL to the parent of the ranks."""
+    find_server().kill()

@@ -1,0 +1,13 @@
+"""The process that holds the ranks' rendezvous store is gone."""
+
+from __future__ import annotations
+
+from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.run_processes import find_store
+
+EXPECTATION = Expectation(verdict="store killed", names_rank=False)
+
+
+def inject() -> None:
+    """SIGKILL to the process that listens on MASTER_PORT."""
+    find_store().kill()

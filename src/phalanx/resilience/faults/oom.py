@@ -1,0 +1,25 @@
+"""No memory is left: what is asked for next is refused."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+
+from phalanx.resilience.expectation import Ending, Expectation
+
+EXPECTATION = Expectation(
+    verdict="out of memory",
+    ending=Ending.STOPS,
+    detected_s=5.0,
+    trained_again_s=None,
+    exit_code=7,
+)
+
+
+def inject() -> None:
+    """Let this process map no byte more than it has, and ask for a gigabyte."""
+    size_bytes = psutil.Process().memory_info().vms
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, hard))
+    bytearray(1 << 30)

@@ -1,0 +1,23 @@
+"""The scheduler takes the machine back: SIGTERM to the process that the user started."""
+
+from __future__ import annotations
+
+import signal
+
+from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.run_processes import find_supervisor
+
+EXPECTATION = Expectation(
+    verdict="preempted",
+    ending=Ending.RESUMES,
+    detected_s=None,
+    trained_again_s=None,
+    may_lose_steps=False,
+    names_rank=False,
+    exit_code=75,
+)
+
+
+def inject() -> None:
+    """SIGTERM to the supervisor of this run."""
+    find_supervisor().send_signal(signal.SIGTERM)

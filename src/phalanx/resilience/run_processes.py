@@ -1,0 +1,42 @@
+"""The processes of a supervised run, as one of its ranks finds them.
+
+The supervisor starts a server, and the server forks the ranks and the process of their store.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.launchers import SUPERVISED_VARIABLE
+
+
+def find_server() -> psutil.Process:
+    """The process that forked this rank. Raises EnvironmentProblem where there is none."""
+    server = psutil.Process().parent()
+    if SUPERVISED_VARIABLE not in os.environ or server is None:
+        raise EnvironmentProblem(
+            "this fault strikes a process of phalanx's own supervisor, and the ranks have another",
+            fix="run the job by phalanx train",
+        )
+    return server
+
+
+def find_supervisor() -> psutil.Process:
+    """The process that started the run."""
+    supervisor = find_server().parent()
+    if supervisor is None:
+        raise EnvironmentProblem("the supervisor of this rank is gone")
+    return supervisor
+
+
+def find_store() -> psutil.Process:
+    """The process that serves the ranks' rendezvous store."""
+    port = int(os.environ["MASTER_PORT"])
+    for process in find_server().children():
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                return process
+    raise EnvironmentProblem(f"no process listens on the store's port {port}")
