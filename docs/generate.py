@@ -175,6 +175,8 @@ def targets() -> dict[Path, str]:
     plan = HERE / "plan.md"
     metrics = HERE / "metrics.md"
     with_metrics = runpy.run_path(str(HERE / "metrics_table.py"))["with_metrics"]
+    drills = HERE / "drills.md"
+    with_drills = runpy.run_path(str(HERE / "drills_table.py"))["with_drills"]
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
@@ -188,6 +190,7 @@ def targets() -> dict[Path, str]:
         plan: with_clusters(plan.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
         metrics: with_metrics(metrics.read_text(encoding="utf-8")),
+        drills: with_drills(drills.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }
 

@@ -439,6 +439,10 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
         (d / "job.toml",),
         (f"model.init_from={d}", "--ranks", "1,2", "--repeats", "1", "--steps", "8"),
     ],
+    ("drill",): lambda d: [
+        (d / "job.toml", "kill"),
+        ("kill", "--campaign", d / "job.toml", "parallel.ranks=2"),
+    ],
     ("trace",): lambda d: [(d,), (d, "--steps", "1")],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.files import open_regular_file, open_regular_file_for_append
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 
 PHALANX_COMMAND = (sys.executable, "-m", "phalanx")
@@ -99,7 +99,8 @@ def find_run_processes(run_dir: Path) -> list[int]:
             if process.pid == own or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             opened = [file.path for file in process.open_files()]
-            mapped = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+            with open_regular_file(f"/proc/{process.pid}/maps") as maps:
+                mapped = maps.read().decode(errors="replace")
             if place in mapped or any(path.startswith(place) for path in opened):
                 found.append(process.pid)
     return found

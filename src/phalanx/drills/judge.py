@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.typed_json import JsonRecord
 from phalanx.core.units import format_seconds
+from phalanx.drills.trials import DrillShape
 from phalanx.resilience.expectation import HANG_DETECTION, Ending, Expectation
 
 HANG_FLOOR_S = 5.0
@@ -66,10 +67,13 @@ class Check(JsonRecord):
 
 
 def build_bars(
-    expectation: Expectation, *, rank: int, save_every_steps: int, step_p99_s: float
+    expectation: Expectation, *, rank: int, shape: DrillShape, step_p99_s: float
 ) -> Bars:
     """The bars of a fault at `rank` in a run whose steps take `step_p99_s` at most, but for one in
     a hundred."""
+    is_rank_known = expectation.names_rank
+    if expectation.is_named_by_majority and shape.num_ranks < 3:
+        is_rank_known = False
     detected_s = expectation.detected_s
     if detected_s == HANG_DETECTION:
         detected_s = max(HANG_FLOOR_S, HANG_STEPS * step_p99_s)
@@ -81,11 +85,11 @@ def build_bars(
         exit_codes = (expectation.exit_code,)
     return Bars(
         verdict=expectation.verdict,
-        rank=rank if expectation.names_rank else None,
+        rank=rank if is_rank_known else None,
         detected_s=detected_s,
         detected_steps=expectation.detected_steps,
         trained_again_s=expectation.trained_again_s,
-        lost_steps=save_every_steps if expectation.may_lose_steps else 0,
+        lost_steps=shape.save_every_steps if expectation.may_lose_steps else 0,
         is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
         exit_codes=exit_codes,
     )

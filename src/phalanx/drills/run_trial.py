@@ -132,7 +132,7 @@ class TrialRunner:
         bars = build_bars(
             expectation,
             rank=trial.place.rank,
-            save_every_steps=self.shape.save_every_steps,
+            shape=self.shape,
             step_p99_s=undisturbed.step_p99_s,
         )
         verdicts = find_verdicts(record.envelopes)
@@ -186,7 +186,7 @@ def measure_trial(
         exit_codes=tuple(end.code for end in ends),
         is_overdue=any(end.is_overdue for end in ends),
         num_left=sum(end.num_left for end in ends),
-        goodput=measure_goodput(record.run_dir),
+        goodput=read_goodput_of_run(record.run_dir),
         wall_s=round(sum(end.wall_s for end in ends), 4),
     )
 
@@ -203,7 +203,7 @@ def compare_final_checkpoints(a: Path, b: Path) -> bool | None:
         return None
 
 
-def measure_goodput(run_dir: Path) -> float | None:
+def read_goodput_of_run(run_dir: Path) -> float | None:
     """The share of a run's life in steps that stand, as its page says it; None without steps."""
     try:
         ledger = collect_run_facts(run_dir).ledger

@@ -105,17 +105,18 @@ def draw_trials(names: Sequence[str], shape: DrillShape, *, seed: int, repeats: 
 
     Raises UsageError where the run is too short for a fault to strike and be recovered from.
     """
-    first, last = WARM_UP_STEPS + 1, shape.num_steps - shape.save_every_steps // 2
-    if last <= first or shape.num_ranks < 2:
-        raise UsageError(
-            f"a drill needs two ranks and more than {first + shape.save_every_steps // 2} steps",
-            fix="give --steps 40, or parallel.ranks=2",
-        )
+    first = WARM_UP_STEPS + 1
     trials = []
     for repeat in range(repeats):
         for name in names:
             expectation = load_fault(name).expectation
             dice = random.Random(f"{name} {seed} {repeat}")
+            last = shape.num_steps - shape.save_every_steps // 2 - expectation.settling_steps
+            if last < first or shape.num_ranks < 2:
+                raise UsageError(
+                    f"{name} needs two ranks and {first + shape.num_steps - last} steps or more",
+                    fix="give --steps 40, or parallel.ranks=2",
+                )
             step = dice.randint(first, last)
             if expectation.strikes_at_saves:
                 step = shape.save_every_steps * dice.randint(

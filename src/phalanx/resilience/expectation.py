@@ -33,9 +33,10 @@ class Expectation:
     `verdict` is the class that a right verdict has. `detected_s`: most seconds from the fault to
     the verdict; `detected_steps`: most steps, where steps are what counts. `trained_again_s`: most
     seconds from the fault to the next step that was never done before. `may_lose_steps`: those
-    since the last checkpoint. `exit_code`: of a run that does not finish by itself. `also`: more
-    faults that are injected with it, whose {rank}, {other}, {step} and {phase} are filled in.
-    `overrides`: keys of the job that the fault needs.
+    since the last checkpoint. `is_named_by_majority`: with two ranks nobody can tell which one is
+    wrong. `exit_code`: of a run that does not finish by itself. `also`: more faults that are
+    injected with it, whose {rank}, {other}, {step} and {phase} are filled in. `overrides`: keys of
+    the job that the fault needs. `settling_steps`: the run needs so many after the fault.
     """
 
     verdict: str
@@ -45,6 +46,7 @@ class Expectation:
     trained_again_s: float | None = CRASH_RECOVERY_S
     may_lose_steps: bool = True
     names_rank: bool = True
+    is_named_by_majority: bool = False
     exit_code: int = 0
     is_bit_equal: bool = True
     phases: tuple[str, ...] = STEP_PHASES
@@ -52,3 +54,4 @@ class Expectation:
     overrides: tuple[str, ...] = ()
     needs_root: bool = False
     strikes_at_saves: bool = False
+    settling_steps: int = 0

@@ -33,7 +33,7 @@ class FaultSite:
 @dataclass(frozen=True)
 class Fault:
     """`name` in the faults folder (or package.module:function), and where it strikes; None
-    strikes anywhere.
+    strikes anywhere, and without an `attempt` in the first that comes there.
 
     `inject` is called without arguments, or with the FaultSite if it takes one. With
     `strikes_again` it strikes each time that its place is reached, in each attempt.
@@ -45,6 +45,7 @@ class Fault:
     phase: str | None
     inject: Callable[..., None]
     strikes_again: bool = False
+    attempt: int | None = None
 
     def strike(self, site: FaultSite) -> None:
         """Inject the fault."""
@@ -67,15 +68,13 @@ def parse_fault(text: str) -> Fault:
     if "=" not in tail:
         name, tail = text, ""
     target = dict(part.split("=", 1) for part in tail.split(",") if part)
-    step = None
-    if "step" in target:
-        step = int(target["step"])
+    step, attempt = (int(target[key]) if key in target else None for key in ("step", "attempt"))
     rank = int(target.get("rank", 0))
     inject = import_object_of_kind(name, FAULTS_PACKAGE, "inject")
     strikes_again = not is_foreign(name) and read_module_constant(
         name, FAULTS_PACKAGE, "STRIKES_AGAIN", False
     )
-    return Fault(name, rank, step, target.get("phase"), inject, strikes_again)
+    return Fault(name, rank, step, target.get("phase"), inject, strikes_again, attempt)
 
 
 def _takes_site(inject: Callable[..., Any]) -> bool:
@@ -83,16 +82,22 @@ def _takes_site(inject: Callable[..., Any]) -> bool:
 
 
 def build_fault_listener(
-    texts: Sequence[str], *, rank: int, run_dir: Path, site: FaultSite | None = None
+    texts: Sequence[str],
+    *,
+    rank: int,
+    run_dir: Path,
+    attempt: int = 0,
+    site: FaultSite | None = None,
 ) -> PhaseListener:
     """A phase listener that injects each fault once per run: restarts must not meet it again.
 
     A fault that strikes again meets each attempt once. For several threads.
     """
     place = site or FaultSite(rank, run_dir)
-    faults = [
+    named = [
         (_fault_marker_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)
     ]
+    faults = [each for each in named if each[1].attempt in (None, attempt)]
     # Phases of the background write begin in a thread of its own.
     taking = threading.Lock()
 
@@ -108,9 +113,9 @@ def build_fault_listener(
         # A copy: `claim_once` removes from the list while this goes over it.
         for name, fault in list(faults):
             if fault.is_due_at(rank, step, phase) and claim_once((name, fault)):
+                strike = Strike.now(fault.name, rank, step, phase)
                 # The mark first: a fault that kills this process must not strike the restarted one.
-                is_first = record_strike(run_dir, name, Strike.now(fault.name, rank, step, phase))
-                if is_first or fault.strikes_again:
+                if record_strike(run_dir, name, strike, again=fault.strikes_again):
                     fault.strike(place)
 
     return listen

@@ -34,14 +34,17 @@ class Strike(JsonRecord):
         return cls(fault, rank, step, phase, time.monotonic())
 
 
-def record_strike(run_dir: Path, name: str, strike: Strike) -> bool:
-    """Add a strike to the file `name` of the run. Returns True if it is the first there."""
+def record_strike(run_dir: Path, name: str, strike: Strike, *, again: bool = False) -> bool:
+    """Add a strike to the file `name` of the run. False, and nothing is added, if it struck before
+    and must not strike `again`."""
     path = run_dir / STRIKES_FOLDER / name
     path.parent.mkdir(exist_ok=True)
+    # A file of an earlier release is empty.
+    if path.exists() and not again:
+        return False
     with open_regular_file_for_append(path) as file:
-        is_first = file.tell() == 0
         file.write(json.dumps(strike.to_json()).encode() + b"\n")
-    return is_first
+    return True
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:

@@ -174,7 +174,11 @@ def run_rank(
     site = FaultSite(rank, run.run_dir)
     listeners: tuple[PhaseListener, ...] = ()
     if inject:
-        listeners = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir, site=site),)
+        listeners = (
+            build_fault_listener(
+                inject, rank=rank, run_dir=run.run_dir, attempt=run.attempt, site=site
+            ),
+        )
     box = _open_black_box(run)
     phases = PhaseTimer(box, listeners, of_training=(meter.begin_phase,))
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.

@@ -14,7 +14,7 @@ from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
 FAULTS_PACKAGE = "phalanx.resilience.faults"
-COMMON_FAULT_KEYS = ("rank", "step", "phase")
+COMMON_FAULT_KEYS = ("rank", "step", "phase", "attempt")
 
 
 @declare_check("resilience.inject")

@@ -1,8 +1,11 @@
-"""The disk of the run is full for three saves; then there is room again."""
+"""The disk of the run is full for some steps with a save among them; then there is room again."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+from pathlib import Path
 
 from phalanx.core.files import create_regular_file
 from phalanx.resilience.expectation import Expectation
@@ -17,17 +20,31 @@ EXPECTATION = Expectation(
     names_rank=False,
     phases=("data",),
     needs_root=True,
+    settling_steps=14,
 )
+NUM_FULL_STEPS = 12
 FILLER_NAME = "filler"
 # A checkpoint must not fit; an event must.
 LEFT_BYTES = 200 << 10
 
 
 def inject(site: FaultSite) -> None:
-    """Fill the file system of the run but for 200 KiB. The drill gives the run a small one of its
-    own."""
-    with create_regular_file(site.run_dir / FILLER_NAME, buffering=0) as file:
+    """Fill the file system of the run but for 200 KiB, for twelve steps.
+
+    The drill gives the run a small one of its own.
+    """
+    filler = site.run_dir / FILLER_NAME
+    with create_regular_file(filler, buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
         file.truncate(max(0, file.tell() - LEFT_BYTES))
+    threading.Thread(target=_make_room_after_steps, args=(site, filler), daemon=True).start()
+
+
+def _make_room_after_steps(site: FaultSite, filler: Path) -> None:
+    assert site.trainer is not None, "the fault disk_full strikes a rank that trains"
+    last = site.trainer.state.step + NUM_FULL_STEPS
+    while site.trainer.state.step < last:
+        time.sleep(0.005)
+    filler.unlink()

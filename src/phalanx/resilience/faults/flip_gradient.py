@@ -14,7 +14,9 @@ EXPECTATION = Expectation(
     detected_s=None,
     detected_steps=10,
     trained_again_s=None,
+    is_named_by_majority=True,
     phases=("forward",),
+    settling_steps=10,
 )
 
 

@@ -11,5 +11,5 @@ EXPECTATION = Expectation(
     verdict="killed",
     # Two recoveries, one after the other.
     trained_again_s=10.0,
-    also=("kill:rank={rank},step=0,phase=startup",),
+    also=("kill:rank={rank},step=0,phase=startup,attempt=1",),
 )

@@ -14,6 +14,7 @@ EXPECTATION = Expectation(
     detected_steps=1,
     trained_again_s=None,
     may_lose_steps=False,
+    names_rank=False,
     # The step is skipped: its update is missing.
     is_bit_equal=False,
     phases=("forward",),

@@ -9,7 +9,12 @@ import sys
 from phalanx.resilience.expectation import Expectation
 
 EXPECTATION = Expectation(
-    verdict="slow", detected_s=None, detected_steps=20, trained_again_s=None, may_lose_steps=False
+    verdict="slow",
+    detected_s=None,
+    detected_steps=20,
+    trained_again_s=None,
+    may_lose_steps=False,
+    settling_steps=20,
 )
 DURATION_S = 20.0
 # Stops and continues its parent by turns; ends with it.

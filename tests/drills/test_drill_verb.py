@@ -1,0 +1,104 @@
+"""`phalanx drill` on real runs: what it says of a kill and a preemption is so, trials that are in a
+campaign are not run again, and a stop leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from commands import PHALANX, TINY, environment, finish, start, survivors, wait_until, write_text
+from phalanx.drills.command import find_run_processes
+from phalanx.drills.drive import DrillRequest, DrillResult, run_drill
+from phalanx.drills.job import load_drilled_job
+from phalanx.drills.record import read_run_record
+from phalanx.drills.trials import ALL_FAULTS, choose_fault_names
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drills")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def drill(folder: Path, *faults: str, out: str, campaign: str | None = None) -> DrillResult:
+    keys = [*TINY, f"data.source={folder / 'text'}", "parallel.ranks=2"]
+    # Steps of a few hundredths of a second: a preemption is heard of in time.
+    keys += ["train.global_batch_size=32", f"train.steps={STEPS}"]
+    return run_drill(
+        DrillRequest(
+            load_drilled_job(None, keys, num_steps=STEPS),
+            choose_fault_names(faults),
+            seed=1,
+            campaign=folder / campaign if campaign else None,
+            out=folder / out,
+            command=PHALANX,
+        )
+    )
+
+
+def test_a_kill_and_a_preemption_pass_and_are_not_run_again(folder: Path) -> None:
+    result = drill(folder, "kill", "preempt", out="first", campaign="campaign.jsonl")
+    kill, preempt = result.rows
+    assert result.is_passed, [check for row in result.rows for check in row.checks]
+    assert kill.measured is not None
+    assert preempt.measured is not None
+    assert kill.measured.ranks == (kill.place.rank,)
+    assert preempt.measured.exit_codes == (75, 0)
+    assert preempt.measured.lost_steps == 0
+    # The truth is on record where the manifest says it.
+    record = read_run_record(folder / "first" / "runs" / "kill-1-0" / "run")
+    (strike,) = record.strikes
+    assert (strike.rank, strike.step, strike.phase) == (
+        kill.place.rank,
+        kill.place.step,
+        kill.place.phase,
+    )
+    assert list(record.losses) == list(range(1, STEPS + 1))
+    assert not survivors(folder / "first")
+    # Again: nothing runs, and the same is said.
+    again = drill(folder, "kill", "preempt", out="second", campaign="campaign.jsonl")
+    assert again.rows == result.rows
+    assert again.undisturbed is None
+    assert not (folder / "second").exists()
+
+
+@pytest.mark.long
+def test_a_stop_ends_the_run_that_goes_on(folder: Path) -> None:
+    keys = [*TINY, "data.source=text", "parallel.ranks=2", "train.steps=1000000"]
+    process = start("drill", "kill", *keys, "--out", "stopped", cwd=folder)
+    run_dir = folder / "stopped" / "runs" / "undisturbed" / "run"
+    wait_until(lambda: (run_dir / "events").is_dir() and find_run_processes(run_dir))
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.code == 130
+    assert "nothing is left of it" in done.err
+    wait_until(lambda: not find_run_processes(run_dir))
+
+
+@pytest.mark.long
+def test_every_fault_strikes_and_leaves_nothing_behind(folder: Path) -> None:
+    """Whatever a run makes of a fault: it struck, what it left was cleaned up, and the row says what
+    was missed."""
+    result = drill(folder, ALL_FAULTS, out="all", campaign="all.jsonl")
+    for row in result.rows:
+        if row.skipped:
+            continue
+        assert row.measured is not None
+        assert row.measured.has_struck, row.fault
+    assert not survivors(folder / "all")
+    lines = (folder / "all.jsonl").read_text().splitlines()
+    assert len(lines) == sum(not row.skipped for row in result.rows)
+    assert all(json.loads(line)["checks"] for line in lines)

@@ -1,0 +1,286 @@
+"""Drills without a run: trials that a seed draws, what is read from events, bars, and campaigns that
+go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli._app import run_command_line
+from phalanx.cli._drill import split_faults_from_job
+from phalanx.core.errors import UsageError
+from phalanx.core.registry import list_modules_of_registry
+from phalanx.drills.campaign import (
+    Circumstances,
+    TrialRow,
+    append_row,
+    build_skipped_row,
+    read_campaign,
+)
+from phalanx.drills.command import CommandEnd
+from phalanx.drills.drive import DrillResult
+from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, judge_trial
+from phalanx.drills.record import RunRecord
+from phalanx.drills.run_trial import UndisturbedRun, measure_trial
+from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, load_fault
+from phalanx.drills.verdicts import find_verdicts
+from phalanx.observe import events
+from phalanx.observe.events import Envelope, Event
+from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
+from phalanx.resilience.strikes import Strike
+
+SHAPE = DrillShape(num_ranks=4, num_steps=40, save_every_steps=10)
+ALL = tuple(list_modules_of_registry(FAULTS_PACKAGE))
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+
+def test_a_seed_draws_the_same_trials_whatever_else_is_drilled() -> None:
+    alone = draw_trials(["freeze"], SHAPE, seed=3, repeats=2)
+    among = [t for t in draw_trials(ALL, SHAPE, seed=3, repeats=2) if t.fault == "freeze"]
+    assert alone == among
+    assert alone[0].place != alone[1].place or alone[0].key != alone[1].key
+    assert draw_trials(ALL, SHAPE, seed=4, repeats=1) != draw_trials(ALL, SHAPE, seed=3, repeats=1)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_fault_strikes_inside_the_run_where_it_says(name: str) -> None:
+    expectation = load_fault(name).expectation
+    for trial in draw_trials([name], SHAPE, seed=0, repeats=50):
+        assert 0 <= trial.place.rank < 4
+        assert 5 < trial.place.step < 40
+        assert trial.place.phase in expectation.phases
+        if expectation.strikes_at_saves:
+            assert trial.place.step % 10 == 0
+        first = parse_fault(trial.inject[0])
+        assert (first.name, first.rank, first.step) == (name, trial.place.rank, trial.place.step)
+        # Each text is one that a job takes.
+        assert all(parse_fault(text).inject is not None for text in trial.inject)
+
+
+def test_a_run_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="slow needs two ranks and"):
+        draw_trials(["slow"], DrillShape(2, 20, 5), seed=0, repeats=1)
+    with pytest.raises(UsageError, match="two ranks"):
+        draw_trials(["kill"], DrillShape(1, 40, 10), seed=0, repeats=1)
+
+
+def test_faults_and_the_job_are_told_apart() -> None:
+    words = ["kill", "my/job.toml", "train.steps=9", "freze", "all"]
+    assert split_faults_from_job(words) == (
+        ["kill", "freze", "all"],
+        ["my/job.toml", "train.steps=9"],
+    )
+    assert choose_fault_names(["all", "kill"]) == ALL
+    with pytest.raises(UsageError, match=r"no fault 'freze'.*freeze"):
+        choose_fault_names(["freze"])
+
+
+# --- what a run says ------------------------------------------------------------------------------
+
+
+def said(event: Event, at_s: float, *, rank: int = -1, attempt: int = 0) -> Envelope:
+    return Envelope(event, rank, attempt, 1e9 + at_s, 0, at_s)
+
+
+def finished(step: int, at_s: float, *, rank: int = 0, attempt: int = 0) -> Envelope:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 5.0 - step / 100,
+        "num_targets": 1,
+        "tokens_seen": step,
+        "learning_rate": 0.1,
+        "grad_norm": 1.0,
+        "step_s": 1.0,
+        "tokens_per_s": 1.0,
+        "phases_s": {},
+        "unaccounted_s": 0.0,
+        "rss_bytes": 1,
+    }
+    return said(events.StepFinished(**values), at_s, rank=rank, attempt=attempt)
+
+
+def failed(rank: int, cause: str, detail: str) -> events.RankFailed:
+    return events.RankFailed(rank, 7, "data", cause, detail, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "ranks"),
+    [
+        (failed(1, "signal", "killed by SIGKILL"), "killed", (1,)),
+        (failed(1, "signal", "killed by SIGSEGV"), "segmentation fault", (1,)),
+        (failed(1, "signal", "killed by SIGABRT"), "aborted", (1,)),
+        (failed(0, "exception", "ValueError: no"), "exception", (0,)),
+        (failed(0, "exception", "MemoryError"), "out of memory", (0,)),
+        (failed(2, "exit", "exited with code 0"), "left early", (2,)),
+        (failed(2, "hang", "kept the others waiting"), "hang", (2,)),
+        (
+            failed(-1, "signal", "the process that starts the ranks was killed by SIGKILL"),
+            "server killed",
+            (),
+        ),
+        (
+            failed(-1, "signal", "the process that holds the rendezvous store ended (SIGKILL)"),
+            "store killed",
+            (),
+        ),
+        (events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8), "not finite", ()),
+        (events.InvariantChecked(7, "replicas_equal", ok=False, ranks=[2]), "corrupt", (2,)),
+        (events.StopRequested(7, "sigterm"), "preempted", ()),
+    ],
+)
+def test_verdicts_are_read_from_events_alone(
+    event: Event, kind: str, ranks: tuple[int, ...]
+) -> None:
+    (verdict,) = find_verdicts([finished(6, 1.0), said(event, 2.0)])
+    assert (verdict.kind, verdict.ranks, verdict.step) == (kind, ranks, 7)
+
+
+def test_what_holds_is_no_verdict() -> None:
+    healthy = [
+        events.InvariantChecked(7, "replicas_equal", ok=True),
+        events.InvariantChecked(7, "replicas_equal", ok=False, is_summary=True),
+        events.StepSkipped(7, "no_targets", 0.0, 0, 8),
+    ]
+    assert find_verdicts([said(event, 1.0) for event in healthy]) == []
+
+
+def make_record(strike_s: float, envelopes: list[Envelope]) -> RunRecord:
+    strike = Strike("kill", 1, 4, "backward", strike_s)
+    return RunRecord(Path("nowhere"), tuple(envelopes), (strike,))
+
+
+def test_training_again_is_the_first_step_that_was_never_done() -> None:
+    """Rank 1 is struck in step 4, which rank 0 still finishes; then both go back to step 2."""
+    before = [finished(s, float(s), rank=r) for s in (1, 2, 3) for r in (0, 1)]
+    late = [finished(4, 4.1)]
+    after = [finished(s, 10.0 + s, rank=r, attempt=1) for s in (3, 4, 5) for r in (0, 1)]
+    record = make_record(4.0, [*before, *late, *after])
+    assert record.find_trained_again_s(record.strikes[0]) == pytest.approx(11.0)
+    # Rank 0 did steps 3 and 4 twice.
+    assert record.count_lost_steps() == 2
+    never = make_record(4.0, [*before, *late])
+    assert math.isnan(never.find_trained_again_s(never.strikes[0]))
+
+
+def test_a_verdict_before_the_fault_is_a_false_one() -> None:
+    crash = failed(0, "exception", "ValueError")
+    kill = failed(1, "signal", "killed by SIGKILL")
+    record = make_record(4.0, [said(crash, 2.0), said(kill, 4.25)])
+    end = CommandEnd(0, 9.0, False, 9.0, 9.0, 0)
+    undisturbed = UndisturbedRun(Path("nowhere"), record, 5.0)
+    measured = measure_trial(record, find_verdicts(record.envelopes), [end], undisturbed)
+    assert (measured.verdict, measured.ranks, measured.detected_s) == ("killed", (1,), 0.25)
+    assert measured.false_verdicts == ("exception",)
+    assert measured.is_bit_equal is None
+
+
+# --- bars -----------------------------------------------------------------------------------------
+
+
+GOOD = Measured(
+    has_struck=True,
+    verdict="killed",
+    verdict_text="killed by SIGKILL",
+    ranks=(1,),
+    detected_s=0.1,
+    detected_steps=0,
+    false_verdicts=(),
+    trained_again_s=1.0,
+    lost_steps=3,
+    is_bit_equal=True,
+    exit_codes=(0,),
+    is_overdue=False,
+    num_left=0,
+    goodput=0.5,
+    wall_s=4.0,
+)
+
+
+def bars_of(name: str, *, num_ranks: int = 4) -> Bars:
+    shape = DrillShape(num_ranks, 40, 10)
+    return build_bars(load_fault(name).expectation, rank=1, shape=shape, step_p99_s=2.0)
+
+
+def missed(**changes: Any) -> list[str]:
+    body = Measured(**(vars(GOOD) | changes))
+    return [check.name for check in judge_trial(body, bars_of("kill")) if not check.ok]
+
+
+def test_each_bar_is_missed_alone() -> None:
+    assert missed() == []
+    assert missed(verdict="hang") == ["class"]
+    assert missed(ranks=(0,)) == missed(ranks=()) == missed(ranks=(0, 1)) == ["rank"]
+    assert missed(detected_s=1.01) == missed(detected_s=None) == ["detected after"]
+    assert missed(trained_again_s=5.01) == missed(trained_again_s=None) == ["training again after"]
+    assert missed(lost_steps=11) == ["steps lost"]
+    assert missed(is_bit_equal=False) == missed(is_bit_equal=None) == ["final bits"]
+    assert missed(exit_codes=(10,)) == missed(is_overdue=True) == ["exit code"]
+    assert missed(num_left=1) == ["left behind"]
+    assert missed(false_verdicts=("hang",)) == ["false verdicts"]
+    assert missed(has_struck=False) == ["struck"]
+
+
+def test_bars_are_those_of_the_fault() -> None:
+    # Ten times the 99th percentile of steps, which is 2 s here, is more than 5 s.
+    assert bars_of("freeze").detected_s == 20.0
+    assert bars_of("preempt").exit_codes == (75, 0)
+    assert bars_of("preempt").lost_steps == 0
+    assert bars_of("crash_loop").exit_codes == (10,)
+    # Of two replicas that differ nobody knows which one is wrong.
+    assert bars_of("flip_parameter").rank == 1
+    assert bars_of("flip_parameter", num_ranks=2).rank is None
+
+
+# --- campaigns ------------------------------------------------------------------------------------
+
+
+def make_row(seed: int, measured: Measured = GOOD) -> TrialRow:
+    (trial,) = draw_trials(["kill"], SHAPE, seed=seed, repeats=1)
+    now = Circumstances("0.1.0", "abc", "2026-01-01", "a machine", "a job")
+    return TrialRow("kill", seed, 0, trial.place, trial.inject, now, bars_of("kill"), measured)
+
+
+def test_a_campaign_reads_what_it_wrote_and_leaves_out_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.jsonl"
+    assert read_campaign(path) == []
+    rows = [make_row(0), make_row(1, Measured(**(vars(GOOD) | {"verdict": NO_VERDICT})))]
+    for row in rows:
+        append_row(path, row)
+    assert [json.loads(line)["passed"] for line in path.read_text().splitlines()] == [True, False]
+    with open(path, "a") as file:
+        file.write('{"schema":"phalanx.drill-trial/1","fault":')
+    assert read_campaign(path) == rows
+    (tmp_path / "other").write_text("a text\n")
+    with pytest.raises(UsageError, match="no campaign"):
+        read_campaign(tmp_path / "other")
+
+
+def test_a_result_counts_classes_and_what_was_skipped() -> None:
+    (trial,) = draw_trials(["kill"], SHAPE, seed=9, repeats=1)
+    skipped = build_skipped_row(trial, "needs root", make_row(0).circumstances)
+    wrong = make_row(1, Measured(**(vars(GOOD) | {"verdict": "hang"})))
+    result = DrillResult([make_row(0), wrong, skipped])
+    assert not result.is_passed
+    assert DrillResult([make_row(0), skipped]).is_passed
+    assert not DrillResult([skipped]).is_passed
+    body = result.to_json()
+    assert body["confusion"] == {"killed": {"hang": 1, "killed": 1}}
+    assert (body["num_trials"], body["num_passed"], body["num_skipped"]) == (3, 1, 1)
+    assert [row["passed"] for row in body["trials"]] == [True, False, None]
+
+
+def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["drill", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if not line.startswith(" ")} == set(ALL)
+    assert run_command_line(["drill", "--list", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["schema"] == "phalanx.drill-faults/1"
+    assert {fault["name"] for fault in body["faults"]} == set(ALL)
+    assert all(fault["summary"] for fault in body["faults"])
