@@ -120,6 +120,12 @@ def failed(rank: int, cause: str, detail: str) -> events.RankFailed:
         (failed(2, "exit", "exited with code 0"), "left early", (2,)),
         (failed(2, "hang", "kept the others waiting"), "hang", (2,)),
         (
+            events.HangFound("gil_held", [3], 7, "data", "all_reduce #4", "", 4.2, 4.0),
+            "gil held",
+            (3,),
+        ),
+        (events.RolledBack(7, "corruption", "replicas differ", 5, -1, 2), "corrupt", (2,)),
+        (
             failed(-1, "signal", "the process that starts the ranks was killed by SIGKILL"),
             "server killed",
             (),

@@ -15,8 +15,10 @@ from phalanx.observe.events import (
     CheckpointFailed,
     Envelope,
     Event,
+    HangFound,
     InvariantChecked,
     RankFailed,
+    RolledBack,
     StepSkipped,
     StopRequested,
 )
@@ -26,6 +28,7 @@ _CLASS_OF_SIGNAL = {
     "SIGSEGV": "segmentation fault",
     "SIGABRT": "aborted",
 }
+_CLASS_OF_ROLL_BACK = {"corruption": "corrupt", "loss_spike": "loss spike"}
 # By the kind that an event of a slow rank has, whoever emits it.
 _SLOW_KINDS = ("rank_slow", "rank_slowed")
 
@@ -54,6 +57,13 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
     if isinstance(event, RankFailed):
         ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
         return Verdict(_classify_failure(event), ranks, event.step, at_s, event.detail)
+    if isinstance(event, HangFound):
+        kind = event.hang_kind.replace("_", " ")
+        return Verdict(kind, tuple(event.culprits), event.step, at_s, event.collective)
+    if isinstance(event, RolledBack):
+        ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
+        kind = _CLASS_OF_ROLL_BACK.get(event.cause, event.cause)
+        return Verdict(kind, ranks, event.step, at_s, event.why)
     if isinstance(event, InvariantChecked):
         if event.ok or event.is_summary:
             return None
@@ -81,8 +91,7 @@ def _classify_failure(event: RankFailed) -> str:
                 return kind
         return "signal"
     if event.cause == "hang":
-        # What kind of hang, where the supervisor says it.
-        return str(getattr(event, "kind_of_hang", "") or "hang").replace("_", " ")
+        return (event.hang_kind or "hang").replace("_", " ")
     if event.cause == "exit":
         return "left early"
     words = event.detail.lower()

@@ -6,9 +6,11 @@ The supervisor starts a server, and the server forks the ranks and the process o
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import psutil
 
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, read_lock_holder
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 
@@ -24,12 +26,12 @@ def find_server() -> psutil.Process:
     return server
 
 
-def find_supervisor() -> psutil.Process:
-    """The process that started the run."""
-    supervisor = find_server().parent()
-    if supervisor is None:
-        raise EnvironmentProblem("the supervisor of this rank is gone")
-    return supervisor
+def find_supervisor(run_dir: Path) -> psutil.Process:
+    """The process that holds the run's lock: it started the run."""
+    holder = read_lock_holder(run_dir / LOCK_FILE_NAME)
+    if SUPERVISED_VARIABLE not in os.environ or holder is None:
+        raise EnvironmentProblem("the supervisor of this rank is gone, or it has none")
+    return psutil.Process(holder.pid)
 
 
 def find_store() -> psutil.Process:

@@ -7,7 +7,7 @@ import ctypes
 from phalanx.resilience.expectation import HANG_DETECTION, HANG_RECOVERY_S, Expectation
 
 EXPECTATION = Expectation(
-    verdict="holds the lock", detected_s=HANG_DETECTION, trained_again_s=HANG_RECOVERY_S
+    verdict="gil held", detected_s=HANG_DETECTION, trained_again_s=HANG_RECOVERY_S
 )
 MAX_SLEEP_S = 3600
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.run_processes import find_supervisor
 
 EXPECTATION = Expectation(
@@ -15,6 +16,6 @@ EXPECTATION = Expectation(
 )
 
 
-def inject() -> None:
+def inject(site: FaultSite) -> None:
     """SIGKILL to the supervisor of this run."""
-    find_supervisor().kill()
+    find_supervisor(site.run_dir).kill()

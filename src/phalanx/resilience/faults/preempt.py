@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.run_processes import find_supervisor
 
 EXPECTATION = Expectation(
@@ -20,6 +21,6 @@ EXPECTATION = Expectation(
 )
 
 
-def inject() -> None:
+def inject(site: FaultSite) -> None:
     """SIGTERM to the supervisor of this run."""
-    find_supervisor().send_signal(signal.SIGTERM)
+    find_supervisor(site.run_dir).send_signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from phalanx.resilience.expectation import HANG_DETECTION, HANG_RECOVERY_S, Expectation
 
 EXPECTATION = Expectation(
-    verdict="absent from a collective",
+    verdict="absent collective",
     detected_s=HANG_DETECTION,
     trained_again_s=HANG_RECOVERY_S,
     phases=("data", "forward"),
