@@ -208,6 +208,28 @@ class WorkProgressed(Event):
 
 
 @dataclass(frozen=True)
+class NonFiniteFound(Event):
+    """Where a step that is not finite began, found by computing its forwards once more. From rank
+    0.
+
+    `origin`: "output" (of the module `found_in`, the first one of the forward), "loss" (of the
+    objective; all outputs are finite), "gradient" (of the parameter `found_in`, the one nearest to
+    the loss; the forward is finite), "unknown" (computed again all is finite). `failed_rank`: whose
+    it is, -1 where that is not known. `samples`: global numbers of the samples whose rows are not
+    finite, at most 16; empty where the output has no rows of samples. `why`: what was not finite
+    before it.
+    """
+
+    step: int
+    origin: str
+    found_in: str
+    failed_rank: int
+    microbatch: int = -1
+    samples: list[int] = field(default_factory=list)
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class StepSkipped(Event):
     """A step whose update was not applied, on all ranks together.
 

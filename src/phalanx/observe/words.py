@@ -39,6 +39,8 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             if event.num_cast:
                 line += f", {event.num_cast} of them rounded"
             return line
+        case events.NonFiniteFound():
+            return _describe_nonfinite(event)
         case events.StepSkipped():
             return (
                 f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
@@ -245,3 +247,16 @@ def _describe_hang(event: events.HangFound) -> str:
     if event.collective:
         text += f" before {event.collective}"
     return f"{text}: {event.hang_kind}, {noun} {ranks}"
+
+
+def _describe_nonfinite(event: events.NonFiniteFound) -> str:
+    if event.origin == "unknown":
+        return f"step {event.step} is not finite, and computed again it is: no origin was found"
+    thing = {"output": "output", "gradient": "gradient"}.get(event.origin, "value")
+    line = f"step {event.step}: the first {thing} that is not finite is that of {event.found_in}"
+    line += f" on rank {event.failed_rank}"
+    if event.samples:
+        line += f", of samples {', '.join(f'{number:,}' for number in event.samples)}"
+    if event.why:
+        line += f" ({event.why})"
+    return line

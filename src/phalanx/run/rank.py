@@ -365,6 +365,7 @@ def _build_trainer_of_rank(
         open_held_out_batches(job, plan, state.model.mesh, corpus),
         source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
         records=batches.record,
+        sample_numbers=batches.share.sample_indices,
     )
     return build_trainer(
         job,

@@ -41,6 +41,7 @@ from phalanx.train.invariants import (
     request_roll_back_if_corrupted,
 )
 from phalanx.train.memory import MemoryMeter
+from phalanx.train.nonfinite import NonFiniteFinder
 from phalanx.train.old_trainer_call import accept_deprecated_trainer_arguments
 from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
 from phalanx.train.randomness import seed_generators
@@ -93,6 +94,7 @@ class Trainer:
         self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
+        self._nonfinite = NonFiniteFinder(state, data.objective, data.sample_numbers)
         self._tracer = self._build_tracer()
         self._schedule = self._build_checkpoint_schedule()
         self._best = BestCheckpointRecorder(job, self.mesh, bus, storage)
@@ -215,6 +217,10 @@ class Trainer:
             *(guard.reason_to_skip(step, facts) for guard in self.guards),
         ]
         skipped = next((reason for reason in reasons if reason), None)
+        if skipped == "nonfinite_gradients":
+            found = self._nonfinite.find(step, microbatches)
+            if found is not None and self.mesh.rank == 0:
+                self.bus.emit(found)
         with self.state.updating():
             with self.phases("optimizer"):
                 if skipped is None:

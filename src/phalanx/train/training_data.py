@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from phalanx.observe.events import Event
 from phalanx.parallel.executor import Objective
@@ -38,3 +40,5 @@ class TrainingData:
     held_out: HeldOutBatches | None = None
     source_weights: Mapping[str, float] | None = None
     records: Callable[[int], Sequence[Event]] = return_no_events
+    sample_numbers: Callable[[int], NDArray[np.int64]] | None = None
+    """Of a step: the global numbers of this rank's samples, [microbatches, rows]."""

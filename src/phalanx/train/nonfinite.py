@@ -1,0 +1,189 @@
+"""Finds where a step that is not finite began: which module gave the first value that is none, on
+which rank, for which samples.
+
+Nothing is looked at in steps that are finite. Weights are those of before the step, as it was not
+applied: the forwards are computed once more, without dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from phalanx.mesh.logical import full_name, get_local_tensor
+from phalanx.observe.events import NonFiniteFound
+from phalanx.parallel.executor import Batch, Objective
+from phalanx.train.evaluation import in_evaluation_mode
+from phalanx.train.state import TrainState
+
+# Each search costs a forward: in a run that is broken for good the first ones say why.
+MAX_SEARCHES = 5
+MAX_NAMED_SAMPLES = 16
+
+
+@dataclass
+class _FirstNonFinite:
+    """The first output of a rank's forwards that is not finite; `order` counts outputs over all
+    microbatches. Rows are those of the microbatch, none where the output does not have them."""
+
+    order: int
+    module: str
+    microbatch: int
+    rows: list[int]
+    why: str
+
+
+class NonFiniteFinder:
+    """Looks for the origin of steps that are not finite. All ranks take part.
+
+    `sample_numbers(step)`: the global numbers of this rank's samples, [microbatches, rows]; None
+    where nobody knows them.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        objective: Objective,
+        sample_numbers: Callable[[int], NDArray[np.int64]] | None,
+    ) -> None:
+        self._state, self._objective = state, objective
+        self._sample_numbers = sample_numbers
+        self._num_searches = 0
+
+    @torch.no_grad()
+    def find(self, step: int, microbatches: Sequence[Batch]) -> NonFiniteFound | None:
+        """Where the non-finite value of `step` began; None beyond MAX_SEARCHES of them, and where
+        modules are compiled. Collective."""
+        model = self._state.model
+        if model.plan.compile or self._num_searches >= MAX_SEARCHES:
+            return None
+        self._num_searches += 1
+        gradients = self._find_nonfinite_gradients()
+        with model.phases("record"), self._watching_outputs() as watch:
+            sums = model.evaluate(watch.counting_microbatches(microbatches), self._objective)
+            loss_is_finite = bool(sums.loss_sum.isfinite())
+        own = {
+            "first": watch.first and asdict(watch.first),
+            "samples": self._name_samples(step, watch.first),
+            "loss_is_finite": loss_is_finite,
+            "gradients": gradients,
+        }
+        return _build_event(step, model.mesh.gather_json(own))
+
+    @contextmanager
+    def _watching_outputs(self) -> Iterator[_OutputWatch]:
+        model = self._state.model
+        watch = _OutputWatch(model.plan.micro_batch_size)
+        handles = []
+        for name, module in model.module.named_modules():
+            handles.append(module.register_forward_hook(watch.make_hook(full_name(name))))
+        try:
+            with in_evaluation_mode(model, model.mesh, self._state.seed):
+                yield watch
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _find_nonfinite_gradients(self) -> list[str]:
+        """Names of this rank's parameters whose gradient is not finite, in the model's order."""
+        names = []
+        for name, parameter in self._state.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            if not bool(get_local_tensor(parameter.grad).isfinite().all()):
+                names.append(full_name(name))
+        return names
+
+    def _name_samples(self, step: int, first: _FirstNonFinite | None) -> list[int]:
+        if first is None or self._sample_numbers is None:
+            return []
+        numbers = self._sample_numbers(step)[first.microbatch]
+        return [int(numbers[row]) for row in first.rows[:MAX_NAMED_SAMPLES] if row < len(numbers)]
+
+
+class _OutputWatch:
+    """Remembers the first output that is not finite."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.first: _FirstNonFinite | None = None
+        self._num_rows, self._microbatch, self._order = num_rows, 0, 0
+
+    def counting_microbatches(self, microbatches: Sequence[Batch]) -> Iterator[Batch]:
+        for self._microbatch, batch in enumerate(microbatches):
+            yield batch
+
+    def make_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look_at_output(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._order += 1
+            if self.first is not None:
+                return
+            for tensor in _list_float_tensors(output):
+                finite = tensor.isfinite()
+                if bool(finite.all()):
+                    continue
+                rows: list[int] = []
+                if finite.dim() > 1 and finite.shape[0] == self._num_rows:
+                    bad = ~finite.flatten(1).all(dim=1)
+                    rows = bad.nonzero().flatten().tolist()
+                why = _explain_by_inputs(module, inputs)
+                self.first = _FirstNonFinite(self._order, name, self._microbatch, rows, why)
+                return
+
+        return look_at_output
+
+
+def _explain_by_inputs(module: nn.Module, inputs: Any) -> str:
+    """What was not finite before the module computed; empty where all of it was."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if not bool(get_local_tensor(parameter.detach()).isfinite().all()):
+            return f"its {full_name(name)} is not finite"
+    for tensor in _list_float_tensors(inputs):
+        if not bool(tensor.isfinite().all()):
+            return "what it was given is not finite"
+    return ""
+
+
+def _list_float_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        local = get_local_tensor(value.detach())
+        return [local] if local.is_floating_point() and not local.is_meta else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _list_float_tensors(item)]
+    return []
+
+
+def _build_event(step: int, by_rank: Sequence[dict[str, Any]]) -> NonFiniteFound:
+    """The earliest output of all ranks that is not finite, else what their losses and gradients
+    say."""
+    found = [(said["first"]["order"], rank) for rank, said in enumerate(by_rank) if said["first"]]
+    if found:
+        _, rank = min(found)
+        first = by_rank[rank]["first"]
+        return NonFiniteFound(
+            step=step,
+            origin="output",
+            found_in=first["module"] or "the model",
+            failed_rank=rank,
+            microbatch=first["microbatch"],
+            samples=by_rank[rank]["samples"],
+            why=first["why"],
+        )
+    losses = [rank for rank, said in enumerate(by_rank) if not said["loss_is_finite"]]
+    if losses:
+        return NonFiniteFound(step, "loss", "the objective", losses[0])
+    for rank, said in enumerate(by_rank):
+        if said["gradients"]:
+            # Backward goes from the end of the model to its beginning.
+            names = said["gradients"]
+            why = f"the forward is finite; {len(names)} gradients are not, after reduction"
+            return NonFiniteFound(step, "gradient", names[-1], rank, why=why)
+    return NonFiniteFound(step, "unknown", "", -1, why="forwards and gradients are finite")

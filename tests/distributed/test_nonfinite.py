@@ -1,0 +1,157 @@
+"""A step that is not finite says where that began: module, rank and samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import TINY, events, run_all, write_text
+from phalanx.observe.events import NonFiniteFound, RunFinished, SamplesRead, StepSkipped
+
+STRUCK = 5
+# On rank 1 in step 5: the loss is not finite, or its gradient, or one row of a module's output.
+SPOILED = """
+import os
+import torch
+from phalanx.nn.objective import causal_cross_entropy
+
+exact = causal_cross_entropy(64)
+calls = 0
+
+
+class Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+def is_struck():
+    return os.environ.get("RANK") == "1" and calls == 5
+
+
+def in_loss(outputs, batch):
+    global calls
+    calls += torch.is_grad_enabled()
+    loss, num_targets = exact(outputs, batch)
+    if is_struck():
+        loss = loss * float("inf")
+    return loss, num_targets
+
+
+def in_backward(outputs, batch):
+    global calls
+    calls += torch.is_grad_enabled()
+    loss, num_targets = exact(outputs, batch)
+    if is_struck() and torch.is_grad_enabled():
+        loss = Spoil.apply(loss)
+    return loss, num_targets
+
+"""
+MODEL = """
+import os
+import torch
+from torch import nn
+
+ROW = 2
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += torch.is_grad_enabled()
+        x = self.inner(x)
+        if os.environ.get("RANK") == "1" and self.steps == 5:
+            x = x.clone()
+            x[ROW] = float("nan")
+        return x
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(257, 16)
+        self.first = nn.Linear(16, 16)
+        self.odd = Odd()
+        self.head = nn.Linear(16, 257)
+
+    def forward(self, tokens):
+        return self.head(self.odd(self.first(self.embed(tokens))))
+
+
+def build():
+    return Small()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nonfinite")
+    write_text(folder / "text")
+    (folder / "spoiled.py").write_text(SPOILED)
+    (folder / "small.py").write_text(MODEL)
+    job = (
+        *TINY,
+        "data.source=text",
+        "train.steps=8",
+        "observe.samples=true",
+        "parallel.ranks=2",
+        "parallel.dp_replicate=2",
+    )
+    own = [setting for setting in job if not setting.startswith("model.")]
+    commands = [
+        ["train", *own, "model.kind=small:build", "model.vocab_size=257", "run.dir=output"],
+        ["train", *job, "model.objective=spoiled:in_loss", "run.dir=loss"],
+        ["train", *job, "model.objective=spoiled:in_backward", "run.dir=gradient"],
+        [
+            "train",
+            *(setting for setting in job if "dp_replicate" not in setting),
+            "parallel.dp_shard=2",
+            "model.objective=spoiled:in_loss",
+            "run.dir=sharded",
+        ],
+    ]
+    for done in run_all(commands, folder):
+        assert done.code == 0, done.err
+        assert "is not finite" in done.out
+    return folder
+
+
+def find_only(run_dir: Path) -> NonFiniteFound:
+    (found,) = [e.event for e in events(run_dir, NonFiniteFound)]
+    assert found.step == STRUCK
+    assert [e.event.step for e in events(run_dir, StepSkipped)] == [STRUCK]
+    assert [e.event.status for e in events(run_dir, RunFinished)] == ["finished"]
+    return found
+
+
+def test_the_module_and_the_sample_of_a_row(runs: Path) -> None:
+    """The innermost module whose output has it is `odd`: what is inside it is finite."""
+    found = find_only(runs / "output")
+    assert (found.origin, found.found_in, found.failed_rank) == ("output", "odd", 1)
+    (read,) = [
+        e.event
+        for e in events(runs / "output", SamplesRead)
+        if (e.event.step, e.event.data_parallel_rank) == (STRUCK, 1)
+    ]
+    assert found.samples == [read.ranges[0] + 2]
+
+
+@pytest.mark.parametrize("layout", ["loss", "sharded"])
+def test_the_objective(runs: Path, layout: str) -> None:
+    found = find_only(runs / layout)
+    assert (found.origin, found.failed_rank) == ("loss", 1)
+
+
+def test_the_backward(runs: Path) -> None:
+    found = find_only(runs / "gradient")
+    assert found.origin == "gradient"
+    assert "the forward is finite" in found.why
