@@ -48,6 +48,8 @@ class RankBatchShare:
     data_parallel_rank: int = 0
     done_steps: int = 0
     done_samples: int = 0
+    has_contiguous_held_out: bool = False
+    """True where a held-out batch has the same windows on any number of ranks."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, (
@@ -237,7 +239,7 @@ class _StepPrefetcher:
 
 class HeldOutBatches:
     """Held-out tokens in order, in windows that do not overlap; rank r has every
-    data_parallel_size-th.
+    data_parallel_size-th, or with `is_contiguous` every such batch of windows in a row.
 
     Every token but the first is a target exactly once over all ranks, up to `max_tokens` targets.
     All ranks yield the same number of batches, as collectives require: what is missing is padding,
@@ -252,8 +254,11 @@ class HeldOutBatches:
         data_parallel_size: int,
         data_parallel_rank: int,
         max_tokens: int | None = None,
+        *,
+        is_contiguous: bool = False,
     ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
+        self._is_contiguous = is_contiguous
         self._sequence, self._windows, self._micro_batch_size = sequence, windows, micro_batch_size
         self._data_parallel_size, self._data_parallel_rank = data_parallel_size, data_parallel_rank
         self.num_targets = count_held_out_targets(len(sequence), max_tokens)
@@ -268,9 +273,13 @@ class HeldOutBatches:
     def __iter__(self) -> Iterator[Batch]:
         rows = np.arange(self._micro_batch_size)
         for number in range(len(self)):
-            windows = (
-                number * self._micro_batch_size + rows
-            ) * self._data_parallel_size + self._data_parallel_rank
+            if self._is_contiguous:
+                batch_number = number * self._data_parallel_size + self._data_parallel_rank
+                windows = batch_number * self._micro_batch_size + rows
+            else:
+                windows = (
+                    number * self._micro_batch_size + rows
+                ) * self._data_parallel_size + self._data_parallel_rank
             rows_of = list(map(self._build_window, windows.tolist()))
             batch: Batch = {}
             for name in rows_of[0]:
@@ -359,7 +368,11 @@ def build_held_out_batches(
             if len(budgets) > 1:
                 name = corpus.names[number]
             batches_by_source[name] = HeldOutBatches(
-                sequence, windows, *share.held_out_share, budgets[number]
+                sequence,
+                windows,
+                *share.held_out_share,
+                budgets[number],
+                is_contiguous=share.has_contiguous_held_out,
             )
     return batches_by_source
 

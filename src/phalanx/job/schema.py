@@ -259,11 +259,12 @@ class Train(Section):
     """
     compile: bool = False
     """torch.compile each block."""
-    deterministic: bool = False
+    deterministic: bool | Literal["layout-free"] = False
     """Use only the algorithms of torch whose results are the same in every run: slower on GPUs.
 
     An operation that has none is refused. Built-in models are deterministic on CPUs without it
-    (docs/precision.md).
+    (docs/precision.md). "layout-free": losses and weights have the same bits on 1, 2, 4, ...
+    data-parallel ranks (docs/layout-free.md).
     """
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""

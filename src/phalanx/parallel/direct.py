@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.parallel.data_parallel.gradient_tree import GradientTree
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
 from phalanx.parallel.loss_forward import MicrobatchLossForward
@@ -45,13 +46,18 @@ class DirectExecutor:
     ) -> None:
         """Forward and backward of each microbatch; ranks communicate during the last one only."""
         hooks, phases = self._context.hooks, self._context.phases
-        for index, batch in enumerate(microbatches):
+        order: Sequence[int] = range(len(microbatches))
+        tree = self._context.axes.find(GradientTree)
+        if tree is not None:
+            order = tree.order_microbatches(len(microbatches))
+        for index in order:
+            batch = microbatches[index]
             phases.microbatch = index
             with (
                 phases("prepare"),
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
-                hooks.open_microbatch_context(is_last=index == len(microbatches) - 1),
+                hooks.open_microbatch_context(is_last=index == order[-1]),
                 self._interceptor.drawing_in_microbatch(step, index, batch),
             ):
                 with (

@@ -110,7 +110,11 @@ def build_loss_normalizer(plan: Plan) -> LossNormalizer:
     scale = None
     if plan.loss_scaling is not None:
         scale = LossScale(plan.loss_scaling.initial, plan.loss_scaling.growth_steps)
-    return LossNormalizer(float(plan.targets_per_rank), scale)
+    targets = plan.targets_per_rank
+    if plan.is_layout_free:
+        # Of a microbatch: the same on any number of ranks.
+        targets //= plan.num_microbatches
+    return LossNormalizer(float(targets), scale)
 
 
 def require_valid_loss_scale_state(facts: Any, where: str) -> None:

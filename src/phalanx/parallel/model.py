@@ -224,9 +224,12 @@ class ParallelModel:
                 balance.scale = self._context.normalizer.loss_multiplier
             loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
 
+        losses: list[torch.Tensor] = []
+
         def add(loss: torch.Tensor, targets: torch.Tensor) -> None:
             loss_sum.add_(loss)
             num_targets.add_(targets)
+            losses.append(loss)
 
         with self._context.traffic.counting_step_traffic():
             self._executor.forward_backward(microbatches, objective, self.step, add)
@@ -235,6 +238,13 @@ class ParallelModel:
                 # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP
                 # leave to us.
                 self._context.optimizer_params.move_gradients_to_optimizer()
+        return self._build_local_loss(loss_sum, num_targets, losses)
+
+    def _build_local_loss(
+        self, loss_sum: torch.Tensor, num_targets: torch.Tensor, losses: list[torch.Tensor]
+    ) -> LocalLoss:
+        if self.plan.is_layout_free:
+            return LocalLoss(loss_sum, num_targets, tuple(losses))
         return LocalLoss(loss_sum, num_targets)
 
     @property
@@ -308,16 +318,18 @@ class ParallelModel:
     def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> LocalLoss:
         """Local sums without gradients. Every rank must hand in the same number of microbatches."""
         loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
+        losses: list[torch.Tensor] = []
         batches = (flatten_batch(batch, of_tensors=True) for batch in microbatches)
         try:
             for outcome in self._executor.evaluate(batches, objective):
                 if outcome is not None:
                     loss_sum += outcome[0]
                     num_targets += outcome[1]
+                    losses.append(outcome[0])
         finally:
             # No backward follows that would free the weights.
             self._context.hooks.run_release_weights_hooks()
-        return LocalLoss(loss_sum, num_targets)
+        return self._build_local_loss(loss_sum, num_targets, losses)
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""

@@ -42,10 +42,11 @@ class TransformOrder(IntEnum):
     COMPILE = 10  # after RECOMPUTE: the compiled forward is the one that recomputes
     REPLICATE = 11  # data parallelism wraps the changed blocks
     SHARD = 12
-    TIED_PARAMS = 13  # from here on: what the optimizer updates, which data parallelism decides
-    UNSHARDED_PARAMS = 14
-    ZERO1 = 15
-    OPTIMIZER_OFFLOAD = 16  # last: the other transforms decide what it copies to the host
+    GRADIENT_TREE = 13  # in place of both
+    TIED_PARAMS = 14  # from here on: what the optimizer updates, which data parallelism decides
+    UNSHARDED_PARAMS = 15
+    ZERO1 = 16
+    OPTIMIZER_OFFLOAD = 17  # last: the other transforms decide what it copies to the host
 
 
 class ModuleWithObjective(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,9 +53,13 @@ class StepReducer:
             # Flags travel with the sums: the step has one reduction, and all ranks act on the same
             # numbers.
             vector = torch.cat((vector, create_fp64_on_device(flags, vector.device)))
+            vector = torch.cat((vector, self._spread_losses(local_loss)))
         with self._phases("collective", "all_reduce step facts", axis=WORLD_AXIS):
             self._mesh.all_reduce_sum(vector)
-            loss_sum, num_targets, total_squares, *reduced_flags = vector.tolist()
+            loss_sum, num_targets, total_squares, *rest = vector.tolist()
+            reduced_flags = rest[: len(flags)]
+            if local_loss.by_microbatch:
+                loss_sum = math.fsum(rest[len(flags) :])
             self.finished_at = self._phases.clock.mark()
         stats = self._create_empty_stats(reduced_flags)
         # All ranks return here or none: they have one sum.
@@ -64,6 +69,9 @@ class StepReducer:
         # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
         # the mean is made a sum again, and that is divided by all targets.
         num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size
+        if self._context.plan.is_layout_free:
+            # Its gradients are a sum already.
+            num_ranks = 1
         factor = normalizer.gradient_multiplier(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
         # x - x is 0 but for NaN and infinities.
@@ -88,9 +96,22 @@ class StepReducer:
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""
-        vector = self._mesh.all_reduce_sum(torch.stack(self._zero_unless_tp_leader(local_loss)))
-        loss_sum, num_targets = vector.tolist()
+        vector = torch.stack(self._zero_unless_tp_leader(local_loss))
+        vector = torch.cat((vector, self._spread_losses(local_loss)))
+        loss_sum, num_targets, *losses = self._mesh.all_reduce_sum(vector).tolist()
+        if losses:
+            loss_sum = math.fsum(losses)
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)
+
+    def _spread_losses(self, local_loss: LocalLoss) -> torch.Tensor:
+        """The loss of each microbatch of all ranks, zero for those of the others: added over ranks
+        each is exact, and so is `math.fsum` of them, in any order. Empty where their sum may depend
+        on the number of ranks."""
+        losses = local_loss.by_microbatch
+        spread = local_loss.loss_sum.new_zeros(len(losses), self._mesh.world_size)
+        if losses:
+            spread[:, self._mesh.rank] = torch.stack(losses).double()
+        return spread.flatten()
 
     def _create_empty_stats(self, flags: Sequence[float]) -> StepStats:
         """A step without targets, and what was sent in it."""
@@ -118,6 +139,10 @@ class StepReducer:
         gradients, squares = collect_gradients_and_sum_squares(
             self._parameters.iterate_optimizer_parameters(), self._held
         )
+        if self._context.plan.is_layout_free:
+            # All ranks have all gradients. That of one alone is exact after the reduction, too:
+            # thirds of it need not be.
+            squares = squares * self._mesh.world_size * (self._mesh.rank == 0)
         # Of gradients in host memory the host has the number, and a copy of it costs a kernel.
         if squares.device != self._mesh.device:
             squares = create_fp64_on_device((squares.item(),), self._mesh.device)[0]

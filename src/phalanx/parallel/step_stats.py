@@ -15,6 +15,9 @@ class LocalLoss:
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
+    by_microbatch: tuple[torch.Tensor, ...] = ()
+    """The terms of `loss_sum`, where the bits of the sum over ranks must not depend on their
+    number."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import Layout
+from phalanx.plan.leaf_tree import LAYOUT_FREE
 from phalanx.plan.memory import activation_bytes, staging_bytes
 from phalanx.plan.memory_phases import find_peak_phase, predict_rank_memory_by_phase
 from phalanx.plan.pipeline.memory import (
@@ -193,6 +194,8 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
     ep = evaluator.work.ep
     # The simplest first: `choose_candidate` takes the first that fits.
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
+        if stage > 0 and job.train.deterministic == LAYOUT_FREE:
+            continue  # gradients are added whole
         if stage == 1 and ep > 1:
             continue  # experts are reduced over other ranks than the rest
         split = shard

@@ -127,6 +127,8 @@ class Plan:
     """None where pp is 1."""
     value_reasons: dict[str, str] = field(default_factory=dict)
     """Why a key of the job outside [parallel] has the value that the plan chose for it."""
+    is_layout_free: bool = False
+    """True where gradients are added along one tree, whatever rank has them."""
     step_time: StepTime | None = None
     """Predicted seconds of a step by term; None where nobody knows the devices or the model."""
 

@@ -32,6 +32,7 @@ from phalanx.plan.degrees import (
     choose_num_ranks,
 )
 from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.leaf_tree import LAYOUT_FREE, require_layout_free_is_possible
 from phalanx.plan.notes import list_headroom_notes, list_plan_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
 from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_pipeline_and_microbatches
@@ -128,6 +129,8 @@ def _build_evaluator(
     micro, num_microbatches = choose_micro_batch_size_and_count(
         job, ranks // degrees.model_parallel_size, requested
     )
+    if job.train.deterministic == LAYOUT_FREE:
+        require_layout_free_is_possible(job, shape, cluster.device, ranks)
     work = build_workload(
         job,
         shape,
@@ -220,6 +223,7 @@ def _build_plan_without_warnings(
         shape=shape.to_json(),
         pipeline=evaluator.build_pipeline_with_memory(chosen),
         loss_scaling=choose_loss_scaling(job),
+        is_layout_free=job.train.deterministic == LAYOUT_FREE,
     )
 
 

@@ -13,6 +13,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.user_dataset import is_own_dataset
+from phalanx.plan.leaf_tree import LAYOUT_FREE, LeafTree
 from phalanx.plan.rule_checks import combine_and_check_rules
 from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, find_matching_rule
 from phalanx.plan.segments import Segment
@@ -47,6 +48,7 @@ class Workload:
     cp_attention: str = "ring"
     is_compiled: bool = False
     ep: int = 1  # ranks that each have a part of every block's experts
+    gradient_copies: int = 1  # sums of gradients that wait to be added (plan.leaf_tree)
 
     @property
     def sequence_parts(self) -> int:
@@ -119,7 +121,14 @@ def build_workload(
         cp_attention=job.parallel.cp_attention,
         ep=ep,
         is_compiled=job.train.compile,
+        gradient_copies=_count_gradient_copies(job, num_microbatches),
     )
+
+
+def _count_gradient_copies(job: Job, num_microbatches: int) -> int:
+    if job.train.deterministic != LAYOUT_FREE:
+        return 1
+    return LeafTree.of_job(job).count_gradient_copies(num_microbatches)
 
 
 def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:

@@ -109,6 +109,7 @@ def _build_batch_share(
         data_parallel_rank=mesh.data_parallel_rank,
         done_steps=done_steps,
         done_samples=done_samples,
+        has_contiguous_held_out=plan.is_layout_free,
     )
 
 

@@ -247,7 +247,7 @@ def _reporting_errors_at_once(rank: RankContext) -> Iterator[None]:
     try:
         with (
             raising_error_of_checks(rank.checks),
-            raising_layout_error_for_nondeterminism(run.job.train.deterministic),
+            raising_layout_error_for_nondeterminism(bool(run.job.train.deterministic)),
         ):
             yield
     except BaseException as error:
@@ -317,7 +317,7 @@ def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> It
     default_s = SUPERVISED_RENDEZVOUS_TIMEOUT_S if rendezvous is None else RENDEZVOUS_TIMEOUT_S
     with (
         using_deterministic_algorithms(
-            job.train.deterministic, device=plan.device, compiles=plan.compile
+            bool(job.train.deterministic), device=plan.device, compiles=plan.compile
         ),
         open_mesh(
             plan.layout,
@@ -327,6 +327,10 @@ def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> It
             rendezvous_s=job.resilience.rendezvous_s or default_s,
         ) as mesh,
     ):
+        if plan.is_layout_free:
+            # Sums within an operation depend on how many threads share it, and that on how many
+            # ranks share a machine.
+            torch.set_num_threads(1)
         yield mesh
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from phalanx.core import registry
 from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding, shorten_to_one_line
@@ -173,6 +175,72 @@ def check_compression_reads_its_keys(job: Job) -> list[Finding]:
     return findings
 
 
+@declare_check(
+    "train.deterministic",
+    "train.micro_batch_size",
+    "train.global_batch_size",
+    asked_by=("train.deterministic",),
+)
+def check_layout_free_has_fixed_microbatches(job: Job) -> list[Finding]:
+    if job.train.deterministic != "layout-free":
+        return []
+    micro, batch = job.train.micro_batch_size, job.train.global_batch_size
+    if micro is None:
+        problem = '"layout-free" needs microbatches of one size on any number of ranks'
+        return [make_finding("train.deterministic", problem, "set train.micro_batch_size")]
+    if batch % micro:
+        problem = f"{micro} does not divide train.global_batch_size {batch}"
+        return [make_finding("train.micro_batch_size", problem, "set a divisor of it")]
+    return []
+
+
+@declare_check(
+    "train.deterministic",
+    "parallel.zero_stage",
+    "parallel.dp_shard",
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.compress",
+    "parallel.unused_parameters",
+    "parallel.dropout",
+    "parallel.offload",
+    "train.compile",
+    "precision.compute",
+    asked_by=("train.deterministic",),
+)
+def check_layout_free_is_proven(job: Job) -> list[Finding]:
+    """A finding for each key with which it is not known that bits are the same on any number of
+    ranks."""
+    if job.train.deterministic != "layout-free":
+        return []
+    of = job.parallel
+    values: dict[str, tuple[object, bool]] = {
+        f"parallel.{axis}": (degree, True)
+        for axis, degree in of.degrees.degrees_above_one("tp", "cp", "pp", "ep").items()
+    }
+    values |= {
+        "parallel.zero_stage": (of.zero_stage, of.zero_stage is not None),
+        "parallel.dp_shard": (of.dp_shard, (of.dp_shard or 1) > 1),
+        "parallel.compress": (of.compress, of.compress != "none"),
+        "parallel.unused_parameters": (of.unused_parameters, of.unused_parameters != "refuse"),
+        "parallel.dropout": (of.dropout, of.dropout != "global"),
+        "parallel.offload": (of.offload, of.offload != Job().parallel.offload),
+        "train.compile": (job.train.compile, job.train.compile),
+        "precision.compute": (job.precision.compute, job.precision.compute in ("fp16", "fp8")),
+    }
+    return [
+        make_finding(
+            "train.deterministic",
+            f'"layout-free" is not proven with {key} = {json.dumps(value)}',
+            f"leave {key} out, or set deterministic = true",
+        )
+        for key, (value, is_refused) in values.items()
+        if is_refused
+    ]
+
+
 # What is recomputed
 
 
@@ -220,6 +288,8 @@ CHECKS = (
     check_loss_scale_is_for_fp16,
     check_fp8_excludes_tp_and_pp,
     check_compression_reads_its_keys,
+    check_layout_free_has_fixed_microbatches,
+    check_layout_free_is_proven,
     check_every_k_has_recompute_every,
     check_recompute_budget_has_size,
 )

@@ -32,6 +32,7 @@ class DpReplicate:
         return (
             plan.layout.gradient_reduction_layout.data_parallel_size > 1
             and plan.parallel.zero_stage <= 1
+            and not plan.is_layout_free
         )
 
     def apply(self, context: ParallelContext) -> None:

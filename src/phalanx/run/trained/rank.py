@@ -151,7 +151,7 @@ def open_model_on_rank(payload: ModelPayload) -> Iterator[OpenedModel]:
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
     deterministic = using_deterministic_algorithms(
-        job.train.deterministic, device=plan.device, compiles=plan.compile
+        bool(job.train.deterministic), device=plan.device, compiles=plan.compile
     )
     with (
         deterministic,
