@@ -57,6 +57,7 @@ def needing_plans() -> list[Plan]:
         replace(plan(2, dp_replicate=2), compile=True),
         replace_activations(plan(2, dp_replicate=2), offload=True),
         plan(2, dp_replicate=2, offload="optimizer"),
+        replace(plan(2, dp_replicate=2), is_layout_free=True),
         replace(plan(2, dp_replicate=2), precision="fp8"),
     ]
 

@@ -49,7 +49,7 @@ class DirectExecutor:
         order: Sequence[int] = range(len(microbatches))
         tree = self._context.axes.find(GradientTree)
         if tree is not None:
-            order = tree.order_microbatches(len(microbatches))
+            order = tree.begin_step(len(microbatches))
         for index in order:
             batch = microbatches[index]
             phases.microbatch = index

@@ -91,6 +91,9 @@ class StepMoments:
         if self._is_sharded:
             keeps_shards = self._accumulates and self.work.options.accumulate == "sharded"
             return self.gradient_bytes if keeps_shards else 0
+        if self.work.gradient_copies:
+            # The sums that wait for a neighbour in the tree, at the last microbatch.
+            return (self.work.gradient_copies - 1) * self.gradient_bytes
         if self.num_readers > 1 or self._accumulates:
             return self.gradient_bytes
         return 0
@@ -208,8 +211,9 @@ class StepMoments:
             num_done = len(saved) - 1 - index
             gradients = self._standing_gradients
             # Whole ones of earlier microbatches go as a last microbatch makes these.
-            if not gradients and not self._whole_gradients:
-                gradients = self._block_gradients * num_done / len(saved)
+            is_beside = self.work.gradient_copies > 0
+            if is_beside or not (gradients or self._whole_gradients):
+                gradients += self._block_gradients * num_done / len(saved)
             communication = gathered + self._whole_gradients
             if self._is_sharded:
                 communication += first_weight
@@ -230,6 +234,8 @@ class StepMoments:
     def reduction(self) -> MomentBytes:
         """The end of the backward: FSDP reduces what lies outside of blocks, in fp32 beside the
         gradients themselves."""
+        if self.work.gradient_copies:
+            return MomentBytes(gradients=self.work.gradient_copies * self.gradient_bytes)
         if not self._is_sharded:
             return MomentBytes(gradients=self.gradient_bytes)
         reduced = self._root * (self.work.compute_bytes + 4)
@@ -241,10 +247,11 @@ class StepMoments:
         return self.gradient_bytes * self.shape.blocks_params / max(1, self.shape.num_params)
 
     def update(self) -> MomentBytes:
-        """The optimizer's update; of ZeRO-1 the gather of what ranks have updated, of which two
-        buckets are there at one time."""
+        """The optimizer's update; of ZeRO-1 the gather of what ranks have updated, and the exchange
+        along a tree of gradients, of which two buckets are there at one time."""
         buckets = 0.0
-        if self.zero_stage == 1 and self.dp_size > 1:
+        exchanges = self.work.gradient_copies > 0 and self.num_readers > 1
+        if exchanges or (self.zero_stage == 1 and self.dp_size > 1):
             updated_bytes = count_rank_params(self.shape, self.work.ep) * 4
             buckets = min(2 * self.work.options.bucket_mb * MIB, updated_bytes)
         return MomentBytes(gradients=self.gradient_bytes, communication=buckets)
@@ -280,6 +287,7 @@ def predict_rank_memory_by_phase(
     if device == "cpu" and work.copies_state:
         states["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
     if shape.activations is None:
+        states["gradients"] *= max(1, work.gradient_copies)
         only = adjust_memory_for_device(dict(states), shape, work, device, zero_stage)
         return {BETWEEN_STEPS: only}
     # FSDP keeps shards, too, and what is gathered of them counts as communication.
@@ -300,7 +308,7 @@ def predict_rank_memory_by_phase(
         [moments.final_norm(), *moments.blocks(), moments.reduction()],
         key=lambda moment: moment.total,
     )
-    has_buckets = zero_stage <= 1 and num_readers > 1
+    has_buckets = zero_stage <= 1 and num_readers > 1 and not work.gradient_copies
     highest = {
         BETWEEN_STEPS: MomentBytes(gradients=states["gradients"] if has_buckets else 0),
         FORWARD: moments.forward(),

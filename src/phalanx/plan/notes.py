@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, plural
 from phalanx.job.checks.experts import EXPERT_REDUCTION_REASON
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
@@ -23,6 +23,7 @@ from phalanx.plan.communication import (
 )
 from phalanx.plan.degrees import choose_cp_load_balance
 from phalanx.plan.explain import explain_pipeline
+from phalanx.plan.leaf_tree import LAYOUT_FREE, LeafTree
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
@@ -69,12 +70,32 @@ def list_plan_notes(
     notes.append(_describe_staging_copy(evaluator))
     notes.append(_describe_offload_host_memory(evaluator, chosen))
     notes += list_compression_notes(job, shape, evaluator.num_ranks)
+    notes.append(_describe_layout_free(job, evaluator))
     waits_on_host = work.offloads_activations and evaluator.device == "cuda"
     if waits_on_host and shape.activations is not None:
         size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
         notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
     notes.append(resolve_peak_learning_rate(job).why or "")
     return [line for line in notes if line]
+
+
+def _describe_layout_free(job: Job, evaluator: CandidateEvaluator) -> str:
+    """The cost of train.deterministic = "layout-free"; empty for other jobs."""
+    if job.train.deterministic != LAYOUT_FREE:
+        return ""
+    tree, work = LeafTree.of_job(job), evaluator.work
+    gradients = 4 * round(evaluator.shape.num_params * evaluator.shape.trained_share)
+    text = (
+        "layout-free: the gradients of"
+        f" {plural(tree.num_leaves, 'microbatch', 'microbatches')} of {work.micro_batch_size} are"
+        f" added along one tree: the same bits on up to {plural(tree.num_classes, 'rank')} (powers"
+        f" of two), {plural(work.gradient_copies, 'set')} of gradients"
+        f" ({format_bytes(work.gradient_copies * gradients)}) at one time on each, one thread"
+    )
+    if evaluator.num_ranks > 1:
+        sent = 2 * gradients * (evaluator.num_ranks - 1) / evaluator.num_ranks
+        text += f"; each sends {format_bytes(round(sent))} per step, after the backward"
+    return text
 
 
 def _explain_untraced_module(shape: ModelCosts) -> str:

@@ -48,7 +48,8 @@ class Workload:
     cp_attention: str = "ring"
     is_compiled: bool = False
     ep: int = 1  # ranks that each have a part of every block's experts
-    gradient_copies: int = 1  # sums of gradients that wait to be added (plan.leaf_tree)
+    # With train.deterministic = "layout-free" the most sets of gradients at one time; else 0.
+    gradient_copies: int = 0
 
     @property
     def sequence_parts(self) -> int:
@@ -127,7 +128,7 @@ def build_workload(
 
 def _count_gradient_copies(job: Job, num_microbatches: int) -> int:
     if job.train.deterministic != LAYOUT_FREE:
-        return 1
+        return 0
     return LeafTree.of_job(job).count_gradient_copies(num_microbatches)
 
 

@@ -233,8 +233,8 @@ def check_layout_free_is_proven(job: Job) -> list[Finding]:
     return [
         make_finding(
             "train.deterministic",
-            f'"layout-free" is not proven with {key} = {json.dumps(value)}',
-            f"leave {key} out, or set deterministic = true",
+            f'train.deterministic = "layout-free" is not proven with {key} = {json.dumps(value)}',
+            f"leave {key} out, or set train.deterministic=true",
         )
         for key, (value, is_refused) in values.items()
         if is_refused

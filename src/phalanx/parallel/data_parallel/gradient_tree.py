@@ -46,39 +46,25 @@ class GradientTree:
 
     def __init__(self, context: ParallelContext) -> None:
         plan = context.plan
-        self._tree = LeafTree(plan.num_microbatches * plan.layout.data_parallel_size)
         self._num_ranks = plan.layout.data_parallel_size
-        self._data_parallel_rank = context.mesh.data_parallel_rank
         self._parameters = {
             p: full_name(name)
             for name, p in context.root.module.named_parameters()
             if p.requires_grad
         }
-        self._stack = PartialSums(self._tree.leaves_per_class)
+        self._sums = PartialSums(leaves_per_class=1)
         self._context = context
         self._exchange: TreeExchange | None = None
         if self._num_ranks > 1:
             group = context.mesh.data_parallel_group()
             self._exchange = TreeExchange(group, choose_bucket_bytes(plan), context.phases)
 
-    @property
-    def num_leaves(self) -> int:
-        """Microbatches of a step over all ranks."""
-        return self._tree.num_leaves
-
-    def find_leaves_of_rank(self) -> list[int]:
-        """The numbers of this rank's microbatches among those of all ranks."""
-        return list(range(self._data_parallel_rank, self.num_leaves, self._num_ranks))
-
-    def order_microbatches(self, num_microbatches: int) -> Sequence[int]:
-        """The order in which this rank takes the microbatches of a step."""
-        if num_microbatches * self._num_ranks != self.num_leaves:
-            raise LayoutError(
-                f"a step of {num_microbatches} microbatches, and the plan has"
-                f" {self.num_leaves // self._num_ranks} for each rank",
-                fix='give as many, or leave train.deterministic = "layout-free"',
-            )
-        return self._tree.order_microbatches(num_microbatches)
+    def begin_step(self, num_microbatches: int) -> Sequence[int]:
+        """The order in which this rank takes the microbatches of a step; every rank has as
+        many."""
+        tree = LeafTree(num_microbatches * self._num_ranks)
+        self._sums = PartialSums(tree.leaves_per_class)
+        return tree.order_microbatches(num_microbatches)
 
     def take_gradients_of_microbatch(self) -> None:
         """Raises LayoutError for parameters without a gradient: others may have one."""
@@ -92,7 +78,7 @@ class GradientTree:
             gradients.append(parameter.grad)
             parameter.grad = None
         with torch.no_grad():
-            self._stack.add(gradients)
+            self._sums.add(gradients)
 
     @torch.no_grad()
     def finish_sum(self) -> None:
@@ -104,7 +90,7 @@ class GradientTree:
                 f" {next(iter(drawing.values()))}",
                 fix='draw by dropout alone, or leave train.deterministic = "layout-free"',
             )
-        total = self._stack.take_total()
+        total = self._sums.take_total()
         if self._exchange is not None:
             num_bytes = sum(gradient.nbytes for gradient in total)
             self._context.traffic.gradients.add_all_reduce(num_bytes, self._num_ranks)
@@ -140,6 +126,11 @@ class PartialSums:
             torch._foreach_add_(earlier, total)
             level, total = level + 1, earlier
         self._waiting.append((level, total))
+
+    @property
+    def num_held(self) -> int:
+        """Sets of gradients that wait for others."""
+        return len(self._waiting) + (self._num_in_class > 0)
 
     def take_total(self) -> Gradients:
         """The sum over all; then nothing is held any more."""

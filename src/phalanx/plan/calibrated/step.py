@@ -165,6 +165,9 @@ class _CalibratedStepEstimator:
             reduce_s = _estimate_bucketed_all_reduce_s(rates, num_bytes, ranks)
             backward_s = terms.total_s / max(1, plan.num_microbatches) * 2 / 3
             hidden_s = rates.hidden_all_reduce_share(ranks) * min(reduce_s, backward_s)
+            if plan.is_layout_free:
+                # After the last backward; each part is copied into a bucket and out of it.
+                hidden_s = -rates.copy_s(4 * num_bytes)
             terms.add("dp exposed", reduce_s - hidden_s)
         if stage == 1:
             gather_s = rates.collective_s("all_gather", num_bytes, ranks)

@@ -278,7 +278,8 @@ class DryStepRunner:
         num_microbatches, collectives = self._plan.num_microbatches, self._tracker.collectives
         assert collectives is not None
         num_traced = num_microbatches
-        if self._plan.layout.pp == 1:
+        # Along a tree of gradients each microbatch leaves other sums.
+        if self._plan.layout.pp == 1 and not self._plan.is_layout_free:
             num_traced = min(num_microbatches, NUM_DIFFERENT)
         stats = self.run(1, num_traced)
         if num_traced < num_microbatches:
