@@ -99,7 +99,11 @@ def test_ranks_must_have_whole_branches() -> None:
     ("cluster", "overrides", "words"),
     [
         (Cluster("cuda", 2, 2**36), [], "proven on CPUs alone"),
-        (CPU, ["model.num_experts=4", "model.expert_ffn_dim=32", "model.experts_per_token=2"], "not proven with experts"),
+        (
+            CPU,
+            ["model.num_experts=4", "model.expert_ffn_dim=32", "model.experts_per_token=2"],
+            "not proven with experts",
+        ),
     ],
 )
 def test_what_is_not_proven_is_refused_by_the_plan(
