@@ -116,7 +116,8 @@ def _explain_missing_section(name: str, raw: str, index: int) -> Finding:
 def takes_only_strings(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
     arms = split_union_types(find_key_annotation(path))
-    # A number or a word (lr: 1e-3 or "auto"), or true or a word: as TOML, which leaves a bare word what it is.
+    # A number or a word (lr: 1e-3 or "auto"), or true or a word: as TOML, which leaves a bare word
+    # what it is.
     if int in arms or float in arms or bool in arms:
         return False
     return any(map(_is_string_type, arms))
