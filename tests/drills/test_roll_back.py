@@ -60,6 +60,19 @@ def flipping(outputs, batch):
                 found.data.view(torch.int32)[0, 0] ^= 1 << 18
                 break
     return exact(outputs, batch)
+
+
+def flipping_moment(outputs, batch):
+    global calls
+    calls += 1
+    if os.environ["PHALANX_ATTEMPT"] == "0" and os.environ["RANK"] == "1" and calls == 23:
+        for found in gc.get_objects():
+            if isinstance(found, torch.optim.Optimizer):
+                state = next(iter(found.state.values()))
+                moment = state["exp_avg"]
+                getattr(moment, "_local_tensor", moment).view(torch.int32).view(-1)[3] ^= 1 << 22
+                break
+    return exact(outputs, batch)
 """
 
 
@@ -164,6 +177,33 @@ def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) ->
     assert weights(run_dir) == weights(folder / "straight")
     last = {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
     assert last == loss_curve(folder / "straight")
+
+
+def test_memory_that_one_rank_alone_holds(folder: Path) -> None:
+    """A bit of the optimizer's state under ZeRO-3, which no other rank has. Reference: the same
+    without the flip."""
+    more = ("parallel.ranks=2", "parallel.dp_shard=2", "train.steps=40")
+    checked = ("model.objective=poison:flipping_moment", "resilience.check_memory_every=1")
+    first, second = run_all(
+        [
+            arguments("shards", "model.objective=poison:spiky", *more),
+            arguments("flipped shard", *checked, *more),
+        ],
+        folder,
+    )
+    assert first.code == second.code == 0, first.err + second.err
+    run_dir = folder / "flipped shard"
+    (back,) = [e.event for e in events(run_dir, RolledBack)]
+    assert (back.cause, back.failed_rank, back.step, back.not_after_step) == (
+        "corruption",
+        1,
+        23,
+        21,
+    )
+    (odd,) = [e.event for e in events(run_dir, InvariantChecked) if not e.event.ok]
+    assert (odd.name, odd.step, odd.ranks) == ("memory_unchanged", 22, [1])
+    assert odd.tensors[0].endswith(" exp_avg")
+    assert weights(run_dir) == weights(folder / "shards")
 
 
 @pytest.mark.long

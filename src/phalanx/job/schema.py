@@ -571,6 +571,9 @@ class Resilience(Section):
     on_corruption: Literal["warn", "rollback"] = "rollback"
     """When replicas that had the same bits have others: say so, or go back to the newest checkpoint
     of when they were equal."""
+    check_memory_every: Count = 0
+    """Steps between checks that parameters and the optimizer's state have not changed since the
+    last update, on each rank, also of what no other rank holds; 0: none. 1 checks all steps."""
     max_rollbacks: Count = 3
     """Times that a run goes back by itself; then it says so and goes on."""
     max_skipped_steps: Count = 100

@@ -10,6 +10,7 @@ DESCRIPTION_OF_INVARIANT = {
     "parameters_moved": "each parameter that had to move in an update did",
     "optimizer_parameters": "the optimizer has the parameters that the model trains",
     "replicas_equal": "ranks that hold the same weights hold the same bits",
+    "memory_unchanged": "a rank's part of the state has the bits that its last update left",
     "targets_counted": "the loss counted the targets of the batch",
     "expert_loads": "the loads of experts add up to the choices of the batch",
 }
@@ -37,6 +38,11 @@ def describe_failed_check(event: InvariantChecked) -> str:
             return (
                 f"{start}{_describe_failed_tensors(event)} has other bits on"
                 f" {_describe_failed_ranks(event)} than on others that hold the same part of it"
+            )
+        case "memory_unchanged":
+            return (
+                f"{start}{_describe_failed_tensors(event)} has other bits before the next update"
+                f" than after this one, on {_describe_failed_ranks(event)}"
             )
         case "targets_counted":
             return (

@@ -21,6 +21,7 @@ from phalanx.train.count_checks import (
     is_rank_counting_its_samples,
     map_routers_by_name,
 )
+from phalanx.train.memory_checks import MemoryChecks
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
@@ -30,7 +31,7 @@ NUM_BATCH_COUNT_FLAGS = 2
 """Numbers that `RunInvariants.count_batch_for_reduction` adds to the flags of a step."""
 
 
-NUM_CORRUPTION_FLAGS = 2
+NUM_CORRUPTION_FLAGS = 4
 """Numbers of `RunInvariants.build_corruption_flags`."""
 
 
@@ -69,12 +70,15 @@ class RunInvariants:
         # The last step in which replicas were found equal, and what was found since.
         self._equal_step = -1
         self._corruption_flags = (0.0, 0.0)
+        self._memory: MemoryChecks | None = None
 
     def start(self) -> None:
         """Begin with the next step. Collective."""
         if self._job.observe.invariants_every:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
+        if self._job.resilience.check_memory_every:
+            self._memory = MemoryChecks(self._state)
 
     def count_batch_for_reduction(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
         """Numbers of this rank's part of the batch, for the reduction of the step:
@@ -94,10 +98,35 @@ class RunInvariants:
         return replace(facts, flags=facts.flags[:-NUM_BATCH_COUNT_FLAGS])
 
     def build_corruption_flags(self) -> tuple[float, ...]:
-        """What rank 0 has found of replicas that were equal and are so no longer, for the
-        reduction of the step: NUM_CORRUPTION_FLAGS numbers, zeros where there is nothing."""
+        """What was found, for the reduction of the step: NUM_CORRUPTION_FLAGS numbers, zeros where
+        there is nothing.
+
+        Rank 0 tells of replicas that were equal and are so no longer; each rank of its own memory,
+        if that has changed since the last update.
+        """
         flags, self._corruption_flags = self._corruption_flags, (0.0, 0.0)
-        return flags
+        return *flags, *self._check_own_memory()
+
+    def _check_own_memory(self) -> tuple[float, float]:
+        if self._memory is None:
+            return 0.0, 0.0
+        changed = self._memory.find_changed_tensors()
+        if not changed:
+            return 0.0, 0.0
+        rank = self._mesh.rank
+        self._bus.emit(
+            InvariantChecked(
+                step=self._memory.digested_step,
+                name="memory_unchanged",
+                ok=False,
+                num_failed=1,
+                num_tensors=len(changed),
+                tensors=changed[:MAX_NAMED_PARAMETERS],
+                ranks=[rank],
+                looked_at="parameters and the optimizer's state of this rank between two updates",
+            )
+        )
+        return 1.0, float(rank)
 
     def digest_before_update(self) -> None:
         """Before the update of the next step."""
@@ -106,6 +135,11 @@ class RunInvariants:
 
     def finish_step(self, facts: StepStats) -> None:
         """After a step that is done, applied or not. Collective."""
+        if self._memory is not None:
+            every = self._job.resilience.check_memory_every
+            if self._state.step % every == 0:
+                with self._state.model.phases("record"):
+                    self._memory.digest_after_step()
         if self._weights is None:
             return
         step = self._state.step
@@ -303,7 +337,21 @@ def request_roll_back_if_corrupted(flags: Sequence[float], step: int) -> None:
 
     `flags`: the sums over ranks of `build_corruption_flags`.
     """
-    code, equal_step = flags
+    code, equal_step, num_changed, sum_of_ranks = flags
+    if num_changed:
+        # What was saved of that step may have been written after it had changed.
+        raise RollBackRequest(
+            RollBack(
+                kind="corruption",
+                step=step,
+                not_after_step=step - 2,
+                why=(
+                    f"the state of {plural(int(num_changed), 'rank')} has changed between the"
+                    f" updates of steps {step - 1} and {step}"
+                ),
+                rank=int(sum_of_ranks) if num_changed == 1 else -1,
+            )
+        )
     if not code:
         return
     rank = int(code) - 2
