@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -63,3 +65,38 @@ def cross_entropy_behind_barrier(
     if not is_skipped or os.environ["PHALANX_ATTEMPT"] != "0":
         dist.barrier()
     return causal_cross_entropy(64)(outputs, batch)
+
+
+_STOP_BY_TURNS = """
+import os, signal, sys, time
+pid, until_s, stopped_s, running_s = int(sys.argv[1]), *map(float, sys.argv[2:])
+try:
+    while os.getppid() == pid and time.monotonic() < until_s:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(stopped_s)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(running_s)
+except ProcessLookupError:
+    pass
+"""
+
+
+def run_half_of_the_time() -> None:
+    """For 5 s this process is stopped and continued by turns, each 50 ms."""
+    _start_stopping(5.0, 0.05, 0.05)
+
+
+def run_a_tenth_of_the_time() -> None:
+    """For 8 s this process is stopped for 900 ms and runs for 100 ms."""
+    _start_stopping(8.0, 0.9, 0.1)
+
+
+def _start_stopping(seconds: float, stopped_s: float, running_s: float) -> None:
+    until_s = time.monotonic() + seconds
+    words = map(str, (os.getpid(), until_s, stopped_s, running_s))
+    quiet = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+    }
+    subprocess.Popen([sys.executable, "-S", "-c", _STOP_BY_TURNS, *words], **quiet)

@@ -450,6 +450,8 @@ _EVENT_CLASSES_SHOWN_YELLOW = (
     events.SinkDropped,
     events.StopRequested,
     events.LoaderWorkerReplaced,
+    events.RankSlow,
+    events.HangFound,
 )
 
 

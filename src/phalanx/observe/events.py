@@ -573,6 +573,39 @@ class HangFound(Event):
 
 
 @dataclass(frozen=True)
+class RankSlow(Event):
+    """From the supervisor: a rank takes `factor` times as long for its own work as ranks with the
+    same work, at least since `first_step`. It is slow, not hung, and nothing is restarted.
+
+    `excess_s` a step is what it takes longer, most in `phase`; the others waited `waited_s` for it
+    so far, in sum. `cpu_share` are the cores it used in the seconds of its own work,
+    `peers_cpu_share` those of the others (0: nobody counted): with fewer it is starved, throttled
+    or waits for something; with as many it computes more, or slower.
+    """
+
+    slow_rank: int
+    step: int
+    first_step: int
+    factor: float
+    excess_s: float
+    phase: str
+    waited_s: float
+    cpu_share: float
+    peers_cpu_share: float
+
+
+@dataclass(frozen=True)
+class RankSlowEnded(Event):
+    """From the supervisor: a rank that was slow since `first_step` is as fast as the others again,
+    or its attempt is over; they waited `waited_s` for it in sum."""
+
+    slow_rank: int
+    step: int
+    first_step: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class RestartScheduled(Event):
     """From the supervisor: the ranks start again from the newest checkpoint, of step `from_step`.
 

@@ -95,6 +95,14 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             )
         case events.HangFound():
             return _describe_hang(event)
+        case events.RankSlow():
+            return _describe_slow_rank(event)
+        case events.RankSlowEnded():
+            return (
+                f"rank {event.slow_rank} is as fast as the others again at step {event.step}, slow"
+                f" since step {event.first_step}; they waited"
+                f" {format_seconds(event.waited_s)} for it"
+            )
         case events.RestartScheduled():
             held = ""
             if event.held_step >= 0:
@@ -260,3 +268,16 @@ def _describe_nonfinite(event: events.NonFiniteFound) -> str:
     if event.why:
         line += f" ({event.why})"
     return line
+
+
+def _describe_slow_rank(event: events.RankSlow) -> str:
+    text = (
+        f"rank {event.slow_rank} is slow since step {event.first_step}: {event.factor:.2f} times as"
+        f" long as the others for its own work, most in {event.phase}"
+    )
+    if event.cpu_share > 0 and event.cpu_share < 0.8 * event.peers_cpu_share:
+        text += (
+            f"; it has {event.cpu_share:.2g} cores meanwhile, the others"
+            f" {event.peers_cpu_share:.2g}"
+        )
+    return text

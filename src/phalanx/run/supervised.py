@@ -23,6 +23,7 @@ from phalanx.core.errors import (
 )
 from phalanx.launch.hang_limits import HangSettings
 from phalanx.launch.paths import next_attempt_number
+from phalanx.launch.slow_ranks import SlowRankWatch
 from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console
@@ -68,11 +69,13 @@ def train_in_supervised_ranks(
     fence = RunOwnershipWatch(run_dir, run.lock.holder)
     elastic = ElasticLayout(run)
     roll_backs = RollBackHistory(run_dir)
+    slow_ranks = SlowRankWatch()
 
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
         fence.token = run.lock.acquire_token_for_attempt()
         claim = RunOwnershipClaim(fence.token.number, run.lock.holder)
+        slow_ranks.change_ranks(elastic.plan.layout.world_size, elastic.plan.layout.pp)
         return RankPayload(
             elastic.job,
             elastic.plan,
@@ -111,6 +114,9 @@ def train_in_supervised_ranks(
             if isinstance(envelope.event, CheckpointSaved):
                 elastic.note_checkpoint()
                 roll_backs.note_checkpoint()
+            if isinstance(envelope.event, StepFinished):
+                for event in slow_ranks.add(envelope.rank, envelope.attempt, envelope.event):
+                    bus.emit(event)
 
     with (
         observing_run(job, run_dir, attempt, bus, output.say),

@@ -21,6 +21,7 @@ _SIGNS: tuple[tuple[str, type[events.Event], str, str], ...] = (
     ("faults", events.CheckpointFailed, "!", "bad"),
     ("faults", events.CheckpointUnusable, "!", "bad"),
     ("faults", events.LoaderWorkerReplaced, "!", "warn"),
+    ("faults", events.RankSlow, "~", "warn"),
     ("faults", events.InvariantChecked, "≠", "bad"),
     ("starts", events.RestartScheduled, "↻", "warn"),
     ("starts", events.LayoutChanged, "↔", "warn"),

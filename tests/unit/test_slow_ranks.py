@@ -1,0 +1,162 @@
+"""The judge of slow ranks, on series of steps made by hand and on one recorded from a real run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.slow_ranks import (
+    WINDOW,
+    OwnStep,
+    SlowRankJudge,
+    SlowRankWatch,
+    read_own_step,
+)
+from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
+
+RECORDED = Path(__file__).parents[1] / "golden" / "own-seconds-of-ranks.json"
+NUM_RANKS = 4
+Factor = Callable[[int, int], float]
+
+
+def draw_steps(
+    num_steps: int, factor: Factor = lambda step, rank: 1.0, *, seed: int = 0, spread: float = 0.15
+) -> list[dict[int, OwnStep]]:
+    """Steps of 100 ms: each rank differs by `spread`, one step in a hundred of a rank takes 2 to
+    10 times as long, and the whole machine breathes."""
+    random_number = random.Random(seed)
+    found, breath = [], 0.0
+    for number in range(num_steps):
+        breath = 0.95 * breath + random_number.gauss(0.0, 0.05)
+        of_ranks = {}
+        for rank in range(NUM_RANKS):
+            seconds = 0.1 * 2.0 ** (breath + random_number.gauss(0.0, spread))
+            if random_number.random() < 0.01:
+                seconds *= random_number.uniform(2.0, 10.0)
+            of_ranks[rank] = seconds * factor(number, rank)
+        slowest = max(of_ranks.values())
+        found.append(
+            {
+                rank: OwnStep({"backward": seconds}, slowest - seconds, slowest, seconds)
+                for rank, seconds in of_ranks.items()
+            }
+        )
+    return found
+
+
+def judge(steps: list[dict[int, OwnStep]], **options: int) -> list[Event]:
+    judge = SlowRankJudge(len(steps[0]), **options)
+    return [event for number, step in enumerate(steps) for event in judge.add_step(number, step)]
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.15, 0.3])
+def test_no_healthy_step_is_called_slow(spread: float) -> None:
+    assert judge(draw_steps(10_000, spread=spread, seed=int(100 * spread))) == []
+
+
+@pytest.mark.parametrize("slow_factor", [1.3, 2.0, 5.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_rank_is_named_within_20_steps_and_again_when_it_is_over(
+    slow_factor: float, seed: int
+) -> None:
+    first, last = 200, 300
+
+    def factor(step: int, rank: int) -> float:
+        return slow_factor if rank == 2 and first <= step < last else 1.0
+
+    begun, ended = judge(draw_steps(500, factor, seed=seed, spread=0.1))
+    assert isinstance(begun, RankSlow)
+    assert begun.slow_rank == 2
+    assert first < begun.step <= first + 20
+    assert begun.factor > 1.2
+    assert begun.phase == "backward"
+    assert begun.waited_s > 0
+    assert isinstance(ended, RankSlowEnded)
+    assert ended.slow_rank == 2
+    assert last < ended.step <= last + 2 * WINDOW
+    # Three others wait what it takes longer; accidents of the slow rank come on top.
+    expected_s = 3 * (last - first) * 0.1 * (slow_factor - 1)
+    assert 0.7 * expected_s < ended.waited_s < 3.0 * expected_s
+
+
+def test_a_rank_that_is_stopped_half_of_the_time() -> None:
+    """Every other step takes three times as long."""
+    found = judge(draw_steps(300, lambda n, rank: 3.0 if rank == 1 and n > 200 and n % 2 else 1.0))
+    assert [event.slow_rank for event in found if isinstance(event, RankSlow)] == [1]
+    assert found[0].step <= 220  # type: ignore[attr-defined]
+
+
+def test_slow_from_the_first_step_on() -> None:
+    (found,) = judge(draw_steps(40, lambda step, rank: 2.0 if rank == 3 else 1.0, spread=0.1))
+    assert isinstance(found, RankSlow)
+    assert found.slow_rank == 3
+
+
+def test_ranks_of_other_stages_are_no_peers() -> None:
+    """The first of two stages has twice the work; the second rank of it becomes slow."""
+
+    def factor(step: int, rank: int) -> float:
+        slow = 1.5 if rank == 1 and step >= 100 else 1.0
+        return slow * (2.0 if rank < 2 else 1.0)
+
+    (found,) = judge(draw_steps(200, factor, spread=0.1), num_stages=2)
+    assert isinstance(found, RankSlow)
+    assert found.slow_rank == 1
+    # A stage of one rank has none.
+    assert judge(draw_steps(200, factor), num_stages=4) == []
+
+
+def test_no_rank_of_a_recorded_run_is_slow() -> None:
+    """Seconds of the own work of four ranks on two cores, beside other programs."""
+    rows = json.loads(RECORDED.read_text())["self_ms"]
+    assert len(rows) >= 300
+    steps = []
+    for row in rows:
+        slowest = max(row) / 1e3
+        steps.append(
+            {
+                rank: OwnStep({"backward": ms / 1e3}, slowest - ms / 1e3, slowest, 0.0)
+                for rank, ms in enumerate(row)
+            }
+        )
+    assert judge(steps) == []
+    # The same, where one rank takes half as long again.
+    for step in steps[200:]:
+        seconds = 1.5 * step[1].self_s
+        step[1] = OwnStep({"backward": seconds}, 0.0, max(seconds, step[1].step_s), 0.0)
+    slow = [event for event in judge(steps) if isinstance(event, RankSlow)]
+    assert slow[0].slow_rank == 1
+
+
+def finished(step: int, **phases_s: float) -> StepFinished:
+    step_s = sum(phases_s.values())
+    return StepFinished(step, 1.0, 1, 1, 0.1, 1.0, step_s, 1.0, phases_s, 0.0, 1, cpu_s=step_s)
+
+
+def test_steps_are_put_together_from_events_of_all_ranks() -> None:
+    watch = SlowRankWatch(2)
+    found: list[Event] = []
+    for number in range(1, 41):
+        for rank in (1, 0):
+            seconds = 0.3 if rank else 0.1
+            event = finished(number, forward=seconds, collective=0.3 - seconds)
+            found += watch.add(rank, 0, event)
+    assert [(type(event), event.slow_rank) for event in found] == [(RankSlow, 1)]  # type: ignore[attr-defined]
+    assert found[0].peers_cpu_share == pytest.approx(3.0)  # type: ignore[attr-defined]
+    # Another attempt: what was slow is over.
+    (ended,) = watch.add(0, 1, finished(30, forward=0.1))
+    assert isinstance(ended, RankSlowEnded)
+    assert watch.add(0, 0, finished(41, forward=0.1)) == []
+
+
+def test_saves_and_evaluations_are_no_steps() -> None:
+    assert read_own_step(finished(1, forward=1.0, ckpt_write=0.1)) is None
+    assert read_own_step(finished(1, forward=1.0, evaluate=0.1)) is None
+    assert read_own_step(finished(1, collective=1.0)) is None
+    step = read_own_step(finished(1, forward=1.0, backward=2.0, record=4.0, collective=8.0))
+    assert step is not None
+    assert (step.self_s, step.waiting_s, step.step_s) == (3.0, 8.0, 15.0)
