@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import SLACK, TINY, Done, environment, events, loss_curve, run, survivors, weights
-from phalanx.observe.events import HangFound, RankFailed, RanksStarted
+from phalanx.observe.events import HangFound, RankFailed, RankSlow, RanksStarted
 
 HERE = Path(__file__).parent
 STEPS = 30
@@ -148,3 +148,30 @@ def test_one_of_four_ranks_at_the_usual_limit(folder: Path, fault: str) -> None:
     assert (found.event.hang_kind, found.event.culprits) == (kind, [2]), found.event.report
     assert found.event.detected_s <= SLACK * 5.0
     assert loss_curve(folder / name).keys() == set(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "run_half_of_the_time",
+        pytest.param("run_a_tenth_of_the_time", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, fault: str) -> None:
+    num_steps, first = 200, 50
+    done = train(
+        folder,
+        fault,
+        f"train.steps={num_steps}",
+        "checkpoint.every_steps=1000",
+        inject(f"hanging_code:{fault}", 1, first, "prepare"),
+        "resilience.hang_s=none",
+    )
+    assert done.code == 0, done.err
+    run_dir = folder / fault
+    assert not events(run_dir, HangFound)
+    assert not events(run_dir, RankFailed)
+    (slow, *_) = [e.event for e in events(run_dir, RankSlow) if e.event.step >= first]
+    assert slow.slow_rank == 1
+    assert slow.step <= first + SLACK * 20
+    assert slow.factor > 1.3

@@ -233,7 +233,10 @@ class AttemptWatch:
         )
         self._server.link.send(order)
         while not self._has_attempt_ended():
-            reports, signals = self._waiter.wait(self._server.link, self._find_next_deadline())
+            until = self._find_next_deadline()
+            if self._progress is not None:
+                until = min(until, self._progress.find_next_look_s())
+            reports, signals = self._waiter.wait(self._server.link, until)
             for report in reports:
                 self._handle_server_report(report)
             for number in signals:

@@ -6,7 +6,8 @@ that is alive and writes nothing makes none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +37,14 @@ from phalanx.launch.hang_limits import (
     choose_limit,
 )
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.processor_watch import ProcessorWatch
 from phalanx.launch.rank_activity import (
     QuietTime,
     read_written_and_read_bytes,
     sample_process,
 )
 from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.observe.events import Event
 from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus
 from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits, judge_ranks
 from phalanx.observe.where_words import describe_collective, describe_waits
@@ -81,16 +84,26 @@ class ProgressWatch:
     """Looks at the ranks of one attempt after another. The durations of steps are of the whole
     run."""
 
-    def __init__(self, run_dir: Path, settings: HangSettings) -> None:
-        self._run_dir, self._settings = run_dir, settings
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: HangSettings,
+        emit: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._run_dir, self._settings, self._emit = run_dir, settings, emit
         self._durations = StepDurations()
         self._pids: tuple[int, ...] = ()
+        self._positions: dict[int, LastPosition] = {}
+        self._processors = ProcessorWatch((), 0.0)
         self.begin_attempt((), 0.0)
 
     def begin_attempt(self, pids: Sequence[int], now_s: float) -> None:
         """Begin to watch the processes `pids`, by rank, which were just started."""
+        for event in self._processors.end():
+            self._emit(event)
         self._pids = tuple(pids)
-        self._positions: dict[int, LastPosition] = {}
+        self._processors = ProcessorWatch(pids, now_s, self._read_step)
+        self._positions = {}
         self._quiet = {rank: QuietTime() for rank in range(len(pids))}
         self._usual_cpu_share: dict[int, float] = {}
         self._bytes_before: dict[int, int] = {}
@@ -103,6 +116,7 @@ class ProgressWatch:
     def poll(self, now_s: float, finished: Collection[int] = ()) -> HangVerdict | None:
         """Look at the ranks if that is due; the verdict once they hang. `finished`: ranks whose
         work is done by their own word."""
+        self._look_at_processors(now_s)
         is_due = now_s >= self._polled_s + POLL_INTERVAL_S
         if not self._pids or not self._settings.is_on or not is_due:
             return None
@@ -125,6 +139,26 @@ class ProgressWatch:
         if silent_s < limit_s:
             return None
         return self._judge(HangLimit(limit_s, limit.busy_s, limit.why), silent_s, now_s, finished)
+
+    def find_next_look_s(self) -> float:
+        """Monotonic seconds at which the ranks should be looked at again."""
+        if not self._pids or not self._settings.is_on:
+            return math.inf
+        return self._processors.next_look_s
+
+    def _look_at_processors(self, now_s: float) -> None:
+        if not self._settings.is_on:
+            return
+        # Positions are not older than a poll.
+        steps = [position.step for position in self._positions.values()]
+        has_begun = len(steps) == len(self._pids) and min(steps, default=0) > 0
+        for event in self._processors.look(now_s, has_begun=has_begun):
+            self._emit(event)
+
+    def _read_step(self, rank: int) -> int:
+        self._read_positions()
+        position = self._positions.get(rank)
+        return 0 if position is None else max(position.step, 0)
 
     def _read_positions(self) -> None:
         for rank in range(len(self._pids)):

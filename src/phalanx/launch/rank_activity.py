@@ -115,6 +115,11 @@ def sample_process(pid: int, *, with_helpers: bool = False) -> ProcessSample | N
     return ProcessSample(main_thread[0], _sum_cpu_s(main_thread), _sum_cpu_s(process), runs_helper)
 
 
+def read_letter(pid: int) -> str:
+    """The kernel's letter for what the main thread of a process does; empty where there is none."""
+    return "".join(_read_stat(f"/proc/{pid}/stat")[:1])
+
+
 def read_written_and_read_bytes(pid: int) -> int:
     """Bytes that a process has read and written so far, by whatever call; 0 where the kernel does
     not say."""

@@ -166,7 +166,7 @@ class _Supervisor:
         self._preload = spec.preload
         self._progress: ProgressWatch | None = None
         if spec.hangs is not None and spec.hangs.is_on and not spec.stepless:
-            self._progress = ProgressWatch(spec.run_dir, spec.hangs)
+            self._progress = ProgressWatch(spec.run_dir, spec.hangs, bus.emit)
 
     def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.

@@ -580,7 +580,9 @@ class RankSlow(Event):
     `excess_s` a step is what it takes longer, most in `phase`; the others waited `waited_s` for it
     so far, in sum. `cpu_share` are the cores it used in the seconds of its own work,
     `peers_cpu_share` those of the others (0: nobody counted): with fewer it is starved, throttled
-    or waits for something; with as many it computes more, or slower.
+    or waits for something; with as many it computes more, or slower. `why`: the kernel says that it
+    is kept from running, and how; then `cpu_share` are the shares (0 to 1) of the time they wanted
+    to run, and `excess_s`, `phase` and `waited_s` are not known.
     """
 
     slow_rank: int
@@ -592,17 +594,20 @@ class RankSlow(Event):
     waited_s: float
     cpu_share: float
     peers_cpu_share: float
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class RankSlowEnded(Event):
     """From the supervisor: a rank that was slow since `first_step` is as fast as the others again,
-    or its attempt is over; they waited `waited_s` for it in sum."""
+    or its attempt is over; they waited `waited_s` for it in sum (0: not known). `why` as in
+    RankSlow."""
 
     slow_rank: int
     step: int
     first_step: int
     waited_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True)

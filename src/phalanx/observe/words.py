@@ -98,11 +98,11 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
         case events.RankSlow():
             return _describe_slow_rank(event)
         case events.RankSlowEnded():
-            return (
-                f"rank {event.slow_rank} is as fast as the others again at step {event.step}, slow"
-                f" since step {event.first_step}; they waited"
-                f" {format_seconds(event.waited_s)} for it"
-            )
+            text = f"rank {event.slow_rank} is as fast as the others again at step {event.step}"
+            text += f", slow since step {event.first_step}"
+            if event.waited_s > 0:
+                text += f"; they waited {format_seconds(event.waited_s)} for it"
+            return text
         case events.RestartScheduled():
             held = ""
             if event.held_step >= 0:
@@ -271,6 +271,12 @@ def _describe_nonfinite(event: events.NonFiniteFound) -> str:
 
 
 def _describe_slow_rank(event: events.RankSlow) -> str:
+    if event.why:
+        text = f"rank {event.slow_rank} is slow since step {event.first_step}: {event.why}"
+        if event.cpu_share < event.peers_cpu_share:
+            text += f"; it runs {event.cpu_share:.0%} of the time that it wants to"
+            text += f", the others {event.peers_cpu_share:.0%}"
+        return text
     text = (
         f"rank {event.slow_rank} is slow since step {event.first_step}: {event.factor:.2f} times as"
         f" long as the others for its own work, most in {event.phase}"

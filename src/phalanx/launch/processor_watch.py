@@ -1,0 +1,182 @@
+"""Says which rank is slow because it may not run: it is stopped and continued by turns, or gets
+less of a processor than the others.
+
+The kernel knows it while it happens, whatever the phase in which it strikes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from phalanx.launch.rank_activity import STOPPED_LETTERS, read_letter
+from phalanx.observe.events import Event, RankSlow, RankSlowEnded
+
+# No part of a tenth of a second: of what goes on in step with that, always one half would be seen.
+LOOK_INTERVAL_S = 0.07
+# So long a stop belongs to the one before it, and so long without one a rank is not stopped by
+# turns any more.
+_STOPS_WINDOW_S = 3.0
+# Stops with a run between them: a person may stop a process once.
+_MIN_STOPS = 2
+_SHARE_WINDOW_S = 1.0
+# Windows in a row that must agree, at the beginning and at the end.
+_MIN_WINDOWS = 3
+# A rank that wants a processor for less of the time is not kept from its work by the lack of one.
+_MIN_WANTED_SHARE = 0.3
+_MAX_SHARE, _SLOW_FACTOR, _RECOVERED_FACTOR = 0.75, 1.3, 1.15
+
+STOPPED_BY_TURNS = "it is stopped and continued by turns"
+STARVED = "it gets less of a processor than the others (other processes, or a quota)"
+
+
+@dataclass
+class _RankLooks:
+    """What was seen of one rank. `stops`: for each look at which it was stopped, the time and the
+    processor seconds it had got by then; `run_s`, `delay_s` at the beginning of the window; `share`
+    (0 to 1) of the time it wanted to run in the last one; `factors` of the last windows."""
+
+    stops: deque[tuple[float, float]] = field(default_factory=deque)
+    run_s: float = 0.0
+    delay_s: float = 0.0
+    share: float = 1.0
+    is_wanting: bool = False
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_MIN_WINDOWS))
+    slow_since: dict[str, int] = field(default_factory=dict)
+
+    def count_stops(self) -> int:
+        """Stops with a run between them."""
+        run_times = [run_s for _, run_s in self.stops]
+        return len(set(run_times))
+
+
+class ProcessorWatch:
+    """Looks at the processes `pids`, by rank, several times a second.
+
+    `read_step` returns the step that a rank is in now.
+    """
+
+    def __init__(
+        self, pids: Sequence[int], now_s: float, read_step: Callable[[int], int] = lambda rank: 0
+    ) -> None:
+        self._pids, self._read_step = tuple(pids), read_step
+        self._looks = [_RankLooks() for _ in pids]
+        self.next_look_s = self._window_began_s = now_s
+        self._begin_windows(now_s)
+
+    def look(self, now_s: float, *, has_begun: bool) -> list[Event]:
+        """The events that follow, if a look is due. `has_begun`: each rank is in a step."""
+        if now_s < self.next_look_s:
+            return []
+        self.next_look_s = now_s + LOOK_INTERVAL_S
+        if not has_begun:
+            # A start is different on each rank, and what follows tells of what came of it.
+            self._begin_windows(now_s)
+            return []
+        events: list[Event] = []
+        for rank, pid in enumerate(self._pids):
+            looks = self._looks[rank]
+            if read_letter(pid) in STOPPED_LETTERS:
+                looks.stops.append((now_s, read_run_and_delay_s(pid)[0]))
+            while looks.stops and now_s - looks.stops[0][0] > _STOPS_WINDOW_S:
+                looks.stops.popleft()
+            events += self._judge_stops(rank)
+        if now_s - self._window_began_s >= _SHARE_WINDOW_S:
+            events += self._judge_shares(now_s - self._window_began_s)
+            self._window_began_s = now_s
+        return events
+
+    def end(self) -> list[Event]:
+        """The ends of what is slow when the attempt is over."""
+        events: list[Event] = []
+        for rank, looks in enumerate(self._looks):
+            events += [self._end_slowness(rank, why) for why in tuple(looks.slow_since)]
+        return events
+
+    def _judge_stops(self, rank: int) -> list[Event]:
+        looks = self._looks[rank]
+        is_slow = STOPPED_BY_TURNS in looks.slow_since
+        if not is_slow and looks.count_stops() >= _MIN_STOPS:
+            seconds = looks.stops[-1][0] - looks.stops[0][0] + LOOK_INTERVAL_S
+            stopped = min(0.99, len(looks.stops) * LOOK_INTERVAL_S / seconds)
+            return [self._begin(rank, STOPPED_BY_TURNS, 1.0 / (1.0 - stopped))]
+        if is_slow and not looks.stops:
+            return [self._end_slowness(rank, STOPPED_BY_TURNS)]
+        return []
+
+    def _judge_shares(self, window_s: float) -> list[Event]:
+        for rank in range(len(self._pids)):
+            self._close_window(rank, window_s)
+        events: list[Event] = []
+        for rank, looks in enumerate(self._looks):
+            others = [each.share for each in self._looks if each is not looks]
+            if not others:
+                continue
+            factor = 1.0
+            if looks.is_wanting:
+                factor = median(others) / looks.share
+            looks.factors.append(factor)
+            is_slow = STARVED in looks.slow_since
+            if not is_slow and self._is_starved(looks):
+                events.append(self._begin(rank, STARVED, factor))
+            elif is_slow and max(looks.factors) < _RECOVERED_FACTOR:
+                events.append(self._end_slowness(rank, STARVED))
+        return events
+
+    def _is_starved(self, looks: _RankLooks) -> bool:
+        has_windows = len(looks.factors) == _MIN_WINDOWS
+        return has_windows and min(looks.factors) >= _SLOW_FACTOR and looks.share <= _MAX_SHARE
+
+    def _begin_windows(self, now_s: float) -> None:
+        self._window_began_s = now_s
+        for rank in range(len(self._pids)):
+            self._begin_window(rank)
+
+    def _begin_window(self, rank: int) -> None:
+        looks = self._looks[rank]
+        looks.run_s, looks.delay_s = read_run_and_delay_s(self._pids[rank])
+
+    def _close_window(self, rank: int, window_s: float) -> None:
+        looks = self._looks[rank]
+        before_run_s, before_delay_s = looks.run_s, looks.delay_s
+        self._begin_window(rank)
+        run_s, delay_s = looks.run_s - before_run_s, looks.delay_s - before_delay_s
+        wanted_s = run_s + delay_s
+        looks.share = 1.0 if wanted_s <= 0 else max(run_s / wanted_s, 0.001)
+        looks.is_wanting = wanted_s >= _MIN_WANTED_SHARE * window_s
+
+    def _begin(self, rank: int, why: str, factor: float) -> Event:
+        step = self._read_step(rank)
+        self._looks[rank].slow_since[why] = step
+        others = [looks.share for looks in self._looks if looks is not self._looks[rank]]
+        return RankSlow(
+            slow_rank=rank,
+            step=step,
+            first_step=step,
+            factor=factor,
+            excess_s=0.0,
+            phase="",
+            waited_s=0.0,
+            cpu_share=self._looks[rank].share,
+            peers_cpu_share=median(others) if others else 0.0,
+            why=why,
+        )
+
+    def _end_slowness(self, rank: int, why: str) -> Event:
+        first_step = self._looks[rank].slow_since.pop(why)
+        step = max(self._read_step(rank), first_step)
+        return RankSlowEnded(rank, step, first_step, 0.0, why)
+
+
+def read_run_and_delay_s(pid: int) -> tuple[float, float]:
+    """Seconds for which the main thread of a process ran, and for which it wanted to and might
+    not: it waited for its turn, or its cgroup was throttled. Zeros where the kernel does not
+    say."""
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+        return int(words[0]) / 1e9, int(words[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0.0
