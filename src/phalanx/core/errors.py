@@ -145,6 +145,10 @@ class ResourceError(PhalanxError):
     exit_code = ExitCode.RESOURCES
 
 
+class OutOfMemoryError(ResourceError):
+    """A rank asked for memory and got none."""
+
+
 class RanksDifferError(ResourceError):
     """The ranks do not hold the same job, plan, code or data."""
 

@@ -565,6 +565,9 @@ class Resilience(Section):
     check_collectives_wait_s: PositiveFloat = 30.0
     """Seconds that a rank waits in a collective that another one has not called before that is an
     error, where collectives are checked; a save or an evaluation of one rank alone must fit in."""
+    on_oom: Literal["stop", "recompute"] = "stop"
+    """When a rank has no memory left: stop (exit 7) and say what would need less; or go on with
+    train.recompute = "full"."""
     on_loss_spike: Literal["warn", "skip", "rollback"] = "warn"
     """With a loss far above the last ones: say so; or leave out the update of that step; or that,
     and after three in a row go back to a checkpoint and read on behind their batches."""

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
-from phalanx.launch.verdict import RankFailure, find_root_failure
+from phalanx.launch.verdict import OUT_OF_MEMORY, RankFailure, find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     HangFound,
@@ -92,6 +92,11 @@ class LaunchSpec:
     """Lays the run out again where ranks do not come back; None: all ranks, or none."""
     on_roll_back: Callable[[RollBack], None] = lambda roll_back: None
     """Told how far all ranks agreed to go back, before the payload of the next attempt is made."""
+    lessen_memory: Callable[[], str] = lambda: ""
+    """After a rank was out of memory: change the payload so that the next attempt needs less, and
+    say how; empty where the run is to end."""
+    advise_on_memory: Callable[[], Sequence[str]] = tuple
+    """Lines on what would need less memory, for the person whose run ends by that."""
     keeps_ranks: bool = False
     """The entry can take part in several attempts: ranks that only lost another one keep their
     process when it is started again."""
@@ -110,6 +115,8 @@ class RunOutcome:
     status: str
     message: str
     attempts: int
+    restarts: int = 0
+    """How often the ranks were started again because one of them had failed."""
 
 
 def supervise_ranks(
@@ -139,7 +146,8 @@ def supervise_ranks(
             on_refused_event,
         )
         try:
-            return supervisor.run_until_end()
+            outcome = supervisor.run_until_end()
+            return replace(outcome, restarts=supervisor.num_restarts)
         finally:
             supervisor.close()
             on_tick()
@@ -168,6 +176,10 @@ class _Supervisor:
         if spec.hangs is not None and spec.hangs.is_on and not spec.stepless:
             self._progress = ProgressWatch(spec.run_dir, spec.hangs, bus.emit)
 
+    @property
+    def num_restarts(self) -> int:
+        return self._policy.num_restarts
+
     def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.
         number = next_attempt_number(self._spec.run_dir)
@@ -190,13 +202,18 @@ class _Supervisor:
                 kept, number = {}, number + 1
                 continue
             self._emit_rank_failed(failure)
+            if failure.cause == OUT_OF_MEMORY and self._goes_on_with_less_memory(failure):
+                kept = {rank: rank for rank in sorted(end.waiting.keys() - {failure.rank})}
+                number += 1
+                continue
             is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
             has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure, end)
             may_try_again = has_shrunk or (is_failed_start and self._spec.elastic is not None)
             if self._spec.stepless or not (failure.restartable or may_try_again):
-                return RunOutcome(
-                    int(failure.exit_code), "failed", failure.report, self._num_attempts
-                )
+                report = failure.report
+                if failure.cause == OUT_OF_MEMORY:
+                    report = "\n".join([report, *self._spec.advise_on_memory()])
+                return RunOutcome(int(failure.exit_code), "failed", report, self._num_attempts)
             try:
                 self._policy.count_restart_or_raise(failure, time.monotonic())
             except RestartBudgetError as error:
@@ -211,6 +228,16 @@ class _Supervisor:
                 kept = {rank: number for number, rank in enumerate(survivors[: self._num_ranks])}
             self._announce_restart(failure, kept, max(end.waiting.values(), default=-1))
             number += 1
+
+    def _goes_on_with_less_memory(self, failure: RankFailure) -> bool:
+        change = self._spec.lessen_memory()
+        if not change:
+            return False
+        self._bus.emit(Note("memory_lessened", {"why": f"{failure.summary}; {change}"}))
+        restart, budget = self._policy.num_restarts, self._spec.max_restarts
+        self._bus.emit(RestartScheduled(restart, budget, self._newest_step()))
+        self._say(f"{failure.summary}; {change}, and starting again")
+        return True
 
     def _shrink(self, failure: RankFailure, end: AttemptEnd) -> bool:
         """Go on with fewer ranks than now, if the job allows that."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.black_box_reader import LastPosition, read_last_position
-from phalanx.core.errors import ExitCode
+from phalanx.core.errors import ExitCode, OutOfMemoryError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
@@ -35,6 +35,7 @@ _DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
     ExitCode.PREEMPTED,
     ExitCode.INTERRUPTED,
 }
+OUT_OF_MEMORY = "out of memory"
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNREPORTED_EXIT_HINT = " (by os._exit or C's exit, before the run was done)"
 
@@ -242,7 +243,10 @@ def _blame_server_or_store_process(end: AttemptEnd, run_dir: Path) -> RankFailur
 
 def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     line = report.one_line
-    failure = blamed.build_restartable_failure("exception", line, line, [line], line)
+    cause = "exception"
+    if report.type == OutOfMemoryError.__name__:
+        cause = OUT_OF_MEMORY
+    failure = blamed.build_restartable_failure(cause, line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
     return replace(failure, exit_code=report.exit_code, restartable=False)
 

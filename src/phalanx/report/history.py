@@ -86,7 +86,9 @@ def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
     started: dict[int, events.RunStarted] = {}
     crashed: set[int] = set()
     for envelope in log.rest:
-        if isinstance(envelope.event, events.RestartScheduled):
+        if isinstance(
+            envelope.event, events.RestartScheduled | events.LayoutChanged | events.RolledBack
+        ):
             crashed.add(envelope.attempt)
         elif isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
             started[envelope.attempt] = envelope.event

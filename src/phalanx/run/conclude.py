@@ -96,7 +96,7 @@ def _write_page_and_print_conclusion(
         output.say(*list_end_of_run_lines(run.run_dir))
     elif outcome.message:
         output.warn(outcome.message)
-    output.say(*list_restart_lines(run.run_dir, outcome.attempts - 1))
+    output.say(*list_restart_lines(run.run_dir, outcome.restarts))
     folders = _list_run_checkpoints(run)
     if folders and not is_finished:
         output.say(*_build_resume_command_lines(run, outcome, folders[-1]))

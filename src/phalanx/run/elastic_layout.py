@@ -6,10 +6,12 @@ they were. The other axes stay, too: what they cut, no rank has room for. Torch-
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.units import format_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.search.finalists import apply_job_keys
@@ -26,6 +28,8 @@ class ElasticLayout:
     def __init__(self, run: PreparedRun) -> None:
         self.job, self.plan = run.job, run.plan
         self._run = run
+        # On all ranks: what shrinking begins from and growing returns to.
+        self._whole_job, self._whole_plan = run.job, run.plan
         self._before = run.plan
         self._num_saves, self._saves_until_growth = 0, 1
         self._has_grown = False
@@ -40,7 +44,7 @@ class ElasticLayout:
             if layout.world_size < min_ranks:
                 return None
             try:
-                job = apply_job_keys(self._run.job, _build_layout_keys(layout))
+                job = apply_job_keys(self._whole_job, _build_layout_keys(layout))
                 plan = self._run.replan(job)
             except LayoutError:
                 continue
@@ -61,14 +65,60 @@ class ElasticLayout:
 
     def should_grow(self) -> bool:
         """True if it is time to try all ranks again."""
-        is_small = self.plan.layout.world_size < self._run.plan.layout.world_size
+        is_small = self.plan.layout.world_size < self._whole_plan.layout.world_size
         return is_small and self._num_saves >= self._saves_until_growth
 
     def grow(self) -> int:
         """Lay the run out on all ranks again; the number of them."""
         self._before = self.plan
-        self.job, self.plan, self._has_grown = self._run.job, self._run.plan, True
+        self.job, self.plan, self._has_grown = self._whole_job, self._whole_plan, True
         return self.plan.layout.world_size
+
+    def lessen_memory(self) -> str:
+        """Have the next attempt recompute activations, if the job allows that and they are not
+        recomputed yet; how, in words, else empty."""
+        if self._run.job.resilience.on_oom != "recompute":
+            return ""
+        if self.job.train.recompute == "full":
+            return ""
+        keys = {"train.recompute": "full"}
+        before = self.plan
+        try:
+            job = apply_job_keys(self.job, keys)
+            plan = self._run.replan(job)
+            whole_job = apply_job_keys(self._whole_job, keys)
+            whole_plan = self._run.replan(whole_job)
+        except LayoutError:
+            return ""
+        self.job, self.plan = job, plan
+        self._whole_job, self._whole_plan = whole_job, whole_plan
+        return f"train.recompute=full from here on ({_compare_planned_bytes(before, plan)})"
+
+    def advise_on_memory(self) -> list[str]:
+        """What the plan says would need less memory, each change planned; the smallest first."""
+        batch = self.plan.micro_batch_size
+        changes: list[dict[str, Any]] = [{"train.recompute": "full"}]
+        if batch > 1:
+            changes.append({"train.micro_batch_size": batch // 2})
+        if self.plan.layout.dp_replicate > 1:
+            size = self.plan.layout.data_parallel_size
+            changes.append({"parallel.dp_replicate": 1, "parallel.dp_shard": size})
+        lines: list[tuple[int, str]] = []
+        for keys in changes:
+            with contextlib.suppress(LayoutError):
+                plan = self._run.replan(apply_job_keys(self.job, keys))
+                if plan.chosen.total_bytes < self.plan.chosen.total_bytes:
+                    text = " ".join(f"{key}={value}" for key, value in keys.items())
+                    words = _compare_planned_bytes(self.plan, plan)
+                    lines.append((plan.chosen.total_bytes, f"less     {text} ({words})"))
+        return [line for _, line in sorted(lines)]
+
+
+def _compare_planned_bytes(before: Plan, after: Plan) -> str:
+    return (
+        f"{format_bytes(after.chosen.total_bytes)} a rank planned instead of"
+        f" {format_bytes(before.chosen.total_bytes)}"
+    )
 
 
 def list_smaller_layouts(layout: Layout) -> Iterator[Layout]:

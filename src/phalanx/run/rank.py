@@ -71,6 +71,7 @@ from phalanx.run.data import (
 )
 from phalanx.run.directory import DATA_FOLDER
 from phalanx.run.needs import list_sink_openers
+from phalanx.run.out_of_memory import explaining_out_of_memory
 from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
@@ -248,6 +249,7 @@ def _reporting_errors_at_once(rank: RankContext) -> Iterator[None]:
         with (
             raising_error_of_checks(rank.checks),
             raising_layout_error_for_nondeterminism(bool(run.job.train.deterministic)),
+            explaining_out_of_memory(run, rank.meter),
         ):
             yield
     except BaseException as error:

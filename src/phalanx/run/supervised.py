@@ -96,6 +96,8 @@ def train_in_supervised_ranks(
         grace_s=job.resilience.grace_s,
         elastic=elastic if job.resilience.min_ranks is not None else None,
         on_roll_back=roll_backs.add,
+        lessen_memory=elastic.lessen_memory,
+        advise_on_memory=elastic.advise_on_memory,
         keeps_ranks=keeps_ranks(job, run.plan),
         hangs=HangSettings(job.resilience.hang_s, run.plan.compile),
     )

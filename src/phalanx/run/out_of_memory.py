@@ -1,0 +1,60 @@
+"""A rank that has no memory left: what it asked for, where, and beside that what the plan said."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+from phalanx.core.black_box_reader import read_last_position
+from phalanx.core.errors import OutOfMemoryError
+from phalanx.core.units import format_bytes
+from phalanx.launch.paths import black_box_path
+from phalanx.launch.verdict import describe_rank_position
+from phalanx.run.rank_run import RankRunInputs
+from phalanx.train.memory import MemoryMeter
+
+# The words of torch's allocators: that of the CPU, and those of GPUs.
+_ALLOCATOR_MESSAGE = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|cannot allocate memory", re.IGNORECASE
+)
+_ASKED_BYTES = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_BYTES_OF_UNIT = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what Python and torch raise when memory is refused."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and bool(_ALLOCATOR_MESSAGE.search(str(error)))
+
+
+@contextlib.contextmanager
+def explaining_out_of_memory(run: RankRunInputs, meter: MemoryMeter) -> Iterator[None]:
+    """Raise OutOfMemoryError (exit 7) for an error of the body that is one of memory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise _build_error(run, meter, error) from error
+
+
+def _build_error(run: RankRunInputs, meter: MemoryMeter, error: BaseException) -> OutOfMemoryError:
+    where = describe_rank_position(read_last_position(black_box_path(run.run_dir, run.rank)))
+    asked = _ASKED_BYTES.search(str(error))
+    size = ""
+    if asked is not None:
+        size = f" for {format_bytes(int(float(asked[1]) * _BYTES_OF_UNIT[asked[2]]))}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    planned = sum(run.plan.memory_of_rank(run.rank).values())
+    memory = meter.read_rank_memory()
+    peak = memory.peak_bytes or memory.rss_bytes
+    return OutOfMemoryError(
+        f"rank {run.rank} is out of memory {where}",
+        why=(
+            f"asked{size} at {frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name};"
+            f" {format_bytes(planned)} planned, {format_bytes(peak)} measured at the peak so far"
+        ),
+    )
