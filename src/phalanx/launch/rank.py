@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -97,6 +98,9 @@ def run_forked_rank(task: RankTask, end: EndWriter, orders: OrderReceiver) -> in
     link = _SupervisedRankLink(task, end, orders)
     try:
         _redirect_stdin_to_devnull()
+        # The end of a thread loads it, and ends the process where there is no memory for that.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libgcc_s.so.1")
         _move_into_attempt(task)
         entry: Entry = import_object_of_kind(task.entry, "phalanx", "")
         # What a process can exit with has 8 bits.

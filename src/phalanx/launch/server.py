@@ -12,8 +12,6 @@ of each rank at once.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -396,9 +394,6 @@ def run_server(arguments: Sequence[str]) -> int:
         # Across exec: a rank's subprocesses hold none of them.
         os.set_inheritable(fd, False)
     die_when_pipes_close([life_fd], whole_group=True)
-    # The end of a thread loads it, and ends the process where there is no memory for that.
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libgcc_s.so.1")
     # Both are the server's log, which lies in the run.
     redact_standard_streams(Redactor(os.environ))
     return RankServer(

@@ -16,10 +16,16 @@ EXPECTATION = Expectation(
     exit_code=7,
 )
 
+# For the stacks and variables of threads.
+SLACK_BYTES = 256 << 20
+
 
 def inject() -> None:
-    """Let this process map no byte more than it has, and ask for a gigabyte."""
-    size_bytes = psutil.Process().memory_info().vms
+    """Let this process map little more than it has, and ask for a gigabyte.
+
+    With nothing at all left the C library ends the process, before anybody can say why.
+    """
+    size_bytes = psutil.Process().memory_info().vms + SLACK_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes, hard))
     bytearray(1 << 30)
