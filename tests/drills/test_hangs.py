@@ -3,11 +3,28 @@ run that nothing happened to."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from commands import SLACK, TINY, Done, environment, events, loss_curve, run, survivors, weights
+from commands import (
+    SLACK,
+    TINY,
+    Done,
+    environment,
+    events,
+    loss_curve,
+    run,
+    start,
+    survivors,
+    wait_until,
+    watching,
+    weights,
+)
+from phalanx.core.black_box_reader import read_last_position
+from phalanx.launch.paths import black_box_path
 from phalanx.observe.events import HangFound, RankFailed, RankSlow, RanksStarted
 
 HERE = Path(__file__).parent
@@ -175,3 +192,47 @@ def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, faul
     assert slow.slow_rank == 1
     assert slow.step <= first + SLACK * 20
     assert slow.factor > 1.3
+
+
+@pytest.fixture
+def quota() -> Iterator[Path]:
+    """A cgroup whose processes get a tenth of a core."""
+    parent = Path("/sys/fs/cgroup/cpu")
+    if os.geteuid() or not (parent / "cpu.cfs_quota_us").exists():
+        pytest.skip("a quota takes root and the cpu controller of cgroups (version 1)")
+    group = parent / f"phalanx-tests-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("10000")
+        yield group
+    finally:
+        # The kernel takes the last process out when it has been reaped.
+        wait_until(lambda: not (group / "tasks").read_text())
+        group.rmdir()
+
+
+@pytest.mark.long
+def test_a_throttled_rank_is_slow_and_not_hung(folder: Path, quota: Path) -> None:
+    """A step of 30 ms takes 300: longer than ten steps, and no hang."""
+    run_dir = folder / "throttled"
+    process = start(
+        *arguments("throttled", "train.steps=100000", "checkpoint.every_steps=100000"),
+        *("resilience.hang_s=none", "data.seq_len=128", "model.dim=64"),
+        cwd=folder,
+    )
+    with watching(process):
+        wait_until(lambda: (run_dir / "events" / "rank-0000-attempt-00.jsonl").exists())
+        wait_until(lambda: len(loss_curve(run_dir)) > 20)
+        box = read_last_position(black_box_path(run_dir, 1))
+        assert box is not None
+        assert box.header is not None
+        (quota / "tasks").write_text(str(box.header.pid))
+        wait_until(lambda: "rank_slow" in (run_dir / "events" / "supervisor.jsonl").read_text())
+        # Longer than the limit of a hang.
+        begun = max(loss_curve(run_dir))
+        wait_until(lambda: max(loss_curve(run_dir)) > begun + 20)
+        process.terminate()
+        assert process.wait(timeout=60) == 75
+    assert {e.event.slow_rank for e in events(run_dir, RankSlow)} == {1}
+    assert not events(run_dir, HangFound)
+    assert not events(run_dir, RankFailed)

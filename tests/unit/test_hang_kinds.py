@@ -27,7 +27,12 @@ from phalanx.launch.hang_limits import (
     choose_limit,
 )
 from phalanx.launch.rank_activity import ProcessSample, QuietTime
-from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.launch.stack_groups import (
+    MAX_SHOWN_GROUPS,
+    find_odd_ranks,
+    format_stack_groups,
+    group_stacks,
+)
 from phalanx.observe.process_status import ProcessStatus
 from phalanx.observe.rank_waits import RankState
 
@@ -207,3 +212,7 @@ def test_stacks_are_grouped_the_odd_one_out_first() -> None:
         "ranks 0, 1 and 3:",
         '  File "a.py", line 1 in f',
     ]
+    many = {rank: [f'File "a.py", line {rank} in f'] for rank in range(12)}
+    lines = format_stack_groups(group_stacks(many))
+    assert len(lines) == 2 * MAX_SHOWN_GROUPS + 1
+    assert lines[-1] == "ranks 8-11: other stacks, not shown"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from phalanx.observe.where_words import format_rank_list
 
+MAX_SHOWN_GROUPS = 8
+
 
 @dataclass(frozen=True)
 class StackGroup:
@@ -35,15 +37,18 @@ def group_stacks(
 
 
 def format_stack_groups(groups: Sequence[StackGroup]) -> list[str]:
-    """Lines for people."""
+    """Lines for people: the first groups with their stacks, the ranks of the others."""
     lines = []
-    for group in groups:
+    for group in groups[:MAX_SHOWN_GROUPS]:
         name = format_rank_list(group.ranks)
         if not group.frames:
             lines.append(f"{name}: did not answer")
             continue
         lines.append(f"{name}:")
         lines += [f"  {frame}" for frame in group.frames]
+    remaining = sorted(rank for group in groups[MAX_SHOWN_GROUPS:] for rank in group.ranks)
+    if remaining:
+        lines.append(f"{format_rank_list(remaining)}: other stacks, not shown")
     return lines
 
 

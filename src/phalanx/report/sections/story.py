@@ -23,6 +23,7 @@ MAX_JOB_ROWS = 400
 
 _FAILURE_EVENTS = (
     events.RankFailed,
+    events.HangFound,
     events.CheckpointFailed,
     events.CheckpointUnusable,
     events.StepSkipped,
@@ -133,8 +134,14 @@ def _shorten_text(value: Any) -> str:
 
 
 def _render_traceback(envelope: Envelope) -> Html | None:
-    """The whole traceback of a failure, folded away."""
+    """The whole traceback of a failure, or the stacks of a hang, folded away."""
     event = envelope.event
+    if isinstance(event, events.HangFound):
+        return build_tag(
+            "details",
+            build_tag("summary", "Stacks of all ranks"),
+            build_tag("pre", event.report[:MAX_TRACEBACK_CHARS]),
+        )
     if isinstance(event, events.RankFailed) and "\n" in event.detail.strip():
         # Its end, which names the exception.
         return build_tag(
