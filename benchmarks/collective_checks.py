@@ -4,8 +4,9 @@
 
 One process per rank trains the default model; "off", "sampled" and "all" take turns of `--turn`
 steps in the same processes, so that other load falls on all alike; N steps each way. Prints, for
-each layout, the median step without checks, and what the others add to it: the median of the
-differences of neighbouring turns' medians, with its 95 % interval by bootstrap.
+each layout, the median step without checks, and what the others add to it, of the wall and of the
+processor time of rank 0: the median of the differences of neighbouring turns' medians, with its
+95 % interval by bootstrap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.core.black_box import BlackBox, RankIdentity
+from phalanx.core.black_box import BlackBox, PostedCollective, RankIdentity
+from phalanx.core.call_site import CallSite
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.collective_checks import SAMPLING_INTERVAL, CollectiveChecks, checking_collectives
 from phalanx.mesh.collective_recorder import CollectiveRecorder, record_collectives
@@ -102,7 +104,9 @@ def _measure(rank: int, layout: str, args: argparse.Namespace, folder: Path) -> 
     phases = PhaseTimer(box)
     with (
         open_mesh(plan.layout, device="cpu") as mesh,
-        checking_collectives("all", wait_s=60.0, report_error=lambda error: None) as checks,
+        checking_collectives(
+            "all", wait_s=60.0, report_error=print, board_path=folder / f"calls-{rank}"
+        ) as checks,
         record_collectives(box, checks) as recorder,
     ):
         model = parallelize(build_model(job, plan.model_shape), plan, mesh, phases=phases, seed=0)
@@ -113,15 +117,15 @@ def _measure(rank: int, layout: str, args: argparse.Namespace, folder: Path) -> 
         batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         objective = build_objective(job)
 
-        def take_step() -> float:
-            began = time.perf_counter()
+        def take_step() -> tuple[float, float]:
+            began, cpu_began = time.perf_counter(), time.process_time()
             loss = model.forward_backward([batch], objective)
             model.reduce_and_clip(loss, max_norm=1.0)
             model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
             phases.step += 1
             phases.take()
-            return time.perf_counter() - began
+            return time.perf_counter() - began, time.process_time() - cpu_began
 
         assert checks is not None
         before = box._newest_collective
@@ -129,6 +133,8 @@ def _measure(rank: int, layout: str, args: argparse.Namespace, folder: Path) -> 
         num_collectives = box._newest_collective - before
         medians = _alternate(args, recorder, checks, take_step)
         num_compared = checks.num_compared
+        call_us = _time_single_calls(checks) if rank == 0 else {}
+        dist.barrier()
     return {
         "date": datetime.date.today().isoformat(),
         "load": round(os.getloadavg()[0], 1),
@@ -136,27 +142,62 @@ def _measure(rank: int, layout: str, args: argparse.Namespace, folder: Path) -> 
         "steps each way": args.steps,
         "collectives a step": num_collectives,
         "compared": num_compared,
+        **call_us,
         "step off, ms": round(statistics.median(medians["off"]) * 1e3, 2),
-        "sampled adds, %": _compare(medians["sampled"], medians["off"]),
-        "all adds, %": _compare(medians["all"], medians["off"]),
+        "sampled adds, % of wall": _compare(medians["sampled"], medians["off"]),
+        "all adds, % of wall": _compare(medians["all"], medians["off"]),
+        "sampled adds, % of processor time": _compare(medians["cpu sampled"], medians["cpu off"]),
+        "all adds, % of processor time": _compare(medians["cpu all"], medians["cpu off"]),
     }
 
 
 def _alternate(
     args: argparse.Namespace, recorder: CollectiveRecorder, checks: CollectiveChecks, take_step: Any
 ) -> dict[str, list[float]]:
-    """Median seconds of a step of each turn, by way."""
+    """Median seconds of a step of each turn, by way; of the processor by "cpu" and way."""
     for _ in range(NUM_WARM_UP):
         take_step()
-    medians: dict[str, list[float]] = {"off": [], "sampled": [], "all": []}
+    ways = ("off", "sampled", "all")
+    medians: dict[str, list[float]] = {way: [] for way in (*ways, *(f"cpu {way}" for way in ways))}
     # Each of the orders in turn: no way always follows the same other one.
-    orders = itertools.cycle(itertools.permutations(medians))
+    orders = itertools.cycle(itertools.permutations(ways))
     for _ in range(args.steps // args.turn):
         for way in next(orders):
             recorder._checks = None if way == "off" else checks
             checks._every = 1 if way == "all" else SAMPLING_INTERVAL
-            medians[way].append(statistics.median(take_step() for _ in range(args.turn)))
+            walls, cpus = zip(*(take_step() for _ in range(args.turn)), strict=True)
+            medians[way].append(statistics.median(walls))
+            medians[f"cpu {way}"].append(statistics.median(cpus))
     return medians
+
+
+def _time_single_calls(checks: CollectiveChecks) -> dict[str, float]:
+    """Microseconds of one call's comparison alone: the smallest mean of 40 loops of 200, so that
+    other load counts least."""
+    board, numbers = checks._board, itertools.count(1)
+
+    def time_loop(key: str) -> float:
+        means = []
+        for _ in range(40):
+            began = time.perf_counter()
+            for _ in range(200):
+                number = next(numbers)
+                call = PostedCollective(
+                    *("all_reduce", 0, number, "float32", (4, 5), 1, 80, -1, -1),
+                    *(CallSite("model.py", 5), 0, True),
+                )
+                checks.compare(number, call, key, key, range(NUM_RANKS), "sum", 1)
+            means.append((time.perf_counter() - began) / 200)
+        return round(min(means) * 1e6, 2)
+
+    checks._every = SAMPLING_INTERVAL
+    sampled_us = time_loop("sampled")
+    checks._every = 1
+    all_us = time_loop("all")
+    checks._board = None
+    store_us = time_loop("by the store")
+    checks._board = board
+    return {"sampled, µs a call": sampled_us, "all, µs": all_us, "by the store, µs": store_us}
 
 
 def _compare(on: list[float], off: list[float]) -> dict[str, float]:

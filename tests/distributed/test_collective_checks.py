@@ -4,6 +4,7 @@ gloo computes garbage, or hangs."""
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -27,18 +28,23 @@ from ranks import run_ranks
 
 WAIT_S = 1.0
 Body = Callable[[int], object]
+# These compare in memory, the others by the store, as ranks of two machines do.
+_ranks_with_boards: tuple[int, ...] = (0, 1, 2, 3)
 
 
 def _end_as_rank_does(rank: int, folder: Path, mode: str, body: Body) -> str:
     """The error that a rank reports at the end of `body`; empty where it ends well."""
     box = BlackBox(folder / f"rank-{rank}")
+    board = folder / f"calls-{rank}" if rank in _ranks_with_boards else None
 
     def write(error: BaseException) -> None:
         (folder / f"error-{rank}").write_text(str(error))
 
     try:
         with (
-            checking_collectives(mode, wait_s=WAIT_S, report_error=write) as checks,
+            checking_collectives(
+                mode, wait_s=WAIT_S, report_error=write, board_path=board
+            ) as checks,
             record_collectives(box, checks),
             raising_error_of_checks(checks),
         ):
@@ -173,6 +179,7 @@ _CASES: list[tuple[Body, str, str]] = [
     (_differ_in_a_message, "recv", "send"),
     (_differ_in_ddp, "before the buckets", "the buckets"),
 ]
+_BY_STORE = (_swap_order, _differ_in_shape, _differ_in_a_message)
 _WITH_THREE_RANKS = (_swap_order, _differ_in_a_message, _differ_in_ddp)
 
 
@@ -183,10 +190,31 @@ def _impatient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_checks, "_END_TIMEOUT_S", 0.5)
 
 
-@pytest.mark.parametrize(("body", "odd", "usual"), _CASES)
+_BOARDS = {"boards": (0, 1, 2, 3), "store": (), "both": (0, 2)}
+
+
+def _use_boards(monkeypatch: pytest.MonkeyPatch, boards: str) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_ranks_with_boards", _BOARDS[boards])
+
+
+@pytest.mark.parametrize(
+    ("body", "odd", "usual", "boards"),
+    [
+        (*case, boards)
+        for boards in _BOARDS
+        for case in _CASES
+        if boards == "boards" or case[0] in _BY_STORE
+    ],
+)
 def test_ranks_that_differ_stop_with_both_lines(
-    tmp_path: Path, body: Body, odd: str, usual: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: Body,
+    odd: str,
+    usual: str,
+    boards: str,
 ) -> None:
+    _use_boards(monkeypatch, boards)
     num_ranks = 2 + (body in _WITH_THREE_RANKS)
     errors = _find_errors(num_ranks, tmp_path, body)
     assert len(set(errors)) == 1, errors
@@ -246,8 +274,12 @@ def _reduce_often(group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(torch.ones(3), group=group)
 
 
-@pytest.mark.parametrize("mode", ["all", "sampled", "off"])
-def test_what_may_differ_passes(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("boards", _BOARDS)
+@pytest.mark.parametrize("mode", ["all", "sampled"])
+def test_what_may_differ_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, boards: str
+) -> None:
+    _use_boards(monkeypatch, boards)
     assert _find_errors(4, tmp_path, _call_what_may_differ, mode) == [""] * 4
 
 

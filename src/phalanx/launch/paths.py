@@ -37,6 +37,10 @@ def black_box_path(run_dir: Path, rank: int) -> Path:
     return run_dir / BLACK_BOXES / f"rank-{rank:04d}"
 
 
+def call_board_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / BLACK_BOXES / f"calls-{rank:04d}"
+
+
 def next_attempt_number(run_dir: Path) -> int:
     """One more than any attempt that left a file, so that a resumed run never writes over
     earlier ones."""

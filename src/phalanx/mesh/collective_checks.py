@@ -1,10 +1,11 @@
 """resilience.check_collectives: ranks compare what they are about to call before it runs.
 
-Each call has a tag (`collective_tags`). The first rank of a group to come to a number leaves the
-digest of its tags in the ranks' store; each other one compares its own with it, in the same round
-trip, and one that differs stops before it takes part. So nobody computes with what does not fit,
-and nobody waits for others who would not have waited. What stopped is put into words from the tags
-that all ranks of the group remember, and is the same error on every rank.
+Each call has a tag (`collective_tags`). A rank leaves the digest of its tags where the others see
+it, and compares it with those of ranks that have come to the same number; one that differs stops
+before it takes part. So nobody computes with what does not fit, and nobody waits for others who
+would not have waited. On one machine digests lie in memory (`call_boards`), over machines in the
+ranks' store, where leaving and comparing are one round trip. What stopped is put into words from
+the tags that all ranks of the group remember, and is the same error on every rank.
 
 A thread beside training tells the others of this rank's calls when they ask, and looks for calls
 that another rank does not come to.
@@ -19,12 +20,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from phalanx.core.black_box import PostedCollective
 from phalanx.core.errors import RanksDifferError
+from phalanx.mesh.call_boards import (
+    CallBoard,
+    describe_board,
+    hash_channel,
+    open_described_board,
+)
 from phalanx.mesh.collective_tags import (
     NUM_REMEMBERED,
     Channel,
@@ -61,6 +69,7 @@ class CollectiveChecks:
         every: int,
         wait_s: float,
         report_error: Callable[[BaseException], None],
+        board_path: Path | None = None,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self.num_compared = 0
@@ -74,6 +83,10 @@ class CollectiveChecks:
         self._store: dist.Store | None = None
         self._rank, self._world_size, self._answered = 0, 1, 0
         self._is_lost = False
+        self._board_path = board_path
+        self._board: CallBoard | None = None
+        # By rank; None for one that cannot be seen, as it is on another machine.
+        self._boards: dict[int, CallBoard | None] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -101,7 +114,7 @@ class CollectiveChecks:
         if tag.sequence % self._every and tag.sequence != 1:
             return
         try:
-            is_same = self._compare_with_first(channel, tag)
+            is_same = self._compare_with_others(channel, tag)
         except (dist.DistError, RuntimeError):
             # The store is gone, and with it the rank or supervisor that held it: the collective
             # will tell.
@@ -110,6 +123,33 @@ class CollectiveChecks:
         self.num_compared += 1
         if not is_same:
             raise self._put_difference_into_words(channel)
+
+    def _compare_with_others(self, channel: Channel, tag: CollectiveTag) -> bool:
+        """True if no rank is seen that came to this number with other calls."""
+        board = self._board
+        if board is None:
+            return self._compare_with_first(channel, tag)
+        # Before the others are looked at: of two ranks one sees the other.
+        board.write(channel.number, tag.sequence, channel.digest)
+        needs_store = False
+        for rank in channel.ranks:
+            if rank == self._rank:
+                continue
+            other = self._boards.get(rank) or self._find_board(rank)
+            if other is None:
+                needs_store = True
+            elif other.read(channel.number, tag.sequence) not in (None, channel.digest):
+                return False
+        # Who has no board yet has not come, and looks at the store if it is on another machine.
+        return not needs_store or self._compare_with_first(channel, tag)
+
+    def _find_board(self, rank: int) -> CallBoard | None:
+        assert self._store is not None
+        if rank in self._boards or not self._store.check([f"board/{rank}"]):
+            return None
+        description = self._store.get(f"board/{rank}").decode()
+        self._boards[rank] = open_described_board(description)
+        return self._boards[rank]
 
     def find_error(self) -> RanksDifferError | None:
         """What a rank has found, if one has."""
@@ -138,7 +178,7 @@ class CollectiveChecks:
             label, ranks = f"messages from rank {source} to rank {target}", (source, target)
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = Channel(key, label, ranks)
+            channel = self._channels[key] = Channel(key, label, ranks, number=hash_channel(key))
         return channel
 
     def _open_store(self) -> None:
@@ -150,7 +190,18 @@ class CollectiveChecks:
             # A connection of its own: whoever waits for a key keeps a connection to itself.
             store = dist.distributed_c10d._get_default_store().clone()
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-            self._store = dist.PrefixStore("collective_checks", store)
+            own_store = dist.PrefixStore("collective_checks", store)
+            self._open_board(own_store)
+            self._store = own_store
+
+    def _open_board(self, store: dist.Store) -> None:
+        description = ""
+        # Without room for it ranks compare by the store.
+        with contextlib.suppress(OSError):
+            if self._board_path is not None:
+                self._board = CallBoard.create(self._board_path)
+                description = describe_board(self._board_path)
+        store.set(f"board/{self._rank}", description)
 
     def _remember_record(self, number: int, channel: Channel, tag: CollectiveTag) -> None:
         self._call_of_record[number] = channel, tag
@@ -182,7 +233,7 @@ class CollectiveChecks:
         if not text:
             text = f"{name_ranks(channel.ranks)} differ in what they call in {channel.label}"
             tag = channel.tags[-1]
-            text += f"; rank {self._rank} calls {tag.words}, #{tag.sequence}, at {tag.site}"
+            text += f"; rank {self._rank} calls {tag.describe()}, #{tag.sequence}, at {tag.site}"
         return self._announce(text)
 
     def _announce(self, text: str) -> RanksDifferError:
@@ -293,6 +344,16 @@ class CollectiveChecks:
     def stop(self) -> None:
         self._stopped.set()
 
+    def close(self) -> None:
+        """Let go of boards, when nothing is compared any more."""
+        own, self._board = self._board, None
+        for board in (own, *self._boards.values()):
+            if board is not None:
+                board.close()
+        self._boards = {}
+        if own is not None and self._board_path is not None:
+            self._board_path.unlink(missing_ok=True)
+
 
 def _find_absent(channel: Channel, tag: CollectiveTag, states: dict[int, Any]) -> dict[int, Any]:
     """The ranks that have not come to `tag` by their states, with these."""
@@ -318,16 +379,25 @@ def _know_call(channel: Channel) -> Callable[[dict[int, Any]], bool]:
 
 @contextlib.contextmanager
 def checking_collectives(
-    mode: str, *, wait_s: float, report_error: Callable[[BaseException], None]
+    mode: str,
+    *,
+    wait_s: float,
+    report_error: Callable[[BaseException], None],
+    board_path: Path | None = None,
 ) -> Iterator[CollectiveChecks | None]:
-    """Yield the checks of `resilience.check_collectives`; None for "off"."""
+    """Yield the checks of `resilience.check_collectives`; None for "off".
+
+    `board_path`: a file for this rank's calls; without one ranks compare by their store.
+    """
     if mode == "off":
         yield None
         return
     every = 1
     if mode == "sampled":
         every = SAMPLING_INTERVAL
-    checks = CollectiveChecks(every=every, wait_s=wait_s, report_error=report_error)
+    checks = CollectiveChecks(
+        every=every, wait_s=wait_s, report_error=report_error, board_path=board_path
+    )
     thread = threading.Thread(target=checks.watch, name="collective-checks", daemon=True)
     thread.start()
     try:
@@ -335,6 +405,7 @@ def checking_collectives(
     finally:
         checks.stop()
         thread.join()
+        checks.close()
 
 
 @contextlib.contextmanager

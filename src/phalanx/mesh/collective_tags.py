@@ -3,6 +3,7 @@ words for ranks that differ."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections import deque
@@ -20,47 +21,73 @@ _OPS_OF_ANY_LINE = ("broadcast", "reduce", "gather", "scatter", "send", "recv")
 
 
 class CollectiveTag(NamedTuple):
-    """A collective as one rank calls it. `sequence` counts within its channel.
+    """A collective as one rank calls it. `sequence` counts within its channel; `step` is 0 for what
+    is of none.
 
-    `compared`: what must be the same on all ranks.
+    `compared`: what must be the same on all ranks, besides `step`.
     """
 
     sequence: int
     compared: str
     words: str
     site: str
+    step: int
+
+    def describe(self) -> str:
+        if self.step:
+            return f"{self.words} in step {self.step}"
+        return self.words
 
 
 def build_collective_tag(call: PostedCollective, reduce_op: str, step: int) -> CollectiveTag:
     """The tag of `call`. `step` is the step of training; 0 for what is not of one."""
-    op = call.op
-    root = ""
-    if call.peer >= 0 and call.tag < 0:
-        root = f"root {call.peer}"
+    is_message = call.tag >= 0
+    compared, words, site = _describe_call(
+        call.op,
+        reduce_op,
+        -1 if is_message else call.peer,
+        call.dtype,
+        tuple(call.shape),
+        call.num_tensors,
+        call.num_bytes,
+        is_message,
+        call.site.file,
+        call.site.line,
+    )
+    # What is a send on one side is a receive on the other, and they may be of other steps.
+    return CollectiveTag(call.sequence, compared, words, site, 0 if is_message else step)
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe_call(
+    op: str,
+    reduce_op: str,
+    root: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    num_tensors: int,
+    num_bytes: int,
+    is_message: bool,
+    file: str,
+    line: int,
+) -> tuple[str, str, str]:
+    """What is compared of a call, the call in words, and its line: the same in every step."""
     name = " ".join(filter(None, (op, reduce_op)))
-    shape = "x".join(map(str, call.shape))
-    compared = [name, root, call.dtype]
+    compared = ["message" if is_message else name, str(root), dtype]
     if op not in _OPS_OF_ANY_SHAPE:
-        compared += [shape, str(call.num_tensors), str(call.num_bytes)]
-    if call.tag >= 0:
-        # What is a send on one side is a receive on the other, and they may be of other steps.
-        compared[0] = "message"
-    else:
-        compared.append(str(step))
+        compared += ["x".join(map(str, shape)), str(num_tensors), str(num_bytes)]
     site = "an unknown line"
-    if call.site.file:
-        site = f"{call.site.file}:{call.site.line}"
+    if file:
+        site = f"{file}:{line}"
     if op not in _OPS_OF_ANY_LINE:
         # Of other machines' ranks the file may lie elsewhere.
-        compared.append(f"{os.path.basename(call.site.file)}:{call.site.line}")
-    words = f"{name} of {call.dtype} {list(call.shape)}"
-    if call.num_tensors > 1:
-        words += f" and {call.num_tensors - 1} more tensors ({call.num_bytes} B)"
-    if root:
-        words += f" with {root}"
-    if step:
-        words += f" in step {step}"
-    return CollectiveTag(call.sequence, "|".join(compared), words, site)
+        compared.append(f"{os.path.basename(file)}:{line}")
+    words = f"{name} of {dtype} {list(shape)}"
+    if num_tensors > 1:
+        words += f" and {num_tensors - 1} more tensors ({num_bytes} B)"
+    if root >= 0:
+        words += f" with root {root}"
+    return "|".join(compared), words, site
 
 
 @dataclass
@@ -68,21 +95,24 @@ class Channel:
     """A sequence of calls that must be the same on `ranks`: the collectives of a group, or the
     messages from one rank to another with one tag.
 
-    `digest` is of all tags so far: equal on two ranks if all of them were.
+    `digest` is of all tags so far: equal on two ranks if all of them were. `number` is that of the
+    channel on boards.
     """
 
     key: str
     label: str
     ranks: Sequence[int]
-    digest: str = ""
+    digest: int = 0
+    number: int = 0
     newest: int = 0
     tags: deque[CollectiveTag] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     left_at: dict[str, str] = field(default_factory=dict)
     """What this rank last compared, by key of the store."""
 
     def add(self, tag: CollectiveTag) -> None:
-        text = f"{self.digest}|{tag.compared}".encode()
-        self.digest = hashlib.blake2b(text, digest_size=10).hexdigest()
+        text = f"{self.digest}|{tag.step}|{tag.compared}".encode()
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "little")
         self.newest = tag.sequence
         self.tags.append(tag)
 
@@ -105,9 +135,9 @@ def describe_difference(
     numbers = sorted({number for tags in tags_of.values() for number in tags})
     for number in numbers:
         known = {rank: tags[number] for rank, tags in tags_of.items() if number in tags}
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[str, int], list[int]] = {}
         for rank in sorted(known):
-            groups.setdefault(known[rank].compared, []).append(rank)
+            groups.setdefault((known[rank].compared, known[rank].step), []).append(rank)
         if len(groups) < 2:
             continue
         # Of two that are equally frequent, that of the lowest rank is taken for right.
@@ -116,7 +146,7 @@ def describe_difference(
         for ranks in odd_first:
             tag = known[ranks[0]]
             verb = "calls" if len(ranks) == 1 else "call"
-            parts.append(f"{name_ranks(ranks)} {verb} {tag.words} at {tag.site}")
+            parts.append(f"{name_ranks(ranks)} {verb} {tag.describe()} at {tag.site}")
         return f"the ranks differ in #{number} of {channel.label}: {', '.join(parts)}"
     return ""
 
@@ -132,7 +162,7 @@ def describe_absence(
     present = [rank for rank in channel.ranks if rank not in absent]
     verb = "has" if len(absent) == 1 else "have"
     text = (
-        f"{name_ranks(list(absent))} {verb} not come to {tag.words}, #{tag.sequence} of"
+        f"{name_ranks(list(absent))} {verb} not come to {tag.describe()}, #{tag.sequence} of"
         f" {channel.label}, for which {name_ranks(present)}"
         f" {'has' if len(present) == 1 else 'have'} waited {waited_s:.0f} s at {tag.site}"
     )
@@ -147,7 +177,7 @@ def _describe_newest(state: Mapping[str, Any] | None) -> str:
     if not state["newest"]:
         return "has called no collective"
     tag = CollectiveTag(*state["newest"])
-    return f"last called {tag.words}, #{tag.sequence} of {state['label']}, at {tag.site}"
+    return f"last called {tag.describe()}, #{tag.sequence} of {state['label']}, at {tag.site}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -26,7 +26,7 @@ from phalanx.core.pulse import writing_pulse
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
-from phalanx.launch.paths import black_box_path
+from phalanx.launch.paths import black_box_path, call_board_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.collective_checks import (
@@ -201,6 +201,7 @@ def run_rank(
                 job.resilience.check_collectives,
                 wait_s=job.resilience.check_collectives_wait_s,
                 report_error=run.link.report_error,
+                board_path=call_board_path(run.run_dir, run.rank),
             ) as checks,
             writing_pulse(box),
             record_collectives(box, checks),
