@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from browser import open_browser
 from phalanx.cli._app import run_command_line
 from phalanx.cli._drill import split_faults_from_job
 from phalanx.core.errors import UsageError
@@ -18,16 +19,18 @@ from phalanx.drills.campaign import (
     Circumstances,
     TrialRow,
     append_row,
+    build_row,
     build_skipped_row,
     read_campaign,
 )
 from phalanx.drills.command import CommandEnd
 from phalanx.drills.drive import DrillResult
 from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, judge_trial
+from phalanx.drills.page import write_drill_page
 from phalanx.drills.record import RunRecord
-from phalanx.drills.run_trial import UndisturbedRun, measure_trial
+from phalanx.drills.run_trial import FinishedTrial, UndisturbedRun, measure_trial
 from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, load_fault
-from phalanx.drills.verdicts import find_verdicts
+from phalanx.drills.verdicts import Verdict, find_verdicts
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
 from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
@@ -117,6 +120,7 @@ def failed(rank: int, cause: str, detail: str) -> events.RankFailed:
         (failed(1, "signal", "killed by SIGABRT"), "aborted", (1,)),
         (failed(0, "exception", "ValueError: no"), "exception", (0,)),
         (failed(0, "exception", "MemoryError"), "out of memory", (0,)),
+        (failed(1, "exception", "the ranks differ in #40 of world: ..."), "ranks disagree", (1,)),
         (failed(2, "exit", "exited with code 0"), "left early", (2,)),
         (failed(2, "hang", "kept the others waiting"), "hang", (2,)),
         (
@@ -290,3 +294,60 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert body["schema"] == "phalanx.drill-faults/1"
     assert {fault["name"] for fault in body["faults"]} == set(ALL)
     assert all(fault["summary"] for fault in body["faults"])
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def make_result() -> DrillResult:
+    """A kill that a run recovers from, and one after which nothing comes."""
+    straight = RunRecord(
+        Path("nowhere"), tuple(finished(step, float(step)) for step in range(1, 41)), ()
+    )
+    trials = draw_trials(["kill"], SHAPE, seed=0, repeats=2)
+    verdict = Verdict("killed", (1,), 7, 4.25, "<b>bold</b>")
+    strike = Strike("kill", 1, 7, "backward", 4.0)
+    runs = [
+        FinishedTrial(
+            trial, measured, bars_of("kill"), losses, (strike,), (verdict,), restarts=(6,)
+        )
+        for trial, measured, losses in zip(
+            trials,
+            (GOOD, Measured(**(vars(GOOD) | {"verdict": NO_VERDICT}))),
+            (straight.losses, dict.fromkeys(range(1, 8), 5.0)),
+            strict=True,
+        )
+    ]
+    rows = [build_row(run, make_row(0).circumstances) for run in runs]
+    return DrillResult(rows, UndisturbedRun(Path("nowhere"), straight, 9.0), runs)
+
+
+def test_the_page_shows_rows_curves_and_lanes(tmp_path: Path) -> None:
+    path = write_drill_page(tmp_path / "out", make_result())
+    page = path.read_text()
+    assert "1 of 2 trials passed" in page
+    assert "class none (bar killed)" in page
+    assert "killed, rank 1, 250 ms after the first fault" in page
+    assert "went on from step 6" in page
+    assert "<b>bold</b>" not in page
+    nothing = write_drill_page(tmp_path / "nothing", DrillResult([make_row(0)])).read_text()
+    assert "Runs</h2>" not in nothing
+
+
+def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) -> None:
+    path = write_drill_page(tmp_path, make_result())
+    with open_browser() as browser:
+        for width in (1280, 400):
+            browser.open(path.as_uri(), width=width)
+            assert browser.problems == []
+            assert {url for url in browser.requests if url != "data:,"} == {path.as_uri()}
+            assert browser.evaluate(
+                "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            )
+            # What struck stands under the step at which it struck.
+            edges = browser.evaluate(
+                "['#runs .plot', '#runs .eventlane'].map((each) => {"
+                " const box = document.querySelector(each).getBoundingClientRect();"
+                " return [Math.round(box.left), Math.round(box.right)]; })"
+            )
+            assert edges[0] == edges[1]

@@ -61,6 +61,7 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
     """Run a drill and print its rows. Returns the exit code: 11 if a bar is missed."""
     from phalanx.drills.drive import DrillRequest, run_drill
     from phalanx.drills.job import load_drilled_job
+    from phalanx.drills.page import write_drill_page
     from phalanx.drills.trials import choose_fault_names
     from phalanx.run.stop_signals import raising_on_stop_signals
 
@@ -104,7 +105,9 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
                 words_of_stop = f"stopped; the same command goes on from {options.campaign}"
             print(words_of_stop, file=sys.stderr)
             return int(ExitCode.INTERRUPTED)
-    page = write_page_of_drill(result, options.out)
+    page = None
+    if options.out is not None:
+        page = write_drill_page(options.out, result)
     if as_json:
         print_json("drill", {**result.to_json(), "page": page and str(page)}, indent=1)
     else:
@@ -113,11 +116,6 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
         if page is not None:
             print(f"page    {page}")
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)
-
-
-def write_page_of_drill(result: DrillResult, out: Path | None) -> Path | None:
-    """Write the page of what has just run; None where nobody asked for it, or nothing ran."""
-    return None
 
 
 def split_faults_from_job(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

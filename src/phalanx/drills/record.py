@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file, read_bounded_lines
-from phalanx.observe.events import Envelope, RanksStarted, StepFinished
+from phalanx.observe.events import Envelope, RunStarted, StepFinished
 from phalanx.observe.tail import parse_valid_event_line
 from phalanx.resilience.strikes import Strike, read_strikes
 
@@ -38,10 +38,13 @@ class RunRecord:
         return {_step(each): _finished(each).loss for each in self.finished_steps}
 
     @property
-    def pids(self) -> set[int]:
-        """The ranks' processes in all attempts."""
-        started = [each.event for each in self.envelopes if isinstance(each.event, RanksStarted)]
-        return {pid for event in started for pid in event.pids}
+    def restarts(self) -> tuple[int, ...]:
+        """The steps that later attempts went on from."""
+        return tuple(
+            int(each.event.step)
+            for each in self.envelopes
+            if isinstance(each.event, RunStarted) and each.attempt > 0
+        )
 
     def find_attempt(self, rank: int, at_s: float) -> int:
         """The attempt in which a rank was at a moment, by its own words before it."""

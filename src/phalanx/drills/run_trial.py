@@ -46,7 +46,8 @@ class UndisturbedRun:
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """A trial that has run: what was measured, its bars, and the curve for the page."""
+    """A trial that has run: what was measured, its bars, and for the page the curve and what
+    happened. `restarts`: the steps that later attempts went on from."""
 
     trial: Trial
     measured: Measured
@@ -54,6 +55,7 @@ class FinishedTrial:
     losses: dict[int, float] = field(default_factory=dict)
     strikes: tuple[Strike, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    restarts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class TrialRunner:
             record.losses,
             record.strikes,
             tuple(verdicts),
+            record.restarts,
         )
 
 

@@ -95,6 +95,8 @@ def _classify_failure(event: RankFailed) -> str:
     if event.cause == "exit":
         return "left early"
     words = event.detail.lower()
+    if words.startswith("the ranks differ"):
+        return "ranks disagree"
     if "memory" in words:
         return "out of memory"
     return "exception"

@@ -1,8 +1,7 @@
-"""One rank enters a collective that the others never enter: `if rank == 1: all_reduce(...)`."""
+"""One rank enters a collective that no other one enters: `if rank == 1: barrier()`."""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from phalanx.resilience.expectation import HANG_DETECTION, HANG_RECOVERY_S, Expectation
@@ -16,5 +15,5 @@ EXPECTATION = Expectation(
 
 
 def inject() -> None:
-    """Reduce one number over all ranks, of which no other one does it."""
-    dist.all_reduce(torch.zeros(1))
+    """Enter a barrier of all ranks, alone."""
+    dist.barrier()

@@ -1,0 +1,231 @@
+"""The same kill and the same freeze in phalanx and in a plain torchrun script of the same model.
+
+    python benchmarks/drill_peers.py [--trials 3] [--out ROWS.jsonl]
+
+Two ranks, data parallel over gloo, a checkpoint every 10 steps; rank 1 is struck in step 25. Both
+sides are measured in the same way: from the moment that the rank writes down right before it is
+struck to the first line that names a failure, and to the end of the first step that was never done
+before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on from, and a
+timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a freeze).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+RANKS, STEPS, SAVED_EACH, RANK, STEP = 2, 60, 10, 1, 25
+TIMEOUT_S, LIMIT_S = 5, 180.0
+VOCAB, DIM, LAYERS, HEADS, SEQ_LEN, BATCH = 256, 64, 2, 2, 64, 4
+NAMED = re.compile(r"local_rank: (\d+)")
+
+
+# --- the script that torchrun starts --------------------------------------------------------------
+
+
+def train_under_torchrun(folder: Path, fault: str) -> None:
+    """A data-parallel loop as people write it: resume, train, save."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
+    from phalanx.nn.models.decoder import Decoder
+    from phalanx.nn.objective import causal_cross_entropy
+
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    head_dim, ffn_dim = DIM // HEADS, default_ffn_dim(DIM)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        decoder = Decoder(DecoderShape(LAYERS, DIM, HEADS, HEADS, head_dim, ffn_dim, VOCAB, True))
+    for weight in decoder.to_empty(device="cpu").parameters():
+        nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
+    model, objective = DistributedDataParallel(decoder), causal_cross_entropy(2048)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    first, saved = 0, folder / "checkpoint.pt"
+    if saved.exists():
+        state = torch.load(saved)
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    with open(folder / f"steps-{rank}.jsonl", "a", buffering=1) as steps:
+        for step in range(first + 1, STEPS + 1):
+            generator = torch.Generator().manual_seed(step * RANKS + rank)
+            tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+            loss, num_targets = objective(model(tokens[:, :-1]), {"targets": tokens[:, 1:]})
+            if (rank, step) == (RANK, STEP) and not (folder / "struck").exists():
+                (folder / "struck").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+            (loss / num_targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % SAVED_EACH == 0 and rank == 0:
+                state = {"step": step, "model": model.state_dict()}
+                torch.save(state | {"optimizer": optimizer.state_dict()}, folder / "new.pt")
+                (folder / "new.pt").rename(saved)
+            steps.write(json.dumps([step, attempt, time.monotonic()]) + "\n")
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads now and then abort a finished rank in the interpreter's teardown
+
+
+# --- both sides, measured -------------------------------------------------------------------------
+
+
+def measure_torchrun(fault: str, folder: Path) -> dict:
+    """One trial under torchrun."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), "--max-restarts", "3"),
+        *(__file__, "--worker", str(folder), "--fault", fault),
+    ]
+    began_s = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    detected_s, named, said = math.nan, None, []
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    try:
+        while process.poll() is None and time.monotonic() - began_s < LIMIT_S:
+            line = process.stderr.readline()
+            if not line:
+                time.sleep(0.01)
+                continue
+            said.append(line)
+            if math.isnan(detected_s) and "failed (exitcode" in line:
+                detected_s = time.monotonic()
+                named = int(NAMED.search(line)[1])
+    finally:
+        # The agent's workers are in sessions of their own: they end with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    struck_s = float((folder / "struck").read_text())
+    rows = [
+        json.loads(line)
+        for path in folder.glob("steps-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    last = max(step for step, attempt, _ in rows if attempt == 0)
+    again = [at_s for step, attempt, at_s in rows if attempt > 0 and step > last]
+    return {
+        "side": "torchrun",
+        "fault": fault,
+        "detected_s": _round(detected_s - struck_s),
+        "named": named,
+        "trained_again_s": _round(min(again, default=math.nan) - struck_s),
+        "lost_steps": last - last // SAVED_EACH * SAVED_EACH,
+        "exit_code": code,
+        "wall_s": _round(time.monotonic() - began_s),
+        "why": "".join(said)[-2000:] if code else "",
+    }
+
+
+def measure_phalanx(faults: list[str], folder: Path, trial: int) -> list[dict]:
+    """One trial of each fault in phalanx, by the code of `phalanx drill`."""
+    from phalanx.drills.job import load_drilled_job, measure_job
+    from phalanx.drills.run_trial import TrialRunner
+    from phalanx.drills.trials import Trial, TrialPlace
+
+    job = load_drilled_job(
+        None, [f"train.steps={STEPS}", f"checkpoint.every_steps={SAVED_EACH}"], num_steps=STEPS
+    )
+    runner = TrialRunner(job, measure_job(job.job), folder)
+    undisturbed = runner.run_undisturbed()
+    rows = []
+    for fault in faults:
+        place = TrialPlace(RANK, STEP, "backward")
+        text = f"{fault}:rank={RANK},step={STEP},phase=backward"
+        found = runner.run_trial(Trial(fault, 0, trial, place, (text,)), undisturbed).measured
+        rows.append(
+            {
+                "side": "phalanx",
+                "fault": fault,
+                "detected_s": found.detected_s,
+                "named": found.ranks[0] if found.ranks else None,
+                "trained_again_s": found.trained_again_s,
+                "lost_steps": found.lost_steps,
+                "exit_code": found.exit_codes[0],
+                "wall_s": found.wall_s,
+            }
+        )
+    return rows
+
+
+def _round(seconds: float) -> float | None:
+    return round(seconds, 3) if math.isfinite(seconds) else None
+
+
+def print_table(rows: list[dict]) -> None:
+    print("| fault | side | n | detected after | named | training again after | lost | finished |")
+    print("|---|---|---|---|---|---|---|---|")
+    for fault in ("kill", "freeze"):
+        for side in ("phalanx", "torchrun"):
+            of = [row for row in rows if (row["fault"], row["side"]) == (fault, side)]
+            if of:
+                named = sum(row["named"] == RANK for row in of)
+                cells = [
+                    *(fault, side, str(len(of)), _spread(of, "detected_s"), f"{named}/{len(of)}"),
+                    _spread(of, "trained_again_s"),
+                    str(max(row["lost_steps"] for row in of)),
+                    f"{sum(row['exit_code'] == 0 for row in of)}/{len(of)}",
+                ]
+                print(f"| {' | '.join(cells)} |")
+
+
+def _spread(rows: list[dict], key: str) -> str:
+    known = sorted(row[key] for row in rows if row[key] is not None)
+    if not known:
+        return "never"
+    text = f"{statistics.median(known):.2f} s ({known[0]:.2f} to {known[-1]:.2f})"
+    return text if len(known) == len(rows) else f"{text}, {len(rows) - len(known)} never"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", type=Path)
+    parser.add_argument("--fault", default="kill")
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        train_under_torchrun(arguments.worker, arguments.fault)
+        return
+    rows: list[dict] = []
+    # In turn, so that a busy minute of the machine meets both sides.
+    for trial in range(arguments.trials):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_phalanx(["kill", "freeze"], Path(folder), trial)
+        for fault in ("kill", "freeze"):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(measure_torchrun(fault, Path(folder)))
+        for row in rows[-4:]:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
