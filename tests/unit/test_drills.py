@@ -30,7 +30,7 @@ from phalanx.drills.page import write_drill_page
 from phalanx.drills.record import RunRecord
 from phalanx.drills.run_trial import FinishedTrial, UndisturbedRun, measure_trial
 from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, load_fault
-from phalanx.drills.verdicts import Verdict, find_verdicts
+from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
 from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
@@ -112,6 +112,19 @@ def failed(rank: int, cause: str, detail: str) -> events.RankFailed:
     return events.RankFailed(rank, 7, "data", cause, detail, 0.01)
 
 
+SLOW: dict[str, Any] = {
+    "slow_rank": 3,
+    "step": 7,
+    "first_step": 2,
+    "factor": 2.0,
+    "excess_s": 0.1,
+    "phase": "forward",
+    "waited_s": 0.5,
+    "cpu_share": 0.4,
+    "peers_cpu_share": 0.9,
+}
+
+
 @pytest.mark.parametrize(
     ("event", "kind", "ranks"),
     [
@@ -141,6 +154,9 @@ def failed(rank: int, cause: str, detail: str) -> events.RankFailed:
         ),
         (events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8), "not finite", ()),
         (events.InvariantChecked(7, "replicas_equal", ok=False, ranks=[2]), "corrupt", (2,)),
+        (events.NonFiniteFound(7, "output", "embed", 1), "not finite", (1,)),
+        (events.NonFiniteFound(7, "unknown", "", -1), "corrupt", ()),
+        (events.RankSlow(**SLOW), "slow", (3,)),
         (events.StopRequested(7, "sigterm"), "preempted", ()),
     ],
 )
@@ -149,6 +165,23 @@ def test_verdicts_are_read_from_events_alone(
 ) -> None:
     (verdict,) = find_verdicts([finished(6, 1.0), said(event, 2.0)])
     assert (verdict.kind, verdict.ranks, verdict.step) == (kind, ranks, 7)
+
+
+def test_what_was_found_in_a_skipped_step_takes_its_place() -> None:
+    skipped = events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8)
+    found = events.NonFiniteFound(7, "output", "embed", 2)
+    (verdict,) = find_verdicts([said(skipped, 1.0), said(found, 1.1)])
+    assert (verdict.kind, verdict.ranks, verdict.monotonic_s) == ("not finite", (2,), 1.1)
+
+
+def test_ranks_may_be_named_later_by_the_same_class() -> None:
+    unknown = events.NonFiniteFound(7, "unknown", "", -1)
+    back = events.RolledBack(8, "corruption", "replicas differ", 5, -1, 2)
+    kill = failed(1, "signal", "killed by SIGKILL")
+    found = find_verdicts([said(unknown, 1.0), said(kill, 1.5), said(back, 2.0)])
+    assert find_named_ranks(found) == (2,)
+    assert find_named_ranks(found[1:]) == (1,)
+    assert find_named_ranks([]) == ()
 
 
 def test_what_holds_is_no_verdict() -> None:

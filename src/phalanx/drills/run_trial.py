@@ -18,7 +18,7 @@ from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, finite_
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.small_disk import mounting_small_disk
 from phalanx.drills.trials import DrillShape, Trial, load_fault
-from phalanx.drills.verdicts import Verdict, find_verdicts
+from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.report.reduce import collect_run_facts
 from phalanx.resilience.expectation import Ending, Expectation
 from phalanx.resilience.strikes import Strike
@@ -167,7 +167,8 @@ def measure_trial(
     strike = record.strikes[0] if record.strikes else None
     struck_s = strike.monotonic_s if strike is not None else math.inf
     before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]
-    first = next((verdict for verdict in verdicts if verdict.monotonic_s >= struck_s), None)
+    after = [verdict for verdict in verdicts if verdict.monotonic_s >= struck_s]
+    first = after[0] if after else None
     again_s = math.nan
     if strike is not None:
         again_s = record.find_trained_again_s(strike)
@@ -179,7 +180,7 @@ def measure_trial(
         has_struck=strike is not None,
         verdict=first.kind if first is not None else NO_VERDICT,
         verdict_text=first.text if first is not None else "",
-        ranks=first.ranks if first is not None else (),
+        ranks=find_named_ranks(after),
         detected_s=detected_s,
         detected_steps=detected_steps,
         false_verdicts=tuple(verdict.kind for verdict in before),

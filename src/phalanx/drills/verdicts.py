@@ -14,10 +14,11 @@ from phalanx.core.typed_json import JsonRecord
 from phalanx.observe.events import (
     CheckpointFailed,
     Envelope,
-    Event,
     HangFound,
     InvariantChecked,
+    NonFiniteFound,
     RankFailed,
+    RankSlow,
     RolledBack,
     StepSkipped,
     StopRequested,
@@ -29,8 +30,6 @@ _CLASS_OF_SIGNAL = {
     "SIGABRT": "aborted",
 }
 _CLASS_OF_ROLL_BACK = {"corruption": "corrupt", "loss_spike": "loss spike"}
-# By the kind that an event of a slow rank has, whoever emits it.
-_SLOW_KINDS = ("rank_slow", "rank_slowed")
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,27 @@ class Verdict(JsonRecord):
 
 
 def find_verdicts(envelopes: Sequence[Envelope]) -> list[Verdict]:
-    """The verdicts among the events of a run, oldest first."""
-    verdicts = [_read_verdict(envelope) for envelope in envelopes]
+    """The verdicts among the events of a run, oldest first.
+
+    That a step was skipped says no more than what was found in it, where something was.
+    """
+    explained = {each.event.step for each in envelopes if isinstance(each.event, NonFiniteFound)}
+    verdicts = [
+        _read_verdict(each)
+        for each in envelopes
+        if not (isinstance(each.event, StepSkipped) and each.event.step in explained)
+    ]
     found = [verdict for verdict in verdicts if verdict is not None]
     return sorted(found, key=lambda verdict: verdict.monotonic_s)
+
+
+def find_named_ranks(verdicts: Sequence[Verdict]) -> tuple[int, ...]:
+    """The ranks of the first verdict; where it names none, those that a later one of its class
+    does."""
+    if not verdicts:
+        return ()
+    named = (verdict.ranks for verdict in verdicts if verdict.kind == verdicts[0].kind)
+    return next((ranks for ranks in named if ranks), ())
 
 
 def _read_verdict(envelope: Envelope) -> Verdict | None:
@@ -68,6 +84,11 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
         if event.ok or event.is_summary:
             return None
         return Verdict("corrupt", tuple(event.ranks), event.step, at_s, event.name)
+    if isinstance(event, NonFiniteFound):
+        ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
+        # Computed once more it is finite: not the batch, but whoever computed it.
+        kind = "corrupt" if event.origin == "unknown" else "not finite"
+        return Verdict(kind, ranks, event.step, at_s, f"{event.origin} {event.found_in}".strip())
     if isinstance(event, StepSkipped):
         if event.reason != "nonfinite_gradients":
             return None
@@ -76,8 +97,8 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
         return Verdict("preempted", (), event.step, at_s, event.reason)
     if isinstance(event, CheckpointFailed):
         return Verdict("save failed", (), event.step, at_s, "")
-    if event.kind() in _SLOW_KINDS:
-        return Verdict("slow", _read_ranks(event), getattr(event, "step", 0), at_s, "")
+    if isinstance(event, RankSlow):
+        return Verdict("slow", (event.slow_rank,), event.step, at_s, event.phase)
     return None
 
 
@@ -100,8 +121,3 @@ def _classify_failure(event: RankFailed) -> str:
     if "memory" in words:
         return "out of memory"
     return "exception"
-
-
-def _read_ranks(event: Event) -> tuple[int, ...]:
-    ranks = [getattr(event, name, None) for name in ("slow_rank", "failed_rank", "rank")]
-    return tuple(rank for rank in ranks if isinstance(rank, int))

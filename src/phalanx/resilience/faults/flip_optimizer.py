@@ -11,10 +11,9 @@ EXPECTATION = Expectation(
     detected_s=None,
     detected_steps=10,
     trained_again_s=None,
-    is_named_by_majority=True,
     phases=("data",),
     settling_steps=10,
-    overrides=("observe.invariants_every=5",),
+    overrides=("resilience.check_memory_every=1",),
 )
 
 

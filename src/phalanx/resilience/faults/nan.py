@@ -1,4 +1,5 @@
-"""An activation is NaN in one step on one rank, as from a bad batch or an overflow."""
+"""An activation is NaN in one step on one rank, whenever that is computed: a bad batch, or an
+overflow."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ EXPECTATION = Expectation(
     detected_steps=1,
     trained_again_s=None,
     may_lose_steps=False,
-    names_rank=False,
     # The step is skipped: its update is missing.
     is_bit_equal=False,
     phases=("forward",),
@@ -22,12 +22,16 @@ EXPECTATION = Expectation(
 
 
 def inject(site: FaultSite) -> None:
-    """Write NaN into one element of what the model's first module gives next."""
+    """Write NaN into one element of what the model's first module gives in this step."""
     assert site.trainer is not None, "the fault nan strikes a rank that trains"
-    module = find_first_leaf_module(site.trainer.state.model.module)
+    phases = site.trainer.phases
+    module, struck_step = find_first_leaf_module(site.trainer.state.model.module), phases.step
 
     def poison(module: Any, inputs: Any, output: Any) -> None:
-        handle.remove()
-        fill_first_element(output, float("nan"))
+        # Also when the step is computed once more: the batch is bad, not the processor.
+        if phases.step != struck_step:
+            handle.remove()
+        else:
+            fill_first_element(output, float("nan"))
 
     handle = module.register_forward_hook(poison)
