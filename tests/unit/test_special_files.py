@@ -312,6 +312,7 @@ OURS = {
     "core/registry.py": "reads our own modules",
     "job/presets/__init__.py": "reads our own presets",
     "report/page.py": "reads our own style",
+    "drills/page.py": "reads our own style",
     "report/prometheus/rules.py": "reads our own rules",
     "report/dataset_page.py": "reads our own style",
     "report/plan_page.py": "reads our own style",
