@@ -42,7 +42,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def look(
-    kernel: Kernel, num_looks: int, act: Callable[[int], None], *, has_begun: bool = True
+    kernel: Kernel, num_looks: int, act: Callable[[int], None], *, goes_on: bool = True
 ) -> list[tuple[int, Event]]:
     """Events with the number of the look that they came with."""
     steps = [0]
@@ -52,7 +52,7 @@ def look(
         steps[0] = number
         act(number)
         now_s = (number + 1) * LOOK_INTERVAL_S
-        found += [(number, event) for event in watch.look(now_s, has_begun=has_begun)]
+        found += [(number, event) for event in watch.look(now_s, goes_on=goes_on)]
     found += [(num_looks, event) for event in watch.end()]
     return found
 
@@ -127,7 +127,7 @@ def test_nothing_is_said_before_the_first_step_and_all_ends_with_the_attempt(
         for rank in range(NUM_RANKS):
             kernel.run(rank, 0.2 if rank == 0 else 1.0)
 
-    assert look(kernel, 200, act, has_begun=False) == []
+    assert look(kernel, 200, act, goes_on=False) == []
     (_, begun), (last, ended) = look(kernel, 200, act)
     assert isinstance(begun, RankSlow)
     assert isinstance(ended, RankSlowEnded)

@@ -67,14 +67,17 @@ class ProcessorWatch:
         self.next_look_s = self._window_began_s = now_s
         self._begin_windows(now_s)
 
-    def look(self, now_s: float, *, has_begun: bool) -> list[Event]:
-        """The events that follow, if a look is due. `has_begun`: each rank is in a step."""
+    def look(self, now_s: float, *, goes_on: bool) -> list[Event]:
+        """The events that follow, if a look is due. `goes_on`: all ranks are in steps, and make
+        progress."""
         if now_s < self.next_look_s:
             return []
         self.next_look_s = now_s + LOOK_INTERVAL_S
-        if not has_begun:
-            # A start is different on each rank, and what follows tells of what came of it.
+        if not goes_on:
+            # A start is different on each rank, and in a hang the one that computes is not slow.
             self._begin_windows(now_s)
+            for looks in self._looks:
+                looks.factors.clear()
             return []
         events: list[Event] = []
         for rank, pid in enumerate(self._pids):

@@ -54,6 +54,8 @@ POLL_INTERVAL_S = 0.5
 _MAX_COUNTED_INTERVAL_S = 2 * POLL_INTERVAL_S
 # Between two looks at stacks while none of them tells.
 _NEXT_STACKS_S = 30.0
+# A run with a slow rank goes on within this time, or within so many steps.
+_MAX_SILENCE_OF_SLOW_S, _NUM_SILENT_STEPS_OF_SLOW = 1.5, 2
 # A rank that got so much of a core, or moved so many bytes in a second, is at work.
 _BUSY_CPU_SHARE = 0.2
 _BUSY_BYTES_PER_S = 1 << 16
@@ -151,8 +153,12 @@ class ProgressWatch:
             return
         # Positions are not older than a poll.
         steps = [position.step for position in self._positions.values()]
-        has_begun = len(steps) == len(self._pids) and min(steps, default=0) > 0
-        for event in self._processors.look(now_s, has_begun=has_begun):
+        goes_on = len(steps) == len(self._pids) and min(steps, default=0) > 0
+        silent_s = now_s - self._progress_s
+        if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
+            # Whoever keeps a run from all progress is judged as hung, and not as slow.
+            goes_on = silent_s < _NUM_SILENT_STEPS_OF_SLOW * self._durations.compute_p99_s()
+        for event in self._processors.look(now_s, goes_on=goes_on):
             self._emit(event)
 
     def _read_step(self, rank: int) -> int:
