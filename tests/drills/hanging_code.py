@@ -50,6 +50,11 @@ def enter_another_collective() -> None:
     dist.barrier()
 
 
+def enter_another_reduction() -> None:
+    """A collective that no other rank enters, and that gloo takes for the others' next one."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def leave_with_code_0() -> None:
     os._exit(0)
 

@@ -134,6 +134,22 @@ def test_the_rank_that_leaves_out_a_collective(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gloo_aborts_a_rank_of_two_in_different_collectives(
+    folder: Path, straight: Path, rank: int
+) -> None:
+    """Whichever it aborts, the one that called something unusual is named."""
+    name = f"aborted {rank}"
+    fault = inject("hanging_code:enter_another_reduction", rank, 15, "forward")
+    done = train(folder, name, fault)
+    assert done.code == 0, done.err
+    (failed,) = events(folder / name, RankFailed)
+    assert (failed.event.hang_kind, failed.event.failed_rank) == ("absent_collective", rank)
+    assert "(float32 [1], 4 B) at hanging_code.py:" in failed.event.detail
+    assert weights(folder / name) == weights(straight)
+
+
+@pytest.mark.long
 def test_a_rank_that_ends_with_code_0(folder: Path, straight: Path) -> None:
     done = train(folder, "leaves", inject("hanging_code:leave_with_code_0", 1, 15, "backward"))
     assert done.code == 0, done.err

@@ -106,13 +106,15 @@ def _classify_failure(event: RankFailed) -> str:
     """The class of a failure, from the supervisor's own words."""
     if event.failed_rank < 0 and event.cause != "exception":
         return "store killed" if "store" in event.detail else "server killed"
+    if event.hang_kind:
+        return event.hang_kind.replace("_", " ")
     if event.cause == "signal":
         for name, kind in _CLASS_OF_SIGNAL.items():
             if name in event.detail:
                 return kind
         return "signal"
     if event.cause == "hang":
-        return (event.hang_kind or "hang").replace("_", " ")
+        return "hang"
     if event.cause == "exit":
         return "left early"
     words = event.detail.lower()

@@ -42,6 +42,12 @@ def read_abort_reason(log: Path) -> list[str]:
     ]
 
 
+def is_aborted_by_mismatch(log: Path) -> bool:
+    """True if gloo aborted a process because what it received is not of the collective it is
+    in."""
+    return any("preamble.length" in line for line in read_abort_reason(log))
+
+
 def read_main_thread_stack(log: Path) -> list[str]:
     """The stack of a rank's main thread when it was asked; empty if it could not answer."""
     lines = _read_last_log_lines(log)

@@ -3,6 +3,7 @@ starting again can help."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,14 @@ from phalanx.core.errors import ExitCode, OutOfMemoryError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
-from phalanx.launch.hang_kinds import FROZEN, LEFT_EARLY
+from phalanx.launch.hang_kinds import (
+    ABSENT_COLLECTIVE,
+    FROZEN,
+    LEFT_EARLY,
+    find_unusual_callers,
+)
 from phalanx.launch.log_excerpts import (
+    is_aborted_by_mismatch,
     read_abort_reason,
     read_log_end_explaining_death,
     read_main_thread_stack,
@@ -26,6 +33,8 @@ from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import remove_varying_text_from_failure
+from phalanx.observe.rank_waits import RankState, find_group
+from phalanx.observe.where_words import describe_collective, find_newest_call_site
 
 # Codes that phalanx gives to problems which a restart does not cure.
 _DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
@@ -344,7 +353,31 @@ def _blame_exit_without_record(blamed: _BlamedRank, rank_exit: RankExit) -> Rank
         return replace(failure, hang_kind=LEFT_EARLY)
     detail = f"killed by {format_signal_name(rank_exit.signal)}"
     # A signal comes from outside: also before the first step another start may do better.
-    return replace(_build_failure_of_dead_process(blamed, "signal", detail), restartable=True)
+    failure = replace(_build_failure_of_dead_process(blamed, "signal", detail), restartable=True)
+    if rank_exit.signal == signal.SIGABRT and is_aborted_by_mismatch(blamed.log_path):
+        return _blame_rank_in_other_collective(failure, blamed)
+    return failure
+
+
+def _blame_rank_in_other_collective(failure: RankFailure, aborted: _BlamedRank) -> RankFailure:
+    """`failure` as that of the rank which called another collective than the others, if the black
+    boxes single one out: gloo aborts whichever of the two gets what does not fit."""
+    failure = replace(failure, hang_kind=ABSENT_COLLECTIVE)
+    positions = _read_black_boxes(aborted.end, aborted.run_dir)
+    states = {rank: RankState(rank, position) for rank, position in positions.items()}
+    odd = find_unusual_callers(states, sorted(states))
+    if len(odd) != 1:
+        return failure
+    (rank,) = odd
+    position = positions[rank]
+    call = position.collectives[-1]
+    name = describe_collective(call, find_group(position, call))
+    file, line = find_newest_call_site(position)
+    text = f"rank {rank} called {name} at {os.path.basename(file)}:{line},"
+    text += f" where others called another collective, and gloo aborted rank {aborted.rank}"
+    return replace(
+        failure, rank=rank, summary=text, detail=text, report=f"{text}\n{failure.report}"
+    )
 
 
 def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure:

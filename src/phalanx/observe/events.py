@@ -538,8 +538,9 @@ class RankFailed(Event):
     """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
 
     `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
-    waited in vain). `hang_kind`: as in HangFound; "left_early" for a rank that ended before
-    its work was done without an error; empty otherwise, and in files of earlier releases.
+    waited in vain). `hang_kind`: as in HangFound, also where gloo noticed another collective first
+    and aborted a rank; "left_early" for a rank that ended before its work was done without an
+    error; empty otherwise, and in files of earlier releases.
     """
 
     failed_rank: int
