@@ -213,8 +213,7 @@ def read_goodput_of_run(run_dir: Path) -> float | None:
         ledger = collect_run_facts(run_dir).ledger
     except PhalanxError:
         return None
-    good_s = ledger.parts_s.get("training steps", 0.0)
-    good_s += ledger.parts_s.get("waiting for other stages", 0.0)
+    good_s = ledger.good_s
     if not ledger.wall_s > 0:
         return None
     return finite_or_none(good_s / ledger.wall_s)

@@ -18,6 +18,7 @@ from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.ledger import RankLedger
 from phalanx.report.raw_events import RawEvents
+from phalanx.report.reliability import Reliability
 from phalanx.report.self_time import SelfTimeMap
 from phalanx.report.timeline import RunTimeline
 
@@ -159,6 +160,12 @@ class RunAttempt:
 class WallTimeBreakdown:
     """Every second of the run in one of a few parts, which sum to `wall_s`."""
 
+    @property
+    def good_s(self) -> float:
+        """Seconds of steps that stand, without their waiting for data, saving and evaluating."""
+        good_s = self.parts_s.get("training steps", 0.0)
+        return good_s + self.parts_s.get("waiting for other stages", 0.0)
+
     wall_s: float
     parts_s: dict[str, float]
 
@@ -203,6 +210,7 @@ class RunFacts:
     story: list[Envelope]
     ledger: WallTimeBreakdown
     rank_ledgers: list[RankLedger]
+    reliability: Reliability
     """Where the seconds of each rank went; empty for runs of earlier releases."""
     wall_s: float
     tokens_per_s: float

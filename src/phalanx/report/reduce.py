@@ -36,6 +36,7 @@ from phalanx.report.history import (
     select_skips_not_redone,
     select_steps_not_redone,
 )
+from phalanx.report.reliability import measure_reliability
 from phalanx.report.self_time import build_self_time_map
 from phalanx.report.timeline import RunTimeline
 
@@ -121,6 +122,9 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         bottleneck=judge_step_table(run_dir, plan, table),
         story=story,
         ledger=ledger,
+        reliability=measure_reliability(
+            story, timeline, attempts, history.attempt_of, ledger.good_s
+        ),
         rank_ledgers=log.ledger.build_ledgers(),
         wall_s=_find_wall_seconds(story, ledger),
         tokens_per_s=compute_median_of_finite(steps.tokens_per_s),

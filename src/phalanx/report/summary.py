@@ -4,6 +4,7 @@ prints."""
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_build_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _build_pipeline_json(facts),
         "experts": _build_experts_json(facts),
+        "reliability": {
+            name: _number_or_none(value) for name, value in asdict(facts.reliability).items()
+        },
         "ledger": [_build_ledger_json(ledger) for ledger in facts.rank_ledgers],
         "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
         "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],

@@ -10,6 +10,7 @@ from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_small_text, build_tag
+from phalanx.report.reliability import Reliability
 from phalanx.report.sections.raw import draw_why_link
 from phalanx.report.sections.timing import CSS_CLASS_OF_LEDGER_ENTRY
 
@@ -28,6 +29,7 @@ _KEY_OF_TILE = {
     "Held-out loss": "held-out",
     "Wall time": "wall",
     "Restarts": "restarts",
+    "Time between failures": "restarts",
     "Resumes": "resumes",
     "Skipped steps": "skips",
     "Layout": "layout",
@@ -71,8 +73,7 @@ def _render_key_value(facts: RunFacts, name: str, value: str, detail: str = "") 
 def _render_goodput(facts: RunFacts) -> Html | None:
     """The share of the run's life that went into steps which stand, and what took the rest."""
     ledger = facts.ledger
-    good_s = ledger.parts_s.get("training steps", 0.0)
-    good_s += ledger.parts_s.get("waiting for other stages", 0.0)
+    good_s = ledger.good_s
     if not (ledger.wall_s > 0 and good_s > 0):
         return None
     texts = {}
@@ -125,6 +126,7 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Throughput", _describe_throughput(facts), median),
         ("Wall time", formats.format_seconds_or_missing(facts.wall_s), ""),
         ("Restarts", str(facts.num_restarts), rolled_back),
+        *_list_reliability_tiles(facts.reliability),
     ]
     if facts.num_resumes:
         tiles.append(("Resumes", str(facts.num_resumes), ""))
@@ -138,6 +140,21 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         amount, _, share = facts.describe_sent_gradients.partition(", ")
         tiles.append(("Gradients sent", amount, share))
     return tiles
+
+
+def _list_reliability_tiles(found: Reliability) -> list[tuple[str, str, str]]:
+    """How often it failed, and how often it should save because of that; none without failures."""
+    if not found.num_failures:
+        return []
+    remark = plural(found.num_failures, "failure")
+    if math.isfinite(found.best_save_every_s):
+        best = formats.format_seconds_or_missing(found.best_save_every_s)
+        now = formats.format_seconds_or_missing(found.save_every_s)
+        remark += f"; saves every {now}, Young/Daly want {best}"
+    if math.isfinite(found.participation) and found.participation < 1:
+        remark += f"; {formats.format_percent(found.participation, 1.0)} of the ranks took part"
+    between = formats.format_seconds_or_missing(found.mean_between_failures_s)
+    return [("Time between failures", between, remark)]
 
 
 def _describe_steps_done(facts: RunFacts) -> str:

@@ -1,0 +1,90 @@
+"""How often a run failed, what part of it counted, and how often it should save because of that."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.checkpoint.writing.save_clock import compute_optimal_save_interval_s
+from phalanx.observe import events
+from phalanx.observe.events import Envelope
+from phalanx.report.timeline import RunTimeline
+
+if TYPE_CHECKING:
+    from phalanx.report.facts import RunAttempt
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What a run's failures were like. Seconds, NaN where they are not known.
+
+    `goodput`: the share of the run's life in steps that stand. `participation`: over the steps that
+    stand, the mean share of all ranks that took part. `mean_between_failures_s`: the run's life by
+    the number of its failures. `save_every_s`: the median between two saves; `best_save_every_s`:
+    what Young and Daly want for that rate of failures and the cost of these saves.
+    """
+
+    goodput: float
+    participation: float
+    num_failures: int
+    mean_between_failures_s: float
+    save_stall_s: float
+    save_every_s: float
+    best_save_every_s: float
+
+
+def measure_reliability(
+    story: Sequence[Envelope],
+    timeline: RunTimeline,
+    attempts: Sequence[RunAttempt],
+    attempt_of_step: Mapping[int, int],
+    good_s: float,
+) -> Reliability:
+    """`story`: what happened, in order; `attempt_of_step`: of the steps that stand; `good_s`:
+    their seconds."""
+    num_failures = sum(isinstance(e.event, events.RankFailed) for e in story)
+    mtbf_s = timeline.alive_s / num_failures if num_failures else math.nan
+    saves = [e for e in story if isinstance(e.event, events.CheckpointSaved)]
+    stalls, durations = [], []
+    for envelope in saves:
+        if isinstance(envelope.event, events.CheckpointSaved):
+            stalls.append(envelope.event.stall_s)
+            durations.append(envelope.event.wall_s)
+    times = [timeline.elapsed_s(envelope) for envelope in saves]
+    stall_s = _find_median(stalls)
+    best_s = math.nan
+    if math.isfinite(stall_s) and math.isfinite(mtbf_s):
+        duration_s = _find_median(durations)
+        best_s = compute_optimal_save_interval_s(stall_s, duration_s, mtbf_s)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return Reliability(
+        goodput=good_s / timeline.alive_s if timeline.alive_s > 0 else math.nan,
+        participation=_measure_participation(attempts, attempt_of_step),
+        num_failures=num_failures,
+        mean_between_failures_s=mtbf_s,
+        save_stall_s=stall_s,
+        save_every_s=_find_median(gaps),
+        best_save_every_s=best_s,
+    )
+
+
+def _measure_participation(
+    attempts: Sequence[RunAttempt], attempt_of_step: Mapping[int, int]
+) -> float:
+    size_of: dict[int, int] = {}
+    for attempt in attempts:
+        if attempt.started is not None:
+            size_of[attempt.number] = int(attempt.started.world_size)
+    sizes = [size_of[number] for number in attempt_of_step.values() if number in size_of]
+    if not sizes or max(size_of.values()) <= 0:
+        return math.nan
+    return sum(sizes) / (len(sizes) * max(size_of.values()))
+
+
+def _find_median(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
