@@ -40,7 +40,7 @@ LONG_WAYS, THEIR_LONG_WAYS = ("sys.exit 0", "C 75"), ("sys.exit 0", "interrupt")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exits")
     write_text(folder / "text")
-    for name in ("user_code", "user_code_leaving"):
+    for name in ("user_code", "user_code_leaving", "user_code_diverging"):
         shutil.copy(Path(__file__).parent / f"{name}.py", folder)
     return folder
 
@@ -103,3 +103,21 @@ def test_another_launcher_is_not_told_that_the_run_is_done(folder: Path, how: st
     words = {"os._exit 0": "exited with code 0 at step 6", "sys.exit 0": "sys.exit(0) was called"}
     assert words.get(how, "KeyboardInterrupt") in done.err
     assert not [e for e in events(folder / name, RunFinished) if e.event.status != "failed"]
+
+
+@pytest.mark.long
+def test_ranks_whose_collectives_differ_stop_and_are_not_started_again(folder: Path) -> None:
+    done, failures = train(
+        folder,
+        "differ",
+        "",
+        "model.objective=user_code_diverging:objective",
+        "resilience.check_collectives=all",
+    )
+    assert done.code == 7, done.err
+    assert [failure.step for failure in failures] == [3]
+    (line,) = (line for line in done.err.splitlines() if "the ranks differ in #" in line)
+    assert "rank 1 calls all_reduce sum of float32 [5] in step 3 at " in line
+    assert "user_code_diverging.py:" in line
+    assert ", rank 0 calls all_reduce of float32" in line
+    assert not list((folder / "differ" / "blackbox").glob("calls-*"))
