@@ -107,7 +107,7 @@ KINDS = {
         ("freeze", 1),
         ("hold_lock_asleep", 0),
         pytest.param("hold_lock_busy", 1, marks=pytest.mark.long),
-        ("spin", 1),
+        pytest.param("spin", 1, marks=pytest.mark.long),
         pytest.param("sleep", 0, marks=pytest.mark.long),
         pytest.param("enter_another_collective", 0, marks=pytest.mark.long),
     ],
