@@ -138,7 +138,9 @@ def measure_torchrun(fault: str, folder: Path) -> dict:
         "lost_steps": last - last // SAVED_EACH * SAVED_EACH,
         "exit_code": code,
         "wall_s": _round(time.monotonic() - began_s),
-        "why": "".join(said)[-2000:] if code else "",
+        "why": next((line.strip() for line in reversed(said) if "RuntimeError: " in line), "")
+        if code
+        else "",
     }
 
 

@@ -103,7 +103,8 @@ def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
 def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
     measured = [row.measured for row in rows if row.measured is not None]
     missed = sorted({check.name for row in rows for check in row.checks if not check.ok})
-    equal = [each.is_bit_equal for each in measured if each.is_bit_equal is not None]
+    bars = next(row.bars for row in rows if row.bars is not None)
+    again = [each.trained_again_s for each in measured] if bars.trained_again_s else []
     cells = [
         f"`{name}`",
         str(len(rows)),
@@ -111,9 +112,9 @@ def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
         _count_checks(rows, "class"),
         _count_checks(rows, "rank"),
         _spread([each.detected_s for each in measured]),
-        _spread([each.trained_again_s for each in measured]),
+        _spread(again),
         str(max(each.lost_steps for each in measured)),
-        f"{sum(equal)}/{len(equal)}" if equal else "–",
+        _count_checks(rows, "final bits"),
         ", ".join(missed) or "–",
     ]
     return f"| {' | '.join(cells)} |"
