@@ -3,6 +3,7 @@ ranks, and what a plan says and refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 import phalanx
 from models import CPU
 from phalanx.core.errors import JobError, LayoutError
+from phalanx.job.schema import Job
 from phalanx.parallel.data_parallel.gradient_tree import PartialSums, add_rows_along_tree
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.leaf_tree import LeafTree
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run.autotune import rank_layouts_by_predicted_time
+from phalanx.run.search_job import prepare_layout_search
 
 LAYOUT_FREE = ["train.deterministic=layout-free", "train.micro_batch_size=2", "model.dim=64"]
 
@@ -87,6 +91,13 @@ def test_a_plan_counts_the_sets_of_gradients_and_says_what_is_sent() -> None:
             backward = plan.chosen.phases["backward"]["gradients"]
             assert (copies - 1) * gradients <= backward <= copies * gradients
     assert {candidate.zero_stage for candidate in _plan(2).alternatives} == {0}
+
+
+@pytest.mark.parametrize("search", [prepare_layout_search, rank_layouts_by_predicted_time])
+def test_layouts_are_not_searched(search: Callable[[Job], object]) -> None:
+    job = phalanx.load_job(None, LAYOUT_FREE)
+    with pytest.raises(LayoutError, match="there is nothing to search"):
+        search(job)
 
 
 def test_ranks_must_have_whole_branches() -> None:

@@ -59,6 +59,17 @@ class LeafTree:
         return levels + 1 + (self.leaves_per_class > 1)
 
 
+def require_layouts_may_be_searched(job: Job) -> None:
+    """Raise LayoutError for a job whose bits a search would change: it tries other microbatches and
+    layouts."""
+    if job.train.deterministic == LAYOUT_FREE:
+        raise LayoutError(
+            'train.deterministic = "layout-free" is for whole copies on CPUs and one size of'
+            " microbatches: there is nothing to search",
+            fix="set parallel.ranks, or leave it out",
+        )
+
+
 def require_layout_free_is_possible(
     job: Job, shape: ModelCosts, device: str, num_ranks: int
 ) -> None:

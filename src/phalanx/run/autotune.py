@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
 from phalanx.job.schema import Job
+from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.plan import Plan
 from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
@@ -131,6 +132,7 @@ def rank_layouts_by_predicted_time(job: Job) -> list[TunedLayout]:
     """Legal layouts of the job that fit, the one predicted to be fastest first; without a profile
     from the simplest on. Each family is there once, with its best micro-batch, before any family's
     second one. Raises the first LayoutError where none is legal."""
+    require_layouts_may_be_searched(job)
     candidates: list[TunedLayout] = []
     first_refusal: PhalanxError | None = None
     identities = set()

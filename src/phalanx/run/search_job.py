@@ -23,6 +23,7 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
@@ -56,6 +57,7 @@ def prepare_layout_search(job: Job, cluster: Cluster | None = None) -> SearchTas
 
     Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse.
     """
+    require_layouts_may_be_searched(job)
     return build_search_task(job, cluster=cluster, vocab_size=_find_vocab_size_before_training(job))
 
 
