@@ -224,6 +224,9 @@ def run_rank(
         # Not longer: all others wait for a rank that failed.
         bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S)
         raise
+    finally:
+        # Phases outlive it in a process that is kept: its groups would stay open with it.
+        site.trainer = None
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
     bus.close(more_s=SLOW_SINK_CLOSE_TIMEOUT_S if code == ExitCode.OK else 0.0)
     return code
