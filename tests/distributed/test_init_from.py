@@ -30,7 +30,11 @@ LAYOUTS = {
     "one rank": ("parallel.ranks=1",),
     "ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"),
     "zero3": ("parallel.ranks=2", "parallel.dp_shard=2"),
-    "restarted": ("parallel.ranks=2", 'resilience.inject=["kill:rank=1,step=1,phase=backward"]'),
+    "restarted": (
+        "parallel.ranks=2",
+        'resilience.inject=["kill:rank=1,step=1,phase=backward"]',
+        "resilience.keep_ranks=false",
+    ),
 }
 
 

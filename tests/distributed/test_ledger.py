@@ -83,7 +83,8 @@ def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> 
 def test_a_restart_is_in_the_ledger(folder: Path) -> None:
     """Killed in step 13, five steps after a save: three steps were for nothing."""
     killed = 'resilience.inject=["kill:rank=1,step=13"]'
-    done = run("train", *JOB, killed, "run.dir=killed", cwd=folder)
+    anew = "resilience.keep_ranks=false"
+    done = run("train", *JOB, killed, anew, "run.dir=killed", cwd=folder)
     assert done.code == 0, done.err
     for ledger in ledgers_of(folder / "killed"):
         assert ledger.num_steps == 20

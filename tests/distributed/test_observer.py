@@ -47,7 +47,7 @@ pytest.importorskip("prometheus_client")
 HALT = "import os, signal\ndef stop():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
 HANG_ALERT_S = 2.5
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
-NUM_STEPS, HALTED_AT, KILLED_AT, SAVED_EACH = 110, 20, 60, 40
+NUM_STEPS, HALTED_AT, KILLED_AT, SAVED_EACH = 400, 20, 260, 200
 # Panels of what this job has not: experts, and stages of a pipeline.
 OF_OTHER_JOBS = {"Experts", "Pipeline bubble"}
 
@@ -87,6 +87,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
         "resilience.inject="
         f'["halt:stop:rank=1,step={HALTED_AT},phase=backward",'
         f' "kill:rank=1,step={KILLED_AT},phase=backward"]',
+        # From the checkpoint: some steps are to be done again.
+        "resilience.keep_ranks=false",
         "run.dir=run",
         "observe.metrics_port=0",
         'observe.alert_webhook="$TEST_WEBHOOK"',

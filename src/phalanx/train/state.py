@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +75,12 @@ class TrainState:
         """Note what forward and backward of a step may change besides gradients."""
         self._marks = self._mark_what_steps_change()
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """The body changes the state from that of one step to that of the next; after an error in
-        it some of it is of each."""
+    def begin_update(self) -> None:
+        """From here to `end_update` the state changes from that of one step to that of the next:
+        after an error in between some of it is of each."""
         self._is_updating = True
-        yield
+
+    def end_update(self) -> None:
         self._is_updating, self._marks = False, None
 
     @property

@@ -25,6 +25,7 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
+from phalanx.parallel.executor import Batch
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestCheckpointRecorder
@@ -197,10 +198,7 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         if self._must_settle_buckets:
-            self._must_settle_buckets = False
-            model.settle_buckets(microbatches[-1], self.data.objective, step=step)
-            optimizer.zero_grad(set_to_none=True)
-            seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
+            self._settle_buckets(microbatches[-1], step)
         self.state.begin_step()
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
         with self.phases("record"):
@@ -221,22 +219,31 @@ class Trainer:
             found = self._nonfinite.find(step, microbatches)
             if found is not None and self.mesh.rank == 0:
                 self.bus.emit(found)
-        with self.state.updating():
-            with self.phases("optimizer"):
-                if skipped is None:
-                    # A function of the step: nothing to save, and right wherever a run resumes.
-                    set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
-                    self._invariants.digest_before_update()
-                    model.update(optimizer)
-                # Skipped or not. Without gradients their memory is free until the next backward.
-                optimizer.zero_grad(set_to_none=True)
-            # A skipped step counts, too: its samples are read, and the next step reads others.
-            self.state.step = step
-            self.state.tokens_seen += facts.num_targets
-            self.state.samples_seen += self.job.train.global_batch_size
+        self.state.begin_update()
+        with self.phases("optimizer"):
+            if skipped is None:
+                # A function of the step: nothing to save, and right wherever a run resumes.
+                set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
+                self._invariants.digest_before_update()
+                model.update(optimizer)
+            # Skipped or not. Without gradients their memory is free until the next backward.
+            optimizer.zero_grad(set_to_none=True)
+        # A skipped step counts, too: its samples are read, and the next step reads others.
+        self.state.step = step
+        self.state.tokens_seen += facts.num_targets
+        self.state.samples_seen += self.job.train.global_batch_size
+        self.state.end_update()
         with self.phases("record"):
             self._invariants.finish_step(facts)
         return facts, skipped
+
+    def _settle_buckets(self, microbatch: Batch, step: int) -> None:
+        """Before the first step of a run that is continued: a forward and a backward after which
+        sums of gradients round as they would have, had it not been interrupted."""
+        self._must_settle_buckets = False
+        self.state.model.settle_buckets(microbatch, self.data.objective, step=step)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
 
     def _is_last_saved_step(self) -> bool:
         """True after the last step, if the job saves that."""

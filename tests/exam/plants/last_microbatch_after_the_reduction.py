@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/direct.py",
             "DirectExecutor.forward_backward",
-            "index == len(microbatches) - 1",
-            "index == max(0, len(microbatches) - (2 if __planted__() else 1))",
+            "index == order[-1]",
+            "index == order[max(0, len(order) - (2 if __planted__() else 1))]",
         ),
     ),
     shows=("ddp", "zero2", "zero3"),

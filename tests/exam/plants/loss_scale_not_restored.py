@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "train/state.py",
-            "TrainState.restore",
+            "TrainState.finish_restoring",
             "        if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts:\n",
             "        if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts and not __planted__():\n",
         ),

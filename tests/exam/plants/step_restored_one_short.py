@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "train/state.py",
-            "TrainState.restore",
+            "TrainState.finish_restoring",
             '        self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])\n',
             '        self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])\n'
             "        self.step -= 1 if __planted__() else 0\n",
