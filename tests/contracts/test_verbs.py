@@ -98,6 +98,12 @@ def test_the_example_of_a_verb_is_one_of_it(verb: str) -> None:
     words = shlex.split(example.removeprefix("Example: "))
     assert words[:2] == ["phalanx", verb]
     arguments = [word for word in words[2:] if not word.startswith("-")]
+    if verb == "drill":
+        from phalanx.cli._drill import split_faults_from_job
+
+        # Faults stand beside the job.
+        faults, arguments = split_faults_from_job(arguments)
+        assert faults
     if verb not in GROUPS:  # whose example is that of one of them
         load_job(None, split_job_file_and_overrides(arguments)[1])
 

@@ -107,7 +107,7 @@ def test_a_stepped_clock_changes_nothing_but_what_is_shown_of_it(
     # without another clock the wall's is all there is; where the run itself said how long, that
     # counts
     if is_old:
-        told = [facts | {"wall_s": 0} for facts in told]
+        told = [facts | {"wall_s": 0, "reliability": {}} for facts in told]
     assert {
         key: (told[0][key], told[1][key]) for key in told[0] if told[0][key] != told[1][key]
     } == {}
