@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from commands import TINY, events, run_all, write_text
 from phalanx.observe.events import NonFiniteFound, RunFinished, SamplesRead, StepSkipped
+from phalanx.observe.tail import read_recorded_events
+from phalanx.parallel.step_stats import LocalLoss
+from phalanx.train.trainer import Trainer
+from ranks import run_ranks
+from trained import Case, train_case
 
 STRUCK = 5
 # On rank 1 in step 5: the loss is not finite, or its gradient, or one row of a module's output.
@@ -155,3 +162,61 @@ def test_the_backward(runs: Path) -> None:
     found = find_only(runs / "gradient")
     assert found.origin == "gradient"
     assert "the forward is finite" in found.why
+    assert found.failed_rank == -1
+
+
+# --- on some ranks of a layout --------------------------------------------------------------------
+
+STRUCK_EARLY = 3
+LAST_OUTPUT_OF_BLOCK_0 = "blocks.0.ffn.down"
+
+
+def spoil_block_0(trainer: Trainer) -> None:
+    """Where the first stage is: the last of many outputs, which the next stage begins with."""
+    if trainer.mesh.coordinates["pp"] != 0:
+        return
+
+    def spoil(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+        # In the step, and in the search that follows it.
+        return output * float("nan") if trainer.state.step + 1 == STRUCK_EARLY else None
+
+    names = dict(trainer.state.model.module.named_modules())
+    names[LAST_OUTPUT_OF_BLOCK_0].register_forward_hook(spoil)
+
+
+def spoil_loss_of_rank_1_once(trainer: Trainer) -> None:
+    """As a fault of the machine does: computed again, the loss is finite."""
+    model = trainer.state.model
+    compute = model.forward_backward
+
+    def compute_and_spoil(*args: Any, **kwargs: Any) -> LocalLoss:
+        sums = compute(*args, **kwargs)
+        if trainer.mesh.rank == 1 and trainer.state.step + 1 == STRUCK_EARLY:
+            sums.loss_sum.fill_(float("nan"))
+        return sums
+
+    model.forward_backward = compute_and_spoil  # type: ignore[method-assign]
+
+
+def train_spoiled(rank: int, case: Case, folder: Path, spoil: Any) -> None:
+    train_case(rank, case, folder, change=spoil)
+
+
+def find_in_case(case: Case, folder: Path, spoil: Any) -> NonFiniteFound:
+    run_ranks(case.ranks, train_spoiled, case, folder, spoil)
+    (found,) = [e.event for e in read_recorded_events(folder, NonFiniteFound, rank=0)]
+    assert isinstance(found, NonFiniteFound)
+    assert found.step == STRUCK_EARLY
+    return found
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_the_first_stage_and_not_those_that_it_feeds(axis: str, tmp_path: Path) -> None:
+    found = find_in_case(Case(2, {axis: 2}), tmp_path, spoil_block_0)
+    assert (found.origin, found.found_in) == ("output", LAST_OUTPUT_OF_BLOCK_0)
+    assert (found.failed_rank, found.microbatch) == (0, 0)
+
+
+def test_a_loss_that_is_finite_when_it_is_computed_again(tmp_path: Path) -> None:
+    found = find_in_case(Case(2, {"dp_replicate": 2}), tmp_path, spoil_loss_of_rank_1_once)
+    assert (found.origin, found.failed_rank) == ("unknown", 1)

@@ -259,10 +259,14 @@ def _describe_hang(event: events.HangFound) -> str:
 
 def _describe_nonfinite(event: events.NonFiniteFound) -> str:
     if event.origin == "unknown":
-        return f"step {event.step} is not finite, and computed again it is: no origin was found"
+        line = f"step {event.step} is not finite, and computed again it is: no origin was found"
+        if event.failed_rank >= 0:
+            line += f", but in the loss of rank {event.failed_rank}"
+        return line
     thing = {"output": "output", "gradient": "gradient"}.get(event.origin, "value")
     line = f"step {event.step}: the first {thing} that is not finite is that of {event.found_in}"
-    line += f" on rank {event.failed_rank}"
+    if event.failed_rank >= 0:
+        line += f" on rank {event.failed_rank}"
     if event.samples:
         line += f", of samples {', '.join(f'{number:,}' for number in event.samples)}"
     if event.why:

@@ -20,6 +20,8 @@ from torch import nn
 from phalanx.mesh.logical import full_name, get_local_tensor
 from phalanx.observe.events import NonFiniteFound
 from phalanx.parallel.executor import Batch, Objective
+from phalanx.parallel.pipeline.stage_forward import StageForward
+from phalanx.parallel.step_stats import LocalLoss
 from phalanx.train.evaluation import in_evaluation_mode
 from phalanx.train.state import TrainState
 
@@ -30,10 +32,14 @@ MAX_NAMED_SAMPLES = 16
 
 @dataclass
 class _FirstNonFinite:
-    """The first output of a rank's forwards that is not finite; `order` counts outputs over all
-    microbatches. Rows are those of the microbatch, none where the output does not have them."""
+    """The first output of a rank's forwards that is not finite; `order` counts its outputs, `stage`
+    is that of the pipeline that computed it.
+
+    Rows are those of the microbatch, none where the output does not have them.
+    """
 
     order: int
+    stage: int
     module: str
     microbatch: int
     rows: list[int]
@@ -58,20 +64,26 @@ class NonFiniteFinder:
         self._num_searches = 0
 
     @torch.no_grad()
-    def find(self, step: int, microbatches: Sequence[Batch]) -> NonFiniteFound | None:
-        """Where the non-finite value of `step` began; None beyond MAX_SEARCHES of them, and where
-        modules are compiled. Collective."""
+    def find(
+        self, step: int, microbatches: Sequence[Batch], sums: LocalLoss
+    ) -> NonFiniteFound | None:
+        """Where the non-finite value of `step` began, whose sums were `sums` on this rank; None
+        beyond MAX_SEARCHES of them, and where modules are compiled. Collective."""
         model = self._state.model
         if model.plan.compile or self._num_searches >= MAX_SEARCHES:
             return None
         self._num_searches += 1
         gradients = self._find_nonfinite_gradients()
         with model.phases("record"), self._watching_outputs() as watch:
-            sums = model.evaluate(watch.counting_microbatches(microbatches), self._objective)
-            loss_is_finite = bool(sums.loss_sum.isfinite())
+            loss_is_finite = True
+            for watch.microbatch, batch in enumerate(microbatches):
+                # One by one: a pipeline would begin several of them together.
+                again = model.evaluate([batch], self._objective)
+                loss_is_finite &= bool(again.loss_sum.isfinite())
         own = {
             "first": watch.first and asdict(watch.first),
             "samples": self._name_samples(step, watch.first),
+            "loss_was_finite": bool(sums.loss_sum.isfinite()),
             "loss_is_finite": loss_is_finite,
             "gradients": gradients,
         }
@@ -80,7 +92,8 @@ class NonFiniteFinder:
     @contextmanager
     def _watching_outputs(self) -> Iterator[_OutputWatch]:
         model = self._state.model
-        watch = _OutputWatch(model.plan.micro_batch_size)
+        stages = None if model.pipeline is None else model.pipeline.staged.stage_forward
+        watch = _OutputWatch(model.plan.micro_batch_size, stages)
         handles = []
         for name, module in model.module.named_modules():
             handles.append(module.register_forward_hook(watch.make_hook(full_name(name))))
@@ -109,21 +122,22 @@ class NonFiniteFinder:
 
 
 class _OutputWatch:
-    """Remembers the first output that is not finite."""
+    """Remembers the first output that is not finite. `stages`: of a pipeline, None without one."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, stages: StageForward | None) -> None:
         self.first: _FirstNonFinite | None = None
-        self._num_rows, self._microbatch, self._order = num_rows, 0, 0
-
-    def counting_microbatches(self, microbatches: Sequence[Batch]) -> Iterator[Batch]:
-        for self._microbatch, batch in enumerate(microbatches):
-            yield batch
+        self._stages = stages
+        self.microbatch = 0
+        self._num_rows, self._order = num_rows, 0
 
     def make_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look_at_output(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._stages is not None and not self._stages.is_computing_own_part:
+                return
             self._order += 1
             if self.first is not None:
                 return
+            stage = 0 if self._stages is None else self._stages.running_stage
             for tensor in _list_float_tensors(output):
                 finite = tensor.isfinite()
                 if bool(finite.all()):
@@ -133,7 +147,7 @@ class _OutputWatch:
                     bad = ~finite.flatten(1).all(dim=1)
                     rows = bad.nonzero().flatten().tolist()
                 why = _explain_by_inputs(module, inputs)
-                self.first = _FirstNonFinite(self._order, name, self._microbatch, rows, why)
+                self.first = _FirstNonFinite(self._order, stage, name, self.microbatch, rows, why)
                 return
 
         return look_at_output
@@ -164,9 +178,14 @@ def _list_float_tensors(value: Any) -> list[torch.Tensor]:
 def _build_event(step: int, by_rank: Sequence[dict[str, Any]]) -> NonFiniteFound:
     """The earliest output of all ranks that is not finite, else what their losses and gradients
     say."""
-    found = [(said["first"]["order"], rank) for rank, said in enumerate(by_rank) if said["first"]]
+    found = []
+    for rank, said in enumerate(by_rank):
+        if said["first"]:
+            # What a stage of a pipeline is given, those before it have made.
+            keys = ("microbatch", "stage", "order")
+            found.append((*(said["first"][key] for key in keys), rank))
     if found:
-        _, rank = min(found)
+        *_, rank = min(found)
         first = by_rank[rank]["first"]
         return NonFiniteFound(
             step=step,
@@ -180,10 +199,14 @@ def _build_event(step: int, by_rank: Sequence[dict[str, Any]]) -> NonFiniteFound
     losses = [rank for rank, said in enumerate(by_rank) if not said["loss_is_finite"]]
     if losses:
         return NonFiniteFound(step, "loss", "the objective", losses[0])
-    for rank, said in enumerate(by_rank):
+    differing = [rank for rank, said in enumerate(by_rank) if not said["loss_was_finite"]]
+    if differing:
+        why = "its loss was not finite, and computed again it is"
+        return NonFiniteFound(step, "unknown", "", differing[0], why=why)
+    for said in by_rank:
         if said["gradients"]:
             # Backward goes from the end of the model to its beginning.
             names = said["gradients"]
             why = f"the forward is finite; {len(names)} gradients are not, after reduction"
-            return NonFiniteFound(step, "gradient", names[-1], rank, why=why)
+            return NonFiniteFound(step, "gradient", names[-1], -1, why=why)
     return NonFiniteFound(step, "unknown", "", -1, why="forwards and gradients are finite")

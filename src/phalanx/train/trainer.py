@@ -216,7 +216,7 @@ class Trainer:
         ]
         skipped = next((reason for reason in reasons if reason), None)
         if skipped == "nonfinite_gradients":
-            found = self._nonfinite.find(step, microbatches)
+            found = self._nonfinite.find(step, microbatches, sums)
             if found is not None and self.mesh.rank == 0:
                 self.bus.emit(found)
         self.state.begin_update()

@@ -84,6 +84,19 @@ class StageForward:
         """True if the stage that is being computed is the last one."""
         return self._require_running_stage().is_last
 
+    @property
+    def running_stage(self) -> int:
+        """The stage that is being computed."""
+        return self._require_running_stage().stage
+
+    @property
+    def is_computing_own_part(self) -> bool:
+        """False where what is computed is none of the stage's numbers: shapes are inferred, or what
+        only the first stage has is missing."""
+        if self.window is None or self.is_inferring_shapes:
+            return False
+        return self.window.arrived is None or self.window.position != BEFORE
+
     @contextmanager
     def running_as_stage(
         self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None
