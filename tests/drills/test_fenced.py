@@ -28,6 +28,7 @@ from commands import (
     watching,
     write_text,
 )
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.checkpoint.ownership.fence import FENCE_CHECK_INTERVAL_S
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.launch.paths import black_box_path
@@ -110,11 +111,11 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     """Another job continues the run, to an end of its own, as if the first one's machine were
     gone; its exit code."""
     (run_dir / "lock").unlink()
-    step = max(envelope.event.step for envelope in read_recorded_events(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
-    later, since = (
-        step + 11,
-        time.monotonic(),
-    )  # the newest checkpoint may be one that was stopped before it was told
+    told = [envelope.event for envelope in read_recorded_events(run_dir, CheckpointSaved)]
+    steps = [event.step for event in told if isinstance(event, CheckpointSaved)]
+    # The newest may have been stopped before they were told.
+    steps += [read_manifest(path).step for path in list_checkpoint_paths_of_run(run_dir)]
+    later, since = max(steps) + 11, time.monotonic()
     code = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
     wait_until(
         lambda: time.monotonic() - since > FENCE_CHECK_INTERVAL_S
