@@ -116,11 +116,12 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     # The newest may have been stopped before they were told.
     steps += [read_manifest(path).step for path in list_checkpoint_paths_of_run(run_dir)]
     later, since = max(steps) + 11, time.monotonic()
-    code = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
+    done = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env)
+    print(done.err)
     wait_until(
         lambda: time.monotonic() - since > FENCE_CHECK_INTERVAL_S
     )  # who was stopped for longer looks before all else
-    return code
+    return done.code
 
 
 def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_it(
