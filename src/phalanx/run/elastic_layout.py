@@ -145,7 +145,7 @@ def _build_layout_keys(layout: Layout) -> dict[str, Any]:
 
 
 def describe_layout_change(before: Plan, after: Plan) -> str:
-    """ "4 ranks (dp_replicate=4) -> 3 ranks (dp_replicate=3), 2 microbatches of 1 instead of 1"."""
+    """ "4 ranks (dp_replicate=4, 1 microbatches) -> 3 ranks (dp_replicate=3, 1 microbatches)"."""
     sides = []
     for plan in (before, after):
         wide = [f"{axis}={n}" for axis, n in plan.layout.to_json().items() if n > 1]
