@@ -304,6 +304,16 @@ def test_a_campaign_reads_what_it_wrote_and_leaves_out_what_is_torn(tmp_path: Pa
         read_campaign(tmp_path / "other")
 
 
+def test_a_campaign_that_cannot_be_written_is_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = tmp_path / "no folder" / "campaign.jsonl"
+    out = tmp_path / "out"
+    assert run_command_line(["drill", "kill", f"--campaign={campaign}", f"--out={out}"]) == 2
+    assert f"{campaign} cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_result_counts_classes_and_what_was_skipped() -> None:
     (trial,) = draw_trials(["kill"], SHAPE, seed=9, repeats=1)
     skipped = build_skipped_row(trial, "needs root", make_row(0).circumstances)

@@ -92,6 +92,11 @@ def test_checks_read_keys_that_exist():
             "parallel.compress: gradients travel as int8 between ranks, and th",
         ),
         (
+            "parallel.ranks=2 resilience.min_ranks=3",
+            "resilience.min_ranks: wanted at most the 2 ranks of the job, was given 3; set it to 2"
+            " or less, or parallel.ranks to 3 or more",
+        ),
+        (
             "checkpoint.keep_every=3",
             "checkpoint.keep_every: keeps some of what is removed, and without keep_last",
         ),

@@ -172,6 +172,8 @@ def test_the_batch_is_split_without_a_rest() -> None:
             {"parallel": {"ranks": 8, "dp_replicate": 2, "dp_shard": 2}},
             ["makes 4 ranks", "parallel.ranks is 8"],
         ),
+        # How many there are, the machine says.
+        ({"resilience": {"min_ranks": 100}}, ["min_ranks is 100", "parallel.ranks to 100 or more"]),
         (
             {"train": {"global_batch_size": 7, "micro_batch_size": 7}, "parallel": {"dp_shard": 2}},
             ["multiple of 2"],

@@ -146,6 +146,17 @@ def _parse_lines(lines: Sequence[bytes]) -> Iterator[TrialRow]:
             continue
 
 
+def require_campaign_can_grow(path: Path) -> None:
+    """Raises UsageError where no trial can be added to the file: better before a run than after."""
+    is_new = not path.exists()
+    try:
+        open_regular_file_for_append(path).close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written", why=error.strerror) from None
+
+
 def append_row(path: Path, row: TrialRow) -> None:
     """Add one trial to a campaign, in one write. Raises UsageError where it cannot be written."""
     try:

@@ -18,6 +18,7 @@ from phalanx.drills.campaign import (
     build_row,
     build_skipped_row,
     read_campaign,
+    require_campaign_can_grow,
 )
 from phalanx.drills.command import PHALANX_COMMAND
 from phalanx.drills.job import DrilledJob, measure_job
@@ -119,13 +120,16 @@ def run_drill(
 ) -> DrillResult:
     """Run the trials that are not in the campaign yet.
 
-    Raises UsageError where the job does not run undisturbed, and what loading and planning raise.
+    Raises UsageError where the job does not run undisturbed or the campaign cannot be written, and
+    what loading and planning raise.
     """
     shape = measure_job(request.job.job)
     trials = draw_trials(request.faults, shape, seed=request.seed, repeats=request.repeats)
     circumstances = Circumstances.now(digest(_read_job_facts(request.job.job)))
     result = DrillResult(_select_rows_of_trials(request, trials, circumstances))
     waiting = _list_trials_to_run(trials, result.rows)
+    if waiting and request.campaign is not None:
+        require_campaign_can_grow(request.campaign)
     for trial in list(waiting):
         why_not = load_fault(trial.fault).why_not
         if why_not:

@@ -85,6 +85,7 @@ def make_plan(
     _require_enough_positions(shape, job.data.seq_len)
     _require_document_masks(job, shape)
     ranks = choose_num_ranks(job, cluster, num_ranks)
+    _require_min_ranks(job, ranks.value)
     reasons = [ranks.why]
     evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
     candidates = evaluate_candidates(job, evaluator)
@@ -174,6 +175,17 @@ def _require_document_masks(job: Job, shape: ModelCosts) -> None:
                 else None
             ),
             fix="add the argument and mask attention with it, or leave data.document_masks out",
+        )
+
+
+def _require_min_ranks(job: Job, num_ranks: int) -> None:
+    """Raises LayoutError for a run of fewer ranks than resilience.min_ranks: it could never go on
+    with fewer of them."""
+    least = job.resilience.min_ranks
+    if least is not None and num_ranks < least:
+        raise LayoutError(
+            f"resilience.min_ranks is {least}, and there are {plural(num_ranks, 'rank')}",
+            fix=f"set it to {num_ranks} or less, or parallel.ranks to {least} or more",
         )
 
 

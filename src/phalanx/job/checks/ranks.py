@@ -176,7 +176,27 @@ def check_compression_has_two_ranks(job: Job) -> list[Finding]:
     ]
 
 
+@declare_check(
+    "resilience.min_ranks",
+    "parallel.ranks",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.tp",
+    asked_by=("resilience.min_ranks",),
+)
+def check_min_ranks_are_there(job: Job) -> list[Finding]:
+    ranks, least = find_num_ranks(job), job.resilience.min_ranks
+    if ranks is None or least is None or least <= ranks:
+        return []
+    problem = f"wanted at most the {plural(ranks, 'rank')} of the job, was given {least}"
+    fix = f"set it to {ranks} or less, or parallel.ranks to {least} or more"
+    return [make_finding("resilience.min_ranks", problem, fix)]
+
+
 CHECKS = (
+    check_min_ranks_are_there,
     check_tensor_parallel_keys_are_read,
     check_context_parallel_keys_are_read,
     check_compression_has_two_ranks,
