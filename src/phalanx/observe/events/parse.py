@@ -1,0 +1,72 @@
+"""Reads an event back from its line, whichever release wrote it, and knows the class of each
+kind."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from phalanx.observe.events import (
+    checkpoints,
+    checks,
+    data,
+    evaluation,
+    measurements,
+    notes,
+    run,
+    steps,
+    supervision,
+)
+from phalanx.observe.events.base import Event
+from phalanx.observe.events.envelope import Envelope, MonotonicClockReading
+
+# A new family is added here; its events are found by themselves. The reference has this order.
+FAMILIES = (
+    run,
+    steps,
+    evaluation,
+    checkpoints,
+    measurements,
+    checks,
+    supervision,
+    data,
+    notes,
+)
+
+
+def _map_kinds_to_classes() -> dict[str, type[Event]]:
+    """The class of each kind of event, in the order in which the families define them."""
+    classes = {}
+    for family in FAMILIES:
+        for member in vars(family).values():
+            if isinstance(member, type) and issubclass(member, Event) and member is not Event:
+                classes[member.kind()] = member
+    return classes
+
+
+EVENT_CLASS_OF_KIND = _map_kinds_to_classes()
+
+
+def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> Envelope | None:
+    """The envelope of one line, or None for a line that is torn or of a kind this release does not
+    know.
+
+    `clock` is that of the line before in the same file; a line with which a process begins has its
+    own.
+    """
+    try:
+        body = json.loads(line)
+        cls = EVENT_CLASS_OF_KIND[body["event"]]
+        # What a later release added is left out; what an earlier one lacks takes its default.
+        fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
+        fields = {name: math.nan if value is None else value for name, value in fields.items()}
+        seq, steady_s = body.get("seq", -1), body.get("monotonic_s", math.nan)
+        # Whoever begins in the middle of a file takes the clock of the first line that is read.
+        if seq >= 0 and (seq == 0 or clock is None):
+            name = body.get("clock")
+            clock = MonotonicClockReading(name if type(name) is str else "", steady_s)
+        return Envelope(
+            cls(**fields), body["rank"], body["attempt"], body["time_unix_s"], seq, steady_s, clock
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,138 @@
+"""Events of the supervisor: ranks that start, fail, hang or are slow, and what it does about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.observe.events.base import Event
+
+
+@dataclass(frozen=True)
+class RanksStarted(Event):
+    """From the supervisor: the processes of one attempt. `kept`: ranks whose process is that of the
+    attempt before, as they only had lost another one."""
+
+    pids: list[int]
+    start_s: float
+    kept: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RankFailed(Event):
+    """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
+
+    `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
+    waited in vain). `hang_kind`: as in HangFound, also where gloo noticed another collective first
+    and aborted a rank; "left_early" for a rank that ended before its work was done without an
+    error; empty otherwise, and in files of earlier releases.
+    """
+
+    failed_rank: int
+    step: int
+    phase: str
+    cause: str
+    detail: str
+    detected_s: float
+    hang_kind: str = ""
+
+
+@dataclass(frozen=True)
+class HangFound(Event):
+    """From the supervisor: no rank made progress for `detected_s`, longer than `limit_s`, because
+    of the ranks `culprits`, which are killed now.
+
+    `hang_kind`: "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
+    "waiting_elsewhere" (sleeps in what is no collective) | "absent_collective" (in another one than
+    the others) | "left_early". `step` and `phase` are those of the first culprit; `collective` is
+    what the others wait in; `report` has the stacks of all ranks, the odd ones first.
+    """
+
+    hang_kind: str
+    culprits: list[int]
+    step: int
+    phase: str
+    collective: str
+    report: str
+    detected_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class RankSlow(Event):
+    """From the supervisor: a rank takes `factor` times as long for its own work as ranks with the
+    same work, at least since `first_step`. It is slow, not hung, and nothing is restarted.
+
+    `excess_s` a step is what it takes longer, most in `phase`; the others waited `waited_s` for it
+    so far, in sum. `cpu_share` are the cores it used in the seconds of its own work,
+    `peers_cpu_share` those of the others (0: nobody counted): with fewer it is starved, throttled
+    or waits for something; with as many it computes more, or slower. `why`: the kernel says that it
+    is kept from running, and how; then `cpu_share` are the shares (0 to 1) of the time they wanted
+    to run, and `excess_s`, `phase` and `waited_s` are not known.
+    """
+
+    slow_rank: int
+    step: int
+    first_step: int
+    factor: float
+    excess_s: float
+    phase: str
+    waited_s: float
+    cpu_share: float
+    peers_cpu_share: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class RankSlowEnded(Event):
+    """From the supervisor: a rank that was slow since `first_step` is as fast as the others again,
+    or its attempt is over; they waited `waited_s` for it in sum (0: not known). `why` as in
+    RankSlow."""
+
+    slow_rank: int
+    step: int
+    first_step: int
+    waited_s: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class RestartScheduled(Event):
+    """From the supervisor: the ranks start again from the newest checkpoint, of step `from_step`.
+
+    `held_step`: the newest step whose state a rank still holds in memory, -1 for none; whether all
+    of it is held, the ranks find out when they have met (`run_started` says).
+    """
+
+    restart: int
+    budget: int
+    from_step: int
+    held_step: int = -1
+
+
+@dataclass(frozen=True)
+class RolledBack(Event):
+    """From the supervisor: in `step` all ranks agreed to go back to the newest checkpoint that is
+    not after `not_after_step`.
+
+    `cause`: "loss_spike" | "corruption"; `failed_rank` holds what is corrupted, -1 where that is
+    not known. `skip_to_sample`: the next sample that is read then, -1: as the checkpoint says.
+    """
+
+    step: int
+    cause: str
+    why: str
+    not_after_step: int
+    skip_to_sample: int
+    failed_rank: int
+
+
+@dataclass(frozen=True)
+class LayoutChanged(Event):
+    """From the supervisor: the next attempt has another number of ranks. `step` is that of the
+    newest state it may go on from, `text` says both layouts, `why` the reason."""
+
+    step: int
+    num_ranks_before: int
+    num_ranks: int
+    text: str
+    why: str
