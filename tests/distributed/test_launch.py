@@ -21,7 +21,9 @@ import pytest
 from test_launch_entries import Payload
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
-from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.outcome import RunOutcome
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     Envelope,
@@ -67,7 +69,8 @@ class Run:
         def make_payload() -> Payload:
             return Payload(self.payload(**payload or {}) | of_attempt())
 
-        spec = LaunchSpec(entry, make_payload, num_ranks, self.dir, preload, **options)
+        attempts = RepeatedAttempts(make_payload, newest_step=40)
+        spec = LaunchSpec(entry, attempts, num_ranks, self.dir, preload, **options)
         bus = Bus(rank=-1, run_dir=self.dir)
         deadline = time.monotonic() + DEADLINE_S
 
@@ -76,9 +79,7 @@ class Run:
             on_tick()
 
         try:
-            return supervise_ranks(
-                spec, bus=bus, on_tick=tick, say=self.said.append, newest_step=lambda: 40
-            )
+            return supervise_ranks(spec, bus=bus, on_tick=tick, say=self.said.append)
         finally:
             bus.close()
 

@@ -294,14 +294,14 @@ def stubborn(payload: dict[str, Any], link: RankLink) -> int:
 
 def main() -> int:
     """`python test_launch_entries.py RUN ENTRY PAYLOAD`: a supervisor of two ranks."""
-    from phalanx.launch.supervisor import LaunchSpec, supervise_ranks
+    from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+    from phalanx.launch.supervisor import supervise_ranks
     from phalanx.observe.bus import Bus
 
     run_dir, entry, payload = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     bus = Bus(rank=-1, run_dir=run_dir)
-    outcome = supervise_ranks(
-        LaunchSpec(entry, lambda: Payload(payload), 2, run_dir, ()), bus=bus, say=print
-    )
+    attempts = RepeatedAttempts(lambda: Payload(payload))
+    outcome = supervise_ranks(LaunchSpec(entry, attempts, 2, run_dir, ()), bus=bus, say=print)
     bus.close()
     return outcome.exit_code
 

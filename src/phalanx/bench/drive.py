@@ -24,8 +24,10 @@ from phalanx.bench.rows import ROWS_FILE, MeasurementReader
 from phalanx.bench.sections import choose_clock_basis, fit_section
 from phalanx.bench.storage import measure_storage
 from phalanx.core.errors import PhalanxError, UsageError
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import next_attempt_number
-from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (
@@ -215,7 +217,7 @@ class _BenchRun:
         )
         spec = LaunchSpec(
             entry="phalanx.bench.rank:main",
-            payload_of_attempt=lambda: payload,
+            attempts=RepeatedAttempts(lambda: payload),
             num_ranks=self._num_ranks,
             run_dir=run_dir,
             preload=("torch", "phalanx.bench.rank"),

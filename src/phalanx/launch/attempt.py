@@ -11,13 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
+from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
@@ -176,6 +176,26 @@ class ReportAndSignalWaiter:
         return reports, self._inbox.take_signals()
 
 
+class AttemptListener(Protocol):
+    """Hears what happens in an attempt while it lasts."""
+
+    def say(self, line: str) -> None:
+        """A line for the person."""
+        ...
+
+    def emit_ranks_started(self, pids: Sequence[int]) -> None:
+        """The ranks have a process each, in the order of `pids`."""
+        ...
+
+    def handle_refused_event(self, line: str) -> None:
+        """The line of a rank's event that the disk did not take."""
+        ...
+
+    def emit_hang_found(self, hang: HangVerdict) -> None:
+        """Ranks keep the others from progress, and are killed now."""
+        ...
+
+
 class AttemptWatch:
     """Drives one attempt through `server`. `stop` outlives it and is shared with the supervisor."""
 
@@ -183,29 +203,20 @@ class AttemptWatch:
         self,
         number: int,
         num_ranks: int,
-        run_dir: Path,
-        grace_s: float,
+        spec: LaunchSpec,
         server: ServerProcess,
         waiter: ReportAndSignalWaiter,
         stop: StopRequest,
-        say: Callable[[str], None],
-        on_started: Callable[[Sequence[int]], None],
-        on_refused_event: Callable[[str], None] = lambda line: None,
-        stepless: str = "",
-        keeps_ranks: bool = False,
-        should_leave: Callable[[], bool] = lambda: False,
+        listener: AttemptListener,
         progress: ProgressWatch | None = None,
-        on_hang: Callable[[HangVerdict], None] = lambda verdict: None,
     ) -> None:
-        self.end = AttemptEnd(number, stepless=stepless)
-        self._progress, self._on_hang = progress, on_hang
+        self.end = AttemptEnd(number, stepless=spec.stepless)
+        self._progress, self._listener = progress, listener
         if progress is not None:
             # Until the ranks are forked there is nothing to look at.
             progress.begin_attempt((), time.monotonic())
-        self._keeps_ranks, self._should_leave = keeps_ranks, should_leave
-        self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
+        self._num_ranks, self._spec = num_ranks, spec
         self._server, self._waiter, self._stop = server, waiter, stop
-        self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
         self._first_failure_at = math.inf
         self._first_report_at = math.inf
         self._grace_until = math.inf
@@ -214,18 +225,15 @@ class AttemptWatch:
         self._is_store_needed = True
         self._pids: Sequence[int] = ()
 
-    def watch_until_end(
-        self, entry: str, payload: JsonObject, kept: Mapping[int, int] | None = None
-    ) -> AttemptEnd:
+    def watch_until_end(self, payload: JsonObject, kept: Mapping[int, int]) -> AttemptEnd:
         """Start the ranks, and return when all are gone or wait for the next attempt.
 
         `kept`: ranks whose process is that of a rank of the attempt before, by the number of that.
         """
-        kept = kept or {}
         order = StartRanks(
             self.end.number,
             self._num_ranks,
-            entry,
+            self._spec.entry,
             payload,
             self.end.stepless or "training",
             kept=tuple(kept.values()),
@@ -241,7 +249,7 @@ class AttemptWatch:
                 self._handle_server_report(report)
             for number in signals:
                 self._handle_signal(number)
-            if not self.end.was_told_to_leave and self._should_leave():
+            if not self.end.was_told_to_leave and self._spec.attempts.should_grow():
                 self.end.was_told_to_leave = True
                 self._server.link.send(SendSignalToRanks(int(signal.SIGTERM)))
             self._look_for_hang()
@@ -268,14 +276,14 @@ class AttemptWatch:
                 self._pids = report.pids
                 if self._progress is not None:
                     self._progress.begin_attempt(self._pids, time.monotonic())
-                self._on_started(self._pids)
+                self._listener.emit_ranks_started(self._pids)
             case ForkFailed():
                 self.end.start_error = report.report
             case StoreExited(attempt, code) if attempt == number:
                 self.end.store_loss = f"exit status {code}"
                 self._first_failure_at = min(self._first_failure_at, time.monotonic())
             case EventRefused():
-                self._on_refused_event(report.line)
+                self._listener.handle_refused_event(report.line)
             case EndRecorded(attempt, rank, record) if attempt == number:
                 self._handle_end_record(rank, record)
             case RankWaits(attempt, rank, held_step) if attempt == number:
@@ -291,7 +299,7 @@ class AttemptWatch:
             self._first_report_at = min(self._first_report_at, now)
         elif record.is_agreed_stop:
             # The ranks agreed to leave; one that stays behind does not stay for ever.
-            self._grace_until = min(self._grace_until, now + self._grace_s)
+            self._grace_until = min(self._grace_until, now + self._spec.grace_s)
 
     def _handle_rank_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
@@ -316,9 +324,9 @@ class AttemptWatch:
             self._stop.signal = signal.SIGTERM
             if number == signal.SIGINT:
                 self._stop.signal = signal.SIGINT
-            self._grace_until = min(self._grace_until, time.monotonic() + self._grace_s)
+            self._grace_until = min(self._grace_until, time.monotonic() + self._spec.grace_s)
             self._server.link.send(SendSignalToRanks(int(self._stop.signal)))
-            self._say(describe_stop_on_signal(self._stop.signal, self._grace_s))
+            self._listener.say(describe_stop_on_signal(self._stop.signal, self._spec.grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
@@ -339,7 +347,7 @@ class AttemptWatch:
         self.end.hang = hang
         self._first_failure_at = time.monotonic()
         self._server.link.send(KillRanks(hang.culprits))
-        self._on_hang(hang)
+        self._listener.emit_hang_found(hang)
 
     def _find_kill_time_of_remaining_ranks(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
@@ -365,7 +373,11 @@ class AttemptWatch:
 
     def _waits_for_survivors(self) -> bool:
         """True once a rank has failed by itself, where the others are kept."""
-        return self._keeps_ranks and self._stop.signal is None and self._is_primary_failure_known()
+        return (
+            self._spec.keeps_ranks
+            and self._stop.signal is None
+            and self._is_primary_failure_known()
+        )
 
     def _is_primary_failure_known(self) -> bool:
         """True if an error or a death of this attempt is no mere consequence of another one.
@@ -422,7 +434,7 @@ class AttemptWatch:
             if rank not in heard_of:
                 self.end.silent[rank] = read_process_state(pid)
         for rank in self.end.silent:
-            last_seen = read_last_position(black_box_path(self._run_dir, rank))
+            last_seen = read_last_position(black_box_path(self._spec.run_dir, rank))
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
         self._stacks_until = now + WRITE_STACKS_WINDOW_S
@@ -431,7 +443,7 @@ class AttemptWatch:
 
     def _has_begun_training(self) -> bool:
         for rank in range(self._num_ranks):
-            last_seen = read_last_position(black_box_path(self._run_dir, rank))
+            last_seen = read_last_position(black_box_path(self._spec.run_dir, rank))
             if last_seen is not None and last_seen.step >= 1:
                 return True
         return False

@@ -11,7 +11,7 @@ from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.stores import find_newest_readable_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import build_path_resource_error
-from phalanx.launch.supervisor import RunOutcome
+from phalanx.launch.outcome import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan

@@ -94,7 +94,7 @@ class ElasticLayout:
         self._whole_job, self._whole_plan = whole_job, whole_plan
         return f"train.recompute=full from here on ({_compare_planned_bytes(before, plan)})"
 
-    def advise_on_memory(self) -> list[str]:
+    def list_memory_advice(self) -> list[str]:
         """What the plan says would need less memory, each change planned; the smallest first."""
         batch = self.plan.micro_batch_size
         changes: list[dict[str, Any]] = [{"train.recompute": "full"}]

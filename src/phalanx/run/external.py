@@ -19,9 +19,9 @@ from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWa
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalLaunch
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.output_destination import record_output_destination
 from phalanx.launch.paths import next_attempt_number
-from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
 from phalanx.run.announce import format_run_announcement

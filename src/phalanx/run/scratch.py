@@ -20,8 +20,8 @@ from phalanx.core.errors import (
     ResourceError,
 )
 from phalanx.core.files import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import LOGS
-from phalanx.launch.supervisor import RunOutcome
 
 USER_ERROR_CLASSES = (
     LayoutError,

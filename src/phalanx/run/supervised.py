@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
-from phalanx.checkpoint.stores import Store
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.errors import (
-    CheckpointError,
     DataError,
     EnvironmentProblem,
     ExitCode,
@@ -22,30 +20,30 @@ from phalanx.core.errors import (
     RunLockedError,
 )
 from phalanx.launch.hang_limits import HangSettings
+from phalanx.launch.launch_spec import LaunchSpec
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.slow_ranks import SlowRankWatch
-from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console
 from phalanx.observe.events import (
     EVENTS_UNWRITTEN,
     RESUMED,
     CheckpointSaved,
-    CheckpointUnusable,
     Envelope,
     Note,
     StepFinished,
 )
 from phalanx.observe.tail import EventTail, parse_valid_event_line
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
-from phalanx.run.elastic_layout import ElasticLayout
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
-from phalanx.run.rank_run import RankPayload, keeps_ranks
+from phalanx.run.rank_run import keeps_ranks
 from phalanx.run.resume import ResumedRun
-from phalanx.run.roll_back_history import RollBackHistory
+from phalanx.run.training_attempts import TrainingAttempts
 
 # By name: the ranks import torch, and this process must not.
 RANK_ENTRY = "phalanx.run.rank:run_supervised_rank"
@@ -67,37 +65,16 @@ def train_in_supervised_ranks(
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt_number(run_dir)
     fence = RunOwnershipWatch(run_dir, run.lock.holder)
-    elastic = ElasticLayout(run)
-    roll_backs = RollBackHistory(run_dir)
     slow_ranks = SlowRankWatch()
-
-    def make_payload() -> RankPayload:
-        # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
-        fence.token = run.lock.acquire_token_for_attempt()
-        claim = RunOwnershipClaim(fence.token.number, run.lock.holder)
-        slow_ranks.change_ranks(elastic.plan.layout.world_size, elastic.plan.layout.pp)
-        return RankPayload(
-            elastic.job,
-            elastic.plan,
-            run_dir.resolve(),
-            attempt,
-            began_s,
-            claim,
-            roll_backs.current,
-        )
-
+    attempts = TrainingAttempts(run, attempt, began_s, fence, slow_ranks)
     spec = LaunchSpec(
         entry=RANK_ENTRY,
-        payload_of_attempt=make_payload,
+        attempts=attempts,
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
         preload=list_modules_to_preload(job),
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
-        elastic=elastic if job.resilience.min_ranks is not None else None,
-        on_roll_back=roll_backs.add,
-        lessen_memory=elastic.lessen_memory,
-        advise_on_memory=elastic.advise_on_memory,
         keeps_ranks=keeps_ranks(job, run.plan),
         hangs=HangSettings(job.resilience.hang_s, run.plan.compile),
     )
@@ -114,8 +91,7 @@ def train_in_supervised_ranks(
             raise fence.run_taken_error()
         for envelope in _print_new_events(console, tail):
             if isinstance(envelope.event, CheckpointSaved):
-                elastic.note_checkpoint()
-                roll_backs.note_checkpoint()
+                attempts.note_checkpoint()
             if isinstance(envelope.event, StepFinished):
                 for event in slow_ranks.add(envelope.rank, envelope.attempt, envelope.event):
                     bus.emit(event)
@@ -131,7 +107,6 @@ def train_in_supervised_ranks(
             bus=bus,
             on_tick=tick,
             say=console.say,
-            newest_step=lambda: _find_step_to_continue_from(run.store, run_dir),
             on_refused_event=lambda line: show_refused(parse_valid_event_line(line.encode())),
         )
         require_run_still_owned(fence)
@@ -195,22 +170,6 @@ def require_run_still_owned(fence: RunOwnershipWatch) -> None:
     whatever came out."""
     if fence.is_lost(now=True):
         raise fence.run_taken_error()
-
-
-def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
-    """The step of the newest checkpoint that ranks could use, or that was written again since; 0
-    without one."""
-    unusable: set[int] = set()
-    for envelope in EventTail(run_dir).read_new_events():
-        if isinstance(envelope.event, CheckpointUnusable):
-            unusable.add(envelope.event.step)
-        elif isinstance(envelope.event, CheckpointSaved):
-            # Saved again since: it is a new one.
-            unusable.discard(envelope.event.step)
-    try:
-        return max({folder.step for folder in store.folders()} - unusable, default=0)
-    except (OSError, CheckpointError):
-        return 0
 
 
 def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:

@@ -11,8 +11,10 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import next_attempt_number
-from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
@@ -62,7 +64,7 @@ def _run_suggest_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOut
     payload = SuggestPayload(job, plan, run_dir, data_dir)
     spec = LaunchSpec(
         entry="phalanx.suggest.rank:suggest_as_rank",
-        payload_of_attempt=lambda: payload,
+        attempts=RepeatedAttempts(lambda: payload),
         num_ranks=1,
         run_dir=run_dir,
         preload=("torch", "phalanx.suggest.rank"),

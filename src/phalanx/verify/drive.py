@@ -18,8 +18,10 @@ from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.job.load import require_job
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import next_attempt_number
-from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_external_launcher
 from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
@@ -250,7 +252,7 @@ def _run_cases_in_one_rank_group(
     )
     spec = LaunchSpec(
         entry="phalanx.verify.rank:main",
-        payload_of_attempt=lambda: payload,
+        attempts=RepeatedAttempts(lambda: payload),
         num_ranks=num_ranks,
         run_dir=directory,
         # Imported once, by the server that all ranks are forks of.

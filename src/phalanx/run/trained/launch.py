@@ -9,7 +9,8 @@ from pathlib import Path
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import list_transformers_modules
-from phalanx.launch.supervisor import LaunchSpec, supervise_ranks
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import ScratchDirectory
@@ -67,7 +68,7 @@ def run_payload_in_ranks(
     function, doing = ENTRY_OF_PAYLOAD[type(payload)]
     spec = LaunchSpec(
         entry=f"phalanx.run.trained.rank:{function}",
-        payload_of_attempt=lambda: payload,
+        attempts=RepeatedAttempts(lambda: payload),
         num_ranks=model.plan.world_size,
         run_dir=directory,
         preload=(

@@ -1,0 +1,242 @@
+"""What follows on an attempt: its run ends, or its ranks start again.
+
+Each decision is recorded and told where it is made.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
+from phalanx.core.roll_back import RollBack
+from phalanx.launch.attempt import AttemptEnd, StopRequest
+from phalanx.launch.end_record import STOPPED_EXIT_CODES
+from phalanx.launch.launch_spec import LaunchSpec
+from phalanx.launch.outcome import RunOutcome
+from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
+from phalanx.launch.verdict import OUT_OF_MEMORY, RankFailure, find_root_failure
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import LayoutChanged, Note, RankFailed, RestartScheduled, RolledBack
+from phalanx.observe.where_words import format_rank_list
+
+# A job that another one has taken over, or whose disk refuses, is not to be queued again: a person
+# must act first.
+FINAL_EXIT_CODES_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    """Another attempt follows, with `num_ranks` ranks.
+
+    `kept`: the ranks of the ended attempt whose processes go on, and which ranks they are in the
+    next one.
+    """
+
+    num_ranks: int
+    kept: Mapping[int, int]
+
+
+class RecoveryPolicy:
+    """Decides after each attempt of one run whether the run ends or goes on, and how."""
+
+    def __init__(self, spec: LaunchSpec, bus: Bus, say: Callable[[str], None]) -> None:
+        self._spec, self._attempts, self._bus, self._say = spec, spec.attempts, bus, say
+        self._restarts = RestartPolicy(spec.max_restarts, spec.restart_window_s)
+        self._failed_starts = FailedStarts()
+        self._num_ranks, self._num_attempts = spec.num_ranks, 0
+
+    def decide(self, end: AttemptEnd, stop: StopRequest) -> RunOutcome | StartAgain:
+        """What follows on the attempt that ended in `end`."""
+        self._num_attempts += 1
+        failure = find_root_failure(end, self._spec.run_dir)
+        if stop.signal is not None:
+            return self._end_on_stop_request(end, failure, stop)
+        if failure is None and end.was_told_to_leave and end.exit_codes != {ExitCode.OK}:
+            return self._grow()
+        if failure is None:
+            return self._end_after_work(end)
+        if failure.roll_back is not None:
+            return self._go_back(failure.roll_back, failure.summary)
+        self._emit_rank_failed(failure)
+        if failure.cause == OUT_OF_MEMORY and self._lessen_memory(failure):
+            return StartAgain(self._num_ranks, _keep_numbers(end, failure))
+        return self._recover(end, failure)
+
+    def _recover(self, end: AttemptEnd, failure: RankFailure) -> RunOutcome | StartAgain:
+        """Start again after a failure, with fewer ranks if one does not come back; or end."""
+        is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
+        has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure, end)
+        may_try_again = has_shrunk or (is_failed_start and self._attempts.is_elastic)
+        if self._spec.stepless or not (failure.restartable or may_try_again):
+            report = failure.report
+            if failure.cause == OUT_OF_MEMORY:
+                report = "\n".join([report, *self._attempts.list_memory_advice()])
+            return self._fail(failure.exit_code, report)
+        try:
+            self._restarts.count_restart_or_raise(failure, time.monotonic())
+        except RestartBudgetError as error:
+            message = str(error)
+            if failure.report != failure.summary:
+                message += f"\n{failure.report}"
+            return self._fail(error.exit_code, message)
+        kept = _keep_numbers(end, failure)
+        if has_shrunk:
+            # Numbered anew: a gap would be a rank that is not there.
+            kept = {rank: number for number, rank in enumerate([*kept][: self._num_ranks])}
+        self._announce_restart(failure, kept, _find_held_step(end))
+        return StartAgain(self._num_ranks, kept)
+
+    def _lessen_memory(self, failure: RankFailure) -> bool:
+        """Go on with a payload that needs less memory, if the job allows that."""
+        change = self._attempts.lessen_memory()
+        if not change:
+            return False
+        self._bus.emit(Note("memory_lessened", {"why": f"{failure.summary}; {change}"}))
+        restart, budget = self._restarts.num_restarts, self._spec.max_restarts
+        self._bus.emit(RestartScheduled(restart, budget, self._attempts.find_newest_step()))
+        self._say(f"{failure.summary}; {change}, and starting again")
+        return True
+
+    def _shrink(self, failure: RankFailure, end: AttemptEnd) -> bool:
+        """Go on with fewer ranks than now, if the job allows that."""
+        num_ranks = self._attempts.shrink()
+        if num_ranks is None:
+            return False
+        self._change_num_ranks(
+            num_ranks,
+            f"rank {failure.rank} failed to start {FAILED_STARTS_LIMIT} times",
+            _find_held_step(end),
+        )
+        return True
+
+    def _grow(self) -> StartAgain:
+        num_ranks = self._attempts.grow()
+        self._change_num_ranks(num_ranks, "a checkpoint is there, and all ranks are tried again")
+        return StartAgain(num_ranks, {})
+
+    def _change_num_ranks(self, num_ranks: int, why: str, held_step: int = -1) -> None:
+        text = self._attempts.describe_last_change()
+        step = max(self._attempts.find_newest_step(), held_step)
+        self._bus.emit(LayoutChanged(step, self._num_ranks, num_ranks, text, why))
+        self._say(f"{text}: {why}")
+        self._num_ranks = num_ranks
+        self._failed_starts = FailedStarts()
+
+    def _go_back(self, roll_back: RollBack, summary: str) -> StartAgain:
+        self._attempts.go_back(roll_back)
+        self._say(
+            f"{summary}; going back to a checkpoint not after step {roll_back.not_after_step}"
+        )
+        self._bus.emit(
+            RolledBack(
+                step=roll_back.step,
+                cause=roll_back.kind,
+                why=roll_back.why,
+                not_after_step=roll_back.not_after_step,
+                skip_to_sample=roll_back.skip_to_sample,
+                failed_rank=roll_back.rank,
+            )
+        )
+        return StartAgain(self._num_ranks, {})
+
+    def _end_after_work(self, end: AttemptEnd) -> RunOutcome:
+        """The outcome if all ranks report that they finished, or that they agreed to leave because
+        one of them was told to."""
+        if end.exit_codes == {ExitCode.OK}:
+            return self._finish()
+        code = ExitCode.INTERRUPTED
+        if ExitCode.PREEMPTED in end.exit_codes:
+            code = ExitCode.PREEMPTED
+        return self._stop(code, _describe_killed_ranks(end))
+
+    def _end_on_stop_request(
+        self, end: AttemptEnd, failure: RankFailure | None, stop: StopRequest
+    ) -> RunOutcome:
+        """The outcome after a request to stop.
+
+        Whatever happened on the way, the run is to be continued, not repaired.
+        """
+        code = ExitCode.PREEMPTED
+        if stop.at_once or stop.signal == signal.SIGINT:
+            code = ExitCode.INTERRUPTED
+        if stop.at_once:
+            return self._stop(
+                code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
+            )
+        if end.exit_codes == {ExitCode.OK}:
+            return self._finish()
+        if not end.exits and not end.waiting:
+            return self._stop(code, "stopped before the ranks had started; nothing is lost")
+        if failure is None:
+            return self._stop(code, _describe_killed_ranks(end))
+        if failure.step < 1 and failure.cause == "signal":
+            return self._stop(
+                code, "stopped before the first step; the last checkpoint, if any, stands"
+            )
+        if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
+            self._emit_rank_failed(failure)
+            return self._fail(failure.exit_code, failure.report)
+        return self._stop(
+            code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
+        )
+
+    def _finish(self) -> RunOutcome:
+        return self._build_outcome(ExitCode.OK, "finished", "")
+
+    def _stop(self, code: ExitCode, message: str) -> RunOutcome:
+        status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
+        return self._build_outcome(code, status, message or EXIT_CODE_MEANING[code])
+
+    def _fail(self, code: int, message: str) -> RunOutcome:
+        return self._build_outcome(code, "failed", message)
+
+    def _build_outcome(self, code: int, status: str, message: str) -> RunOutcome:
+        restarts = self._restarts.num_restarts
+        return RunOutcome(int(code), status, message, self._num_attempts, restarts)
+
+    def _emit_rank_failed(self, failure: RankFailure) -> None:
+        self._bus.emit(
+            RankFailed(
+                failed_rank=failure.rank,
+                step=failure.step,
+                phase=failure.phase,
+                cause=failure.cause,
+                detail=failure.detail,
+                detected_s=failure.detected_s,
+                hang_kind=failure.hang_kind,
+            )
+        )
+
+    def _announce_restart(
+        self, failure: RankFailure, kept: Mapping[int, int], held_step: int
+    ) -> None:
+        from_step = self._attempts.find_newest_step()
+        restart, budget = self._restarts.num_restarts, self._spec.max_restarts
+        self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
+        again = f"starting again from step {from_step}"
+        if kept:
+            # What the kept ranks hold between them only they can tell, when they have met.
+            again = f"starting it again beside {format_rank_list(sorted(kept.values()))}"
+        self._say(f"{failure.summary}; {again} (restart {restart} of {budget})")
+
+
+def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:
+    """The ranks that wait for the next attempt, each as the rank that it was."""
+    return {rank: rank for rank in sorted(end.waiting.keys() - {failure.rank})}
+
+
+def _find_held_step(end: AttemptEnd) -> int:
+    """The newest step whose state a rank that waits still holds; -1 if none does."""
+    return max(end.waiting.values(), default=-1)
+
+
+def _describe_killed_ranks(end: AttemptEnd) -> str:
+    """The message if ranks had to be killed on the way out; empty if they left by themselves."""
+    if end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES} and not end.grace_over:
+        return ""
+    return (
+        "the ranks did not save within the grace period and were killed; the last checkpoint stands"
+    )

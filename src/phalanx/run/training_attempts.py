@@ -1,0 +1,108 @@
+"""The attempts of a training run: the payload of each, and what is changed after a failure.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
+from phalanx.checkpoint.stores import Store
+from phalanx.core.errors import CheckpointError
+from phalanx.core.roll_back import RollBack
+from phalanx.launch.slow_ranks import SlowRankWatch
+from phalanx.observe.events import CheckpointSaved, CheckpointUnusable
+from phalanx.observe.tail import EventTail
+from phalanx.run.elastic_layout import ElasticLayout
+from phalanx.run.prepare import PreparedRun
+from phalanx.run.rank_run import RankPayload
+from phalanx.run.roll_back_history import RollBackHistory
+
+
+class TrainingAttempts:
+    """Plans the attempts of `run`: an AttemptPlanner.
+
+    `first_attempt` is the number of the first one of this command, `began_s` (monotonic) when the
+    run was asked for.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        first_attempt: int,
+        began_s: float,
+        fence: RunOwnershipWatch,
+        slow_ranks: SlowRankWatch,
+    ) -> None:
+        self._run, self._first_attempt, self._began_s = run, first_attempt, began_s
+        self._fence, self._slow_ranks = fence, slow_ranks
+        self._elastic = ElasticLayout(run)
+        self._roll_backs = RollBackHistory(run.run_dir)
+
+    @property
+    def is_elastic(self) -> bool:
+        return self._run.job.resilience.min_ranks is not None
+
+    def build_payload(self) -> RankPayload:
+        # A token for each attempt: what ranks of an earlier one, not dead yet, still write is
+        # refused.
+        self._fence.token = self._run.lock.acquire_token_for_attempt()
+        claim = RunOwnershipClaim(self._fence.token.number, self._run.lock.holder)
+        layout = self._elastic.plan.layout
+        self._slow_ranks.change_ranks(layout.world_size, layout.pp)
+        return RankPayload(
+            self._elastic.job,
+            self._elastic.plan,
+            self._run.run_dir.resolve(),
+            self._first_attempt,
+            self._began_s,
+            claim,
+            self._roll_backs.current,
+        )
+
+    def note_checkpoint(self) -> None:
+        """A checkpoint was saved: any layout can go on from it, and nothing goes back behind it."""
+        self._elastic.note_checkpoint()
+        self._roll_backs.note_checkpoint()
+
+    def find_newest_step(self) -> int:
+        return _find_step_to_continue_from(self._run.store, self._run.run_dir)
+
+    def go_back(self, roll_back: RollBack) -> None:
+        self._roll_backs.add(roll_back)
+
+    def lessen_memory(self) -> str:
+        return self._elastic.lessen_memory()
+
+    def list_memory_advice(self) -> Sequence[str]:
+        return self._elastic.list_memory_advice()
+
+    def shrink(self) -> int | None:
+        return self._elastic.shrink()
+
+    def should_grow(self) -> bool:
+        return self._elastic.should_grow()
+
+    def grow(self) -> int:
+        return self._elastic.grow()
+
+    def describe_last_change(self) -> str:
+        return self._elastic.describe_last_change()
+
+
+def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
+    """The step of the newest checkpoint that ranks could use, or that was written again since; 0
+    without one."""
+    unusable: set[int] = set()
+    for envelope in EventTail(run_dir).read_new_events():
+        if isinstance(envelope.event, CheckpointUnusable):
+            unusable.add(envelope.event.step)
+        elif isinstance(envelope.event, CheckpointSaved):
+            # Saved again since: it is a new one.
+            unusable.discard(envelope.event.step)
+    try:
+        return max({folder.step for folder in store.folders()} - unusable, default=0)
+    except (OSError, CheckpointError):
+        return 0
