@@ -69,37 +69,41 @@ def find_named_ranks(verdicts: Sequence[Verdict]) -> tuple[int, ...]:
 
 
 def _read_verdict(envelope: Envelope) -> Verdict | None:
+    """The verdict that an event is; None for an event that is none."""
     event, at_s = envelope.event, envelope.monotonic_s
-    if isinstance(event, RankFailed):
-        ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
-        return Verdict(_classify_failure(event), ranks, event.step, at_s, event.detail)
-    if isinstance(event, HangFound):
-        kind = event.hang_kind.replace("_", " ")
-        return Verdict(kind, tuple(event.culprits), event.step, at_s, event.collective)
-    if isinstance(event, RolledBack):
-        ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
-        kind = _CLASS_OF_ROLL_BACK.get(event.cause, event.cause)
-        return Verdict(kind, ranks, event.step, at_s, event.why)
-    if isinstance(event, InvariantChecked):
-        if event.ok or event.is_summary:
-            return None
-        return Verdict("corrupt", tuple(event.ranks), event.step, at_s, event.name)
-    if isinstance(event, NonFiniteFound):
-        ranks = (event.failed_rank,) if event.failed_rank >= 0 else ()
-        # Computed once more it is finite: not the batch, but whoever computed it.
-        kind = "corrupt" if event.origin == "unknown" else "not finite"
-        return Verdict(kind, ranks, event.step, at_s, f"{event.origin} {event.found_in}".strip())
-    if isinstance(event, StepSkipped):
-        if event.reason != "nonfinite_gradients":
-            return None
-        return Verdict("not finite", (), event.step, at_s, event.reason)
-    if isinstance(event, StopRequested):
-        return Verdict("preempted", (), event.step, at_s, event.reason)
-    if isinstance(event, CheckpointFailed):
-        return Verdict("save failed", (), event.step, at_s, "")
-    if isinstance(event, RankSlow):
-        return Verdict("slow", (event.slow_rank,), event.step, at_s, event.phase)
+    match event:
+        case RankFailed():
+            ranks = _list_known_rank(event.failed_rank)
+            return Verdict(_classify_failure(event), ranks, event.step, at_s, event.detail)
+        case HangFound():
+            kind = event.hang_kind.replace("_", " ")
+            return Verdict(kind, tuple(event.culprits), event.step, at_s, event.collective)
+        case RolledBack():
+            kind = _CLASS_OF_ROLL_BACK.get(event.cause, event.cause)
+            ranks = _list_known_rank(event.failed_rank)
+            return Verdict(kind, ranks, event.step, at_s, event.why)
+        case InvariantChecked(ok=False, is_summary=False):
+            return Verdict("corrupt", tuple(event.ranks), event.step, at_s, event.name)
+        case NonFiniteFound():
+            # Computed once more it is finite: not the batch, but whoever computed it.
+            kind = "corrupt" if event.origin == "unknown" else "not finite"
+            ranks = _list_known_rank(event.failed_rank)
+            text = f"{event.origin} {event.found_in}".strip()
+            return Verdict(kind, ranks, event.step, at_s, text)
+        case StepSkipped(reason="nonfinite_gradients"):
+            return Verdict("not finite", (), event.step, at_s, event.reason)
+        case StopRequested():
+            return Verdict("preempted", (), event.step, at_s, event.reason)
+        case CheckpointFailed():
+            return Verdict("save failed", (), event.step, at_s, "")
+        case RankSlow():
+            return Verdict("slow", (event.slow_rank,), event.step, at_s, event.phase)
     return None
+
+
+def _list_known_rank(rank: int) -> tuple[int, ...]:
+    """`rank` alone; none where events say -1, which is a rank that is not known."""
+    return (rank,) if rank >= 0 else ()
 
 
 def _classify_failure(event: RankFailed) -> str:

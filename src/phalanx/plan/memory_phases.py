@@ -269,21 +269,7 @@ def predict_rank_memory_by_phase(
     Of a module whose activations are unknown only the states count, all at one time.
     """
     shape = shard_shape(shape, work.tp, work.rules)
-    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
-    # ep.
-    params = count_rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
-    states = predict_model_state_bytes(
-        params,
-        zero_stage,
-        dp_size,
-        StateBytes(optimizer=work.optimizer_bytes),
-        uneven,
-        shape.trained_share,
-    )
-    states["compression"] = (
-        shape.num_params * work.error_feedback_bytes if zero_stage == 0 and num_ranks > 1 else 0
-    )
+    states = _predict_state_bytes(shape, work, zero_stage, dp_size, num_ranks)
     if device == "cpu" and work.copies_state:
         states["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
     if shape.activations is None:
@@ -292,6 +278,7 @@ def predict_rank_memory_by_phase(
         return {BETWEEN_STEPS: only}
     # FSDP keeps shards, too, and what is gathered of them counts as communication.
     if zero_stage == 2:
+        uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
         states["parameters"] = states["parameters"] / dp_size + uneven * StateBytes().parameters
     num_readers = num_ranks // work.tp
     moments = StepMoments(
@@ -323,17 +310,41 @@ def predict_rank_memory_by_phase(
             memory, shape, work, device, zero_stage, activations=kept_activation_bytes
         )
     if device == "cpu":
-        largest = [
-            max(getattr(moment, name) for moment in highest.values()) for name in MOVING_CATEGORIES
-        ]
-        total = max(moment.total for moment in highest.values())
-        retained = round(estimate_retained_bytes_of_other_moments(largest, total))
+        retained = _estimate_retained_bytes(list(highest.values()))
         if has_buckets and work.num_microbatches > 1:
             retained += round(RETAINED_SHARE_OF_BUCKETS * states["gradients"])
         # Holes of one moment are there from the second step on, in all of them.
         for memory_of_phase in phases.values():
             memory_of_phase["allocator"] += retained
     return phases
+
+
+def _predict_state_bytes(
+    shape: ModelCosts, work: Workload, zero_stage: int, dp_size: int, num_ranks: int
+) -> dict[str, float]:
+    """Bytes of one rank by category of what is there all the time. `shape` is cut by tp."""
+    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
+    # ep.
+    params = count_rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
+    states = predict_model_state_bytes(
+        params,
+        zero_stage,
+        dp_size,
+        StateBytes(optimizer=work.optimizer_bytes),
+        count_excess_expert_params(shape, zero_stage, dp_size, work.ep),
+        shape.trained_share,
+    )
+    states["compression"] = 0
+    if zero_stage == 0 and num_ranks > 1:
+        states["compression"] = shape.num_params * work.error_feedback_bytes
+    return states
+
+
+def _estimate_retained_bytes(moments: Sequence[MomentBytes]) -> int:
+    """Bytes that a CPU's allocator keeps in one of `moments` of what was freed in the others."""
+    largest = [max(getattr(each, name) for each in moments) for name in MOVING_CATEGORIES]
+    total = max(moment.total for moment in moments)
+    return round(estimate_retained_bytes_of_other_moments(largest, total))
 
 
 def find_peak_phase(phases: Mapping[str, Mapping[str, float]]) -> str:

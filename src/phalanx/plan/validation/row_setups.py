@@ -32,15 +32,9 @@ def list_possible_setups(
     row: Mapping[str, Any], num_gpus: int, seq_len: int, precision: Precision, num_layers: int
 ) -> Iterator[StepSetup]:
     """Every setup that a row's words leave possible."""
-    tp, pp = get_optional_positive_int(row, "tp"), get_optional_positive_int(row, "pp")
-    if tp is None and pp is None and get_optional_positive_int(row, "dp") != num_gpus:
-        raise UnusableRow("no layout")
-    tp, pp, cp = tp or 1, pp or 1, get_optional_positive_int(row, "cp") or 1
+    tp, pp, cp = _parse_model_parallel_degrees(row, num_gpus)
     ep = get_optional_positive_int(row, "ep") or 1
-    model_parallel = tp * pp * cp
-    if num_gpus % model_parallel:
-        raise UnusableRow("degrees do not divide the GPUs")
-    dp = num_gpus // model_parallel
+    dp = num_gpus // (tp * pp * cp)
     stack = build_row_stack(row)
     for v, micro_batch, (mode, share), (stage, shard) in product(
         _list_stages_per_rank(row, pp, num_layers),
@@ -71,6 +65,18 @@ def list_possible_setups(
             stack=stack,
             folded_ep=ep if is_folded else 0,
         )
+
+
+def _parse_model_parallel_degrees(row: Mapping[str, Any], num_gpus: int) -> tuple[int, int, int]:
+    """tp, pp and cp, 1 where the row does not say; UnusableRow if it says no layout of
+    `num_gpus`."""
+    tp, pp = get_optional_positive_int(row, "tp"), get_optional_positive_int(row, "pp")
+    if tp is None and pp is None and get_optional_positive_int(row, "dp") != num_gpus:
+        raise UnusableRow("no layout")
+    tp, pp, cp = tp or 1, pp or 1, get_optional_positive_int(row, "cp") or 1
+    if num_gpus % (tp * pp * cp):
+        raise UnusableRow("degrees do not divide the GPUs")
+    return tp, pp, cp
 
 
 def _list_possible_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:

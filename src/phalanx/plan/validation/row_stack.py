@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.plan.timing.setup import (
     AttentionKernel,
     Kernels,
+    Launch,
     Precision,
     Recompute,
     SoftwareStack,
@@ -87,48 +89,82 @@ def parse_row_schedule(row: Mapping[str, Any]) -> str:
     return "1f1b"
 
 
+@dataclass(frozen=True)
+class RowFramework:
+    """The framework that a row names, and the families that it belongs to."""
+
+    name: str
+    is_xla: bool
+    is_megatron: bool
+    is_deepspeed: bool
+    is_internevo: bool
+    has_fused_head: bool
+
+
 def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
     """The software of a row."""
-    framework = get_text(row, "framework").lower()
+    framework = _parse_framework(row)
     dp_mode = get_text(row, "dp_mode").lower()
     attention = _parse_attention_kernel(row)
-    is_xla = bool(re.search(r"xla|pax|maxtext|jax", framework + get_text(row, "compile").lower()))
-    is_megatron = bool(re.search(r"megatron|nemo|mcore", framework)) and not is_xla
-    is_deepspeed = "deepspeed" in framework + dp_mode
     # Transformer Engine came with cuDNN's attention, overlapped collectives and a sequence cut.
-    is_modern = attention == "cudnn" and not is_xla
-    is_sharded = bool(SHARDED_PATTERN.search(dp_mode)) and "megatron" not in dp_mode
-    overlaps_dp = not re.search(r"no gradient|no overlap|\(local\)", dp_mode)
-    if is_deepspeed and is_megatron:
-        # The pipeline engine reduces after all microbatches.
-        overlaps_dp = False
-    grad_bytes, gather_bytes = _parse_gradient_and_parameter_bytes(row, dp_mode, is_megatron)
+    overlaps_model_parallel = framework.is_megatron and attention == "cudnn"
+    overlaps_dp = _overlaps_data_parallel(framework, dp_mode)
+    grad_bytes, gather_bytes = _parse_gradient_and_parameter_bytes(
+        row, dp_mode, framework.is_megatron
+    )
     return SoftwareStack(
-        name=framework or "unknown",
-        kernels=_parse_kernel_kind(row, is_xla, is_megatron),
+        name=framework.name or "unknown",
+        kernels=_parse_kernel_kind(row, framework.is_xla, framework.is_megatron),
         attention=attention,
-        launch="graph" if is_xla or _launches_experts_by_graph(row, is_megatron) else "eager",
+        launch=_parse_launch(row, framework),
         # Experts with a capacity have sizes that the CPU need not wait for.
         launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
         overlaps_reduce=overlaps_dp,
         # InternEvo's configurations leave overlap_sync_param off, and send each parameter alone.
-        overlaps_gather=overlaps_dp and "internevo" not in framework,
-        overlaps_tp=_get_bool(row, "async_tp", is_megatron and is_modern),
-        overlaps_ep=_get_bool(row, "ep_overlap", is_megatron and is_modern),
-        overlaps_p2p=is_megatron,
+        overlaps_gather=overlaps_dp and not framework.is_internevo,
+        overlaps_tp=_get_bool(row, "async_tp", overlaps_model_parallel),
+        overlaps_ep=_get_bool(row, "ep_overlap", overlaps_model_parallel),
+        overlaps_p2p=framework.is_megatron,
         grad_bytes=grad_bytes,
         gather_bytes=gather_bytes,
-        has_main_grad=is_megatron or "internevo" in framework,
-        reduces_each_microbatch=is_sharded,
+        has_main_grad=framework.is_megatron or framework.is_internevo,
+        reduces_each_microbatch=bool(SHARDED_PATTERN.search(dp_mode)) and "megatron" not in dp_mode,
         # DeepSpeed gathered parameters one by one before it fetched modules ahead.
-        gathers_each_tensor="internevo" in framework or (is_deepspeed and attention == "unfused"),
-        cuts_experts=not is_megatron,
-        is_head_fused=is_megatron
-        or is_xla
-        or "llm-foundry" in framework
-        or _parse_kernel_kind(row, is_xla, False) == "compiled",
+        gathers_each_tensor=framework.is_internevo
+        or (framework.is_deepspeed and attention == "unfused"),
+        cuts_experts=not framework.is_megatron,
+        is_head_fused=framework.has_fused_head,
         extra_dropout=attention == "unfused",
     )
+
+
+def _parse_framework(row: Mapping[str, Any]) -> RowFramework:
+    name = get_text(row, "framework").lower()
+    is_xla = bool(re.search(r"xla|pax|maxtext|jax", name + get_text(row, "compile").lower()))
+    is_megatron = bool(re.search(r"megatron|nemo|mcore", name)) and not is_xla
+    has_compiled_kernels = _parse_kernel_kind(row, is_xla, False) == "compiled"
+    return RowFramework(
+        name=name,
+        is_xla=is_xla,
+        is_megatron=is_megatron,
+        is_deepspeed="deepspeed" in name + get_text(row, "dp_mode").lower(),
+        is_internevo="internevo" in name,
+        has_fused_head=is_megatron or "llm-foundry" in name or has_compiled_kernels,
+    )
+
+
+def _overlaps_data_parallel(framework: RowFramework, dp_mode: str) -> bool:
+    """True if collectives of data parallelism run beside computation."""
+    if framework.is_deepspeed and framework.is_megatron:
+        # The pipeline engine reduces after all microbatches.
+        return False
+    return not re.search(r"no gradient|no overlap|\(local\)", dp_mode)
+
+
+def _parse_launch(row: Mapping[str, Any], framework: RowFramework) -> Launch:
+    if framework.is_xla or _launches_experts_by_graph(row, framework.is_megatron):
+        return "graph"
+    return "eager"
 
 
 def is_sequence_parallel(row: Mapping[str, Any], stack: SoftwareStack) -> bool:
