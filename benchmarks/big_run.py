@@ -29,6 +29,7 @@ from pathlib import Path
 from phalanx.observe import events
 from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Envelope, Event, MonotonicClockReading
+from phalanx.plan.layout import Layout
 from phalanx.train.step_detail import StepDetail
 
 ROOT = Path(__file__).parents[1]
@@ -61,9 +62,7 @@ class RankWriter:
 def write_run(run_dir: Path, num_ranks: int, num_steps: int) -> None:
     """Write the events, the job and the plan of the run."""
     (run_dir / "events").mkdir(parents=True)
-    layout = LAYOUT
-    if num_ranks != 1000:
-        layout = dict.fromkeys(LAYOUT, 1) | {"dp_shard": num_ranks}
+    layout = choose_layout(num_ranks)
     plan = {"layout": layout, "world_size": num_ranks, "device": "cuda", "zero_stage": 3}
     (run_dir / "plan.json").write_text(json.dumps(plan))
     job = {"run": {"name": "big"}, "train": {"steps": num_steps}}
@@ -89,12 +88,19 @@ def write_run(run_dir: Path, num_ranks: int, num_steps: int) -> None:
     supervisor.close()
 
 
+def choose_layout(num_ranks: int) -> dict[str, int]:
+    """Degrees along the axes of a run of so many ranks."""
+    if num_ranks == 1000:
+        return LAYOUT
+    return dict.fromkeys(LAYOUT, 1) | {"dp_shard": num_ranks}
+
+
 def write_rank(rank: int, num_ranks: int, num_steps: int) -> Iterator[tuple[int, Event]]:
     """The events of one rank's steps: each, or the first ones and windows."""
     if rank == 0:
         yield from write_steps(rank, range(1, num_steps + 1))
         return
-    detail = StepDetail(rank, num_ranks, 0, num_steps)
+    detail = StepDetail(rank, Layout(**choose_layout(num_ranks)), 0, num_steps)
     num_first = detail.num_first_steps
     yield from write_steps(rank, range(1, num_first + 1))
     lasts = range(num_first + detail.window_steps, num_steps + 1, detail.window_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -33,6 +34,7 @@ from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json
 from phalanx.observe.events import (
     BaselineMeasured,
+    BlockNormsMeasured,
     EvalFinished,
     MemoryMeasured,
     RunFinished,
@@ -183,6 +185,13 @@ def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
         "peak",
         "parameters",
     }
+    # Of the first step; no 51st follows.
+    (norms,) = [e for e in found if isinstance(e, BlockNormsMeasured)]
+    (first,) = [e for e in found if isinstance(e, StepFinished) and e.step == 1][:1]
+    assert norms.step == 1
+    assert math.hypot(*norms.gradient_norms.values()) == pytest.approx(first.grad_norm, rel=1e-5)
+    assert list(norms.gradient_norms) == list(norms.update_ratios) == list(norms.weight_norms)
+    assert {"embed", "blocks.0", "blocks.1"} < set(norms.gradient_norms)
 
 
 def test_the_seconds_of_a_step_are_accounted_for(house: House) -> None:

@@ -56,9 +56,9 @@ def collect_gradients_and_sum_squares(
     squares: torch.Tensor | None = None
     for holders, group_gradients in by_holders.items():
         norms = torch._foreach_norm(
-            _split_gradients_for_exact_norm(group_gradients),
+            split_gradients_for_exact_norm(group_gradients),
             2,
-            dtype=_choose_norm_dtype(group_gradients),
+            dtype=choose_norm_dtype(group_gradients),
         )
         # Ranks that hold the same gradient each bring an equal part of its square.
         # In fp64 from here on, as all sums of the step's one reduction.
@@ -69,17 +69,18 @@ def collect_gradients_and_sum_squares(
     return gradients, squares
 
 
-def _split_gradients_for_exact_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2
-    % of 50 M elements."""
+def split_gradients_for_exact_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of one device cut small: the CPU's norm adds squares one after another in fp32 and
+    loses 0.2 % of 50 M elements."""
     if not is_on_cpu(gradients[0]):
         return gradients
     size = get_block_sizes().norm_elements
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]
 
 
-def _choose_norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
-    """At least fp32: a norm of half-precision gradients in their own type has three digits."""
+def choose_norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
+    """The type that norms are computed in, at least fp32: a norm of half-precision gradients in
+    their own type has three digits."""
     wide = torch.float32
     for gradient in gradients:
         wide = torch.promote_types(wide, gradient.dtype)

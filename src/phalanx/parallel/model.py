@@ -16,6 +16,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.block_norms import NO_BLOCK_NORMS, BlockNormRequest, BlockSquares
 from phalanx.parallel.context.transform import ContextParallelBatchSplitter
 from phalanx.parallel.data_parallel.compression import GradientCompression
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
@@ -66,7 +67,10 @@ class ParallelModel:
         context.optimizer_params.watch_optimizer_steps(
             self.module.parameters() if self._loads.has_router_biases else ()
         )
-        self._reducer = StepReducer(context, self._parameters, self._loads)
+        self.block_squares = BlockSquares(
+            context.block_of, self._parameters, context.plan, context.mesh.rank
+        )
+        self._reducer = StepReducer(context, self._parameters, self._loads, self.block_squares)
         self._forward = MicrobatchLossForward(context)
         self._executor, self.pipeline = self._build_executor()
         self.is_staged = self.pipeline is not None
@@ -281,14 +285,22 @@ class ParallelModel:
 
     @torch.no_grad()
     def reduce_and_clip(
-        self, local_loss: LocalLoss, *, max_norm: float | None = None, flags: Sequence[float] = ()
+        self,
+        local_loss: LocalLoss,
+        *,
+        max_norm: float | None = None,
+        flags: Sequence[float] = (),
+        by_block: BlockNormRequest = NO_BLOCK_NORMS,
     ) -> StepStats:
-        """One reduction over all ranks: loss, targets, the exact global gradient norm and `flags`.
+        """One reduction over all ranks: loss, targets, the exact global gradient norm, `flags`, and
+        what is asked for by block of the model (`block_squares.names`).
 
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
         norm exceeds it.
         """
-        return self._reducer.reduce_and_clip(local_loss, max_norm=max_norm, flags=flags)
+        return self._reducer.reduce_and_clip(
+            local_loss, max_norm=max_norm, flags=flags, by_block=by_block
+        )
 
     def finish_step(
         self, sums: LocalLoss, *, max_norm: float | None = None, votes: Sequence[float] = ()

@@ -25,6 +25,7 @@ from phalanx.mesh.fake_tensors import has_fake_parameters
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
+from phalanx.parallel.block_norms import name_model_blocks
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal_on_all_ranks
@@ -80,14 +81,16 @@ def parallelize(
     elif recorded is not None:
         mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: recorded.digest})
     seed = plan.seed if seed is None else seed
+    blocks = find_repeated_blocks(module)
     context = ParallelContext(
         root=root,
         plan=plan,
         mesh=mesh,
         phases=phases or PhaseTimer(),
-        blocks=find_repeated_blocks(module),
+        blocks=blocks,
         outer=root,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
+        block_of=name_model_blocks(module, blocks),
         dropout_rng=DropoutRng(seed),
     )
     if on_meta:

@@ -83,6 +83,8 @@ class ParallelContext:
     blocks: list[nn.Module]
     outer: nn.Module  # what is called; `root`, or DDP's wrapper around it
     names: frozenset[str] = frozenset()  # of all modules of the whole model
+    block_of: Mapping[str, str] = field(default_factory=dict)
+    """By full name of each parameter of the whole model, the block that it is in."""
     autocast: bool = True  # False where the casts of FSDP are enough
     materialize: Callable[[], None] = lambda: None
     # What one axis knows is an object of its own in `axes`, so a new axis needs no field here. What

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from phalanx.core.phases import WORLD_AXIS
 from phalanx.mesh.transfer import create_fp64_on_device
+from phalanx.parallel.block_norms import BlockNormRequest, BlockSquares
 from phalanx.parallel.expert.router_load import ReducedRouterLoads
 from phalanx.parallel.gradients import (
     LocalBlockReplicas,
@@ -30,15 +31,25 @@ class StepReducer:
     """
 
     def __init__(
-        self, context: ParallelContext, parameters: ParametersOfRank, loads: ReducedRouterLoads
+        self,
+        context: ParallelContext,
+        parameters: ParametersOfRank,
+        loads: ReducedRouterLoads,
+        block_squares: BlockSquares,
     ) -> None:
         self.finished_at: Any = 0.0
         self._context, self._mesh, self._phases = context, context.mesh, context.phases
         self._parameters, self._loads = parameters, loads
+        self._block_squares = block_squares
         self._held: dict[str, tuple[LocalBlockReplicas, ...]] | None = None
 
     def reduce_and_clip(
-        self, local_loss: LocalLoss, *, max_norm: float | None, flags: Sequence[float]
+        self,
+        local_loss: LocalLoss,
+        *,
+        max_norm: float | None,
+        flags: Sequence[float],
+        by_block: BlockNormRequest,
     ) -> StepStats:
         """Gradients become those of sum(loss) / sum(targets), scaled down to `max_norm`."""
         with self._context.traffic.counting_step_traffic():
@@ -50,18 +61,16 @@ class StepReducer:
         with self._phases("optimizer"):
             gradients, squares = self._collect_gradients_and_squares()
             vector = torch.stack((*self._zero_unless_tp_leader(local_loss), squares))
-            # Flags travel with the sums: the step has one reduction, and all ranks act on the same
-            # numbers.
-            vector = torch.cat((vector, create_fp64_on_device(flags, vector.device)))
-            vector = torch.cat((vector, self._spread_losses(local_loss)))
+            beside = self._collect_numbers_beside_sums(local_loss, flags, by_block)
+            vector = torch.cat((vector, *beside))
         with self._phases("collective", "all_reduce step facts", axis=WORLD_AXIS):
             self._mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *rest = vector.tolist()
-            reduced_flags = rest[: len(flags)]
+            reduced_flags, losses, gradient_squares, squares = _split_list(rest, map(len, beside))
             if local_loss.by_microbatch:
-                loss_sum = math.fsum(rest[len(flags) :])
+                loss_sum = math.fsum(losses)
             self.finished_at = self._phases.clock.mark()
-        stats = self._create_empty_stats(reduced_flags)
+        stats = replace(self._create_empty_stats(reduced_flags), block_squares=tuple(squares))
         # All ranks return here or none: they have one sum.
         if num_targets == 0:
             return stats
@@ -74,6 +83,7 @@ class StepReducer:
             num_ranks = 1
         factor = normalizer.gradient_multiplier(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
+        stats = replace(stats, block_grad_norms=tuple(factor * s**0.5 for s in gradient_squares))
         # x - x is 0 but for NaN and infinities.
         finite = norm - norm == 0.0 and loss - loss == 0.0
         if finite:
@@ -93,6 +103,21 @@ class StepReducer:
             # Last: the facts above tell the scale with which this step was computed.
             scale.adjust_after_step(finite=finite)
         return stats
+
+    def _collect_numbers_beside_sums(
+        self, local_loss: LocalLoss, flags: Sequence[float], by_block: BlockNormRequest
+    ) -> list[torch.Tensor]:
+        """fp64 vectors that travel with a step's sums, for it has one reduction, and all ranks act
+        on the same numbers: flags, losses of microbatches, squares of gradients by block, squares
+        that were asked for."""
+        device = self._mesh.device
+        gradient_squares = squares = torch.zeros(0, dtype=torch.float64, device=device)
+        if by_block.of_gradients:
+            gradient_squares = self._block_squares.sum_gradient_squares(device)
+        if by_block.squares is not None:
+            squares = by_block.squares
+        reduced_flags = create_fp64_on_device(flags, device)
+        return [reduced_flags, self._spread_losses(local_loss), gradient_squares, squares]
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""
@@ -154,3 +179,12 @@ class StepReducer:
         if self._mesh.is_tp_leader:
             return local_loss.loss_sum, local_loss.num_targets
         return torch.zeros_like(local_loss.loss_sum), torch.zeros_like(local_loss.num_targets)
+
+
+def _split_list(values: list[float], lengths: Iterable[int]) -> list[list[float]]:
+    """`values` cut into lists of these lengths, which add up to theirs."""
+    parts, start = [], 0
+    for length in lengths:
+        parts.append(values[start : start + length])
+        start += length
+    return parts

@@ -44,6 +44,10 @@ class StepStats:
     loss_scale: float = 0.0
     """What the loss of this step was multiplied by; 0: nothing was scaled."""
     scale_adapts: bool = False
+    block_grad_norms: tuple[float, ...] = ()
+    """By block of the model, where they were asked for; before clipping, as `grad_norm`."""
+    block_squares: tuple[float, ...] = ()
+    """The sums over ranks of the squares that each handed in."""
 
     @property
     def reason_to_skip(self) -> str | None:

@@ -16,6 +16,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope, MonotonicClockReading, StepFinished, StepsSummed
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
+from phalanx.report.block_norm_facts import BlockNormLog
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
@@ -65,6 +66,7 @@ class EventLog:
     clocks: dict[int, RankStepTimes] = field(default_factory=dict)
     memory: dict[int, events.MemoryMeasured] = field(default_factory=dict)
     experts: ExpertLog = field(default_factory=ExpertLog)
+    block_norms: BlockNormLog = field(default_factory=BlockNormLog)
     invariants: InvariantLog = field(default_factory=InvariantLog)
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
@@ -102,6 +104,8 @@ class EventLog:
             self.memory[envelope.rank] = event
         elif isinstance(event, events.ExpertsLoaded):
             self.experts.add_event(envelope)
+        elif isinstance(event, events.BlockNormsMeasured):
+            self.block_norms.add_event(envelope.attempt, event)
         elif isinstance(event, events.InvariantChecked):
             self.invariants.add_event(envelope)
             # When one failed belongs to the story; what held is told in its own section.

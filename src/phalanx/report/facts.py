@@ -13,6 +13,7 @@ from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import MetricUnits
+from phalanx.report.block_norm_facts import BlockNormFacts
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
@@ -203,6 +204,8 @@ class RunFacts:
     """By step; empty without a pipeline, or before one was measured."""
     experts: ExpertFacts
     """Empty for a model without experts."""
+    block_norms: BlockNormFacts
+    """Empty where none were measured, or the run is of an earlier release."""
     invariants: list[InvariantFacts]
     """Empty where nothing was checked, or the run is of an earlier release."""
     bottleneck: BottleneckVerdict | None

@@ -10,17 +10,21 @@ MAX_SEPARATE_CELLS = 64
 """Cells of a row that are drawn apart; of more, neighbours of one colour are one shape."""
 
 
-def draw_heat_cells(levels: Sequence[int], label: str, *, num_cells: int, height_px: int) -> Html:
+def draw_heat_cells(
+    levels: Sequence[int | None], label: str, *, num_cells: int, height_px: int
+) -> Html:
     """One row of cells as an image that `label` describes; cell i has the colour class
-    h0 to h7 of its level, those beyond the levels are empty."""
+    h0 to h7 of its level, those of None and beyond the levels are empty."""
     is_few = num_cells <= MAX_SEPARATE_CELLS
     paths: dict[int, str] = {}
     start = 0
     # One beyond the last cell, where the last run ends.
     for end in range(1, len(levels) + 1):
         if end == len(levels) or levels[end] != levels[start] or is_few:
-            shape = f"M{start} 0h{end - start}v1h{start - end}z"
-            paths[levels[start]] = paths.get(levels[start], "") + shape
+            level = levels[start]
+            if level is not None:
+                shape = f"M{start} 0h{end - start}v1h{start - end}z"
+                paths[level] = paths.get(level, "") + shape
             start = end
     css_class = None
     if is_few:

@@ -11,6 +11,7 @@ from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.sections.block_norms import has_block_norms, render_block_norms
 from phalanx.report.sections.curves import render_curves
 from phalanx.report.sections.experts import has_experts, render_experts
 from phalanx.report.sections.happenings import draw_happenings
@@ -59,6 +60,7 @@ _NAVIGATION_LINKS = (
     ("mesh", "Mesh"),
     ("pipeline", "Pipeline"),
     ("experts", "Experts"),
+    ("blocks", "Blocks"),
     ("checks", "Checks"),
     ("memory", "Memory"),
     ("plan", "Plan"),
@@ -144,8 +146,8 @@ def _render_live_line(live: LiveState | None) -> Html | None:
 def _render_main(facts: RunFacts) -> Html:
     sections = (
         _render_training, render_time, render_stragglers, render_mesh, render_pipeline,
-        render_experts, render_invariants, render_memory, render_plan, render_story,
-        render_text_samples, render_job, render_files, render_raw_events,
+        render_experts, render_block_norms, render_invariants, render_memory, render_plan,
+        render_story, render_text_samples, render_job, render_files, render_raw_events,
     )  # fmt: skip
     return build_tag("main", join_html(section(facts) for section in sections), id="main")
 
@@ -162,6 +164,7 @@ def _render_navigation(facts: RunFacts) -> Html:
             ("mesh", has_mesh),
             ("pipeline", has_pipeline),
             ("experts", has_experts),
+            ("blocks", has_block_norms),
             ("checks", has_invariants),
             ("raw", has_raw_events),
         )

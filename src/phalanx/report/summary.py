@@ -58,6 +58,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_build_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _build_pipeline_json(facts),
         "experts": _build_experts_json(facts),
+        "block_norms": _build_block_norms_json(facts),
         "reliability": {
             name: _number_or_none(value) for name, value in asdict(facts.reliability).items()
         },
@@ -145,6 +146,20 @@ def _build_pipeline_json(facts: RunFacts) -> dict[str, Any] | None:
         "bubble_predicted": _number_or_none(last.bubble_predicted),
         "bubble_planned": _number_or_none(last.bubble_planned),
         "in_flight": last.in_flight,
+    }
+
+
+def _build_block_norms_json(facts: RunFacts) -> dict[str, Any] | None:
+    """The last step whose norms were measured, by block of the model."""
+    if not facts.block_norms.steps:
+        return None
+    last = facts.block_norms.steps[-1]
+    return {
+        "step": int(last.step),
+        "gradient_norms": last.gradient_norms,
+        "update_norms": last.update_norms,
+        "weight_norms": last.weight_norms,
+        "nonfinite": last.nonfinite,
     }
 
 

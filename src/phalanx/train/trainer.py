@@ -29,6 +29,7 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestCheckpointRecorder
+from phalanx.train.block_norms import BlockNormRecorder
 from phalanx.train.evaluation import (
     EvalScore,
     Evaluation,
@@ -95,6 +96,7 @@ class Trainer:
         self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
+        self._norms = BlockNormRecorder(job.observe.norms_every, plan, state.model, bus)
         self._nonfinite = NonFiniteFinder(state, data.objective, data.sample_numbers)
         self._tracer = self._build_tracer()
         self._schedule = self._build_checkpoint_schedule()
@@ -178,6 +180,7 @@ class Trainer:
             else:
                 reason = self._evaluate_if_due()
         self._invariants.emit_summary()
+        self._norms.finish()
         if self._schedule is not None:
             # A stop has no time for removals.
             self._schedule.wait_for_save(skip_pruning=reason is not None)
@@ -207,7 +210,10 @@ class Trainer:
                 *self._invariants.count_batch_for_reduction(microbatches),
             )
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
-        facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
+        norms = self._norms.request_norms(step)
+        facts = model.reduce_and_clip(
+            sums, max_norm=self.job.optim.clip_norm, flags=flags, by_block=norms
+        )
         facts = self._invariants.remove_counts_from_flags(facts)
         # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
@@ -225,7 +231,8 @@ class Trainer:
                 # A function of the step: nothing to save, and right wherever a run resumes.
                 set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
                 self._invariants.digest_before_update()
-                model.update(optimizer)
+                with self._norms.measuring_update(step):
+                    model.update(optimizer)
             # Skipped or not. Without gradients their memory is free until the next backward.
             optimizer.zero_grad(set_to_none=True)
         # A skipped step counts, too: its samples are read, and the next step reads others.
@@ -235,6 +242,7 @@ class Trainer:
         self.state.end_update()
         with self.phases("record"):
             self._invariants.finish_step(facts)
+            self._norms.finish_step(step, facts)
         return facts, skipped
 
     def _settle_buckets(self, microbatch: Batch, step: int) -> None:

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "_split_gradients_for_exact_norm",
+            "split_gradients_for_exact_norm",
             "    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]\n",
             "    pieces = []\n"
             "    for gradient in gradients:\n"

@@ -30,6 +30,9 @@ class Observe(Section):
     The first step and the last are checked, too, and sums of targets and of experts' loads in
     every step. 0 checks nothing.
     """
+    norms_every: Count = 50
+    """Steps between measurements of the norms of gradients, updates and weights by block of the
+    model (docs/numerics.md); the first step is measured, too. 0 measures none."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on which the run's metrics are served for Prometheus, at /metrics, by a process of its
     own (docs/metrics.md). 0 takes a free one, which RUN/metrics-target.json names.

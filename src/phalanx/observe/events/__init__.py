@@ -26,6 +26,7 @@ from phalanx.observe.events.envelope import (
 )
 from phalanx.observe.events.evaluation import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.observe.events.measurements import (
+    BlockNormsMeasured,
     ExpertsLoaded,
     MemoryMeasured,
     OperatorsCounted,
@@ -76,6 +77,7 @@ __all__ = [
     "MemoryMeasured",
     "PipelineMeasured",
     "ExpertsLoaded",
+    "BlockNormsMeasured",
     "InvariantChecked",
     "NonFiniteFound",
     "RanksStarted",

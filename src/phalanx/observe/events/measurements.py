@@ -125,3 +125,31 @@ class ExpertsLoaded(Event):
         if chosen > 0:
             return sum(self.dropped.values()) / chosen
         return 0.0
+
+
+@dataclass(frozen=True)
+class BlockNormsMeasured(Event):
+    """Norms by block of the model ("blocks.3", "embed"), in its order, each over all ranks: of the
+    gradients of `step` before clipping, of its update (what it changed of the trained weights), and
+    of these weights before it. From rank 0, every observe.norms_every steps, once the step after
+    `step` has added them up.
+
+    `nonfinite`: blocks whose gradients are not finite; they are in no `gradient_norms`.
+    `update_norms` and `weight_norms` are empty for a step that was not applied or is the last of an
+    attempt, and where a copy of the weights needs more memory than the plan has.
+    """
+
+    step: int
+    gradient_norms: dict[str, float]
+    update_norms: dict[str, float] = field(default_factory=dict)
+    weight_norms: dict[str, float] = field(default_factory=dict)
+    nonfinite: list[str] = field(default_factory=list)
+
+    @property
+    def update_ratios(self) -> dict[str, float]:
+        """The norm of the update over that of the weights, by block; without blocks of zeros."""
+        return {
+            name: norm / self.weight_norms[name]
+            for name, norm in self.update_norms.items()
+            if self.weight_norms.get(name, 0.0) > 0
+        }

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from phalanx.core.files import read_json, read_whole_regular_file, write_bytes_atomically
 from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
+    BlockNormsMeasured,
     CheckpointSaved,
     Envelope,
     EvalFinished,
@@ -35,7 +36,13 @@ _INVALID_NAME_CHARACTERS = re.compile(
 _REPLAYED_EVENT_CLASSES: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
 
 # They speak of a step that is over when they are told, or of one before.
-_LATE_EVENT_CLASSES = (CheckpointSaved, ExpertsLoaded, InvariantChecked, PipelineMeasured)
+_LATE_EVENT_CLASSES = (
+    BlockNormsMeasured,
+    CheckpointSaved,
+    ExpertsLoaded,
+    InvariantChecked,
+    PipelineMeasured,
+)
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -198,9 +205,19 @@ def extract_metric_values(
 
 
 def _extract_values_told_late(
-    event: CheckpointSaved | ExpertsLoaded | InvariantChecked | PipelineMeasured,
+    event: BlockNormsMeasured
+    | CheckpointSaved
+    | ExpertsLoaded
+    | InvariantChecked
+    | PipelineMeasured,
 ) -> dict[str, float]:
     match event:
+        case BlockNormsMeasured():
+            values = {}
+            for name, norm in event.gradient_norms.items():
+                values[f"blocks/grad_norm/{sanitise_metric_name(name)}"] = norm
+            for name, ratio in event.update_ratios.items():
+                values[f"blocks/update_ratio/{sanitise_metric_name(name)}"] = ratio
         case CheckpointSaved():
             values = {
                 "checkpoint/save_s": event.wall_s,

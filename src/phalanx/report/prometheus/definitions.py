@@ -156,6 +156,17 @@ METRICS: tuple[MetricDefinition, ...] = (
     # --- numerics
     _gauge("phalanx_loss", "Loss of the newest step, per target over all ranks (nats for text)."),
     _gauge("phalanx_grad_norm", "Global gradient norm of the newest step, before clipping."),
+    _gauge(
+        "phalanx_block_grad_norm",
+        "Gradient norm of a block of the model, before clipping, of the step measured last"
+        " (observe.norms_every).",
+        "block",
+    ),
+    _gauge(
+        "phalanx_block_update_ratio",
+        "Norm of the last measured update of a block over the norm of its weights.",
+        "block",
+    ),
     _gauge("phalanx_learning_rate", "Learning rate of the newest step."),
     _gauge("phalanx_loss_scale", "What fp16 multiplied the newest loss by."),
     _counter(

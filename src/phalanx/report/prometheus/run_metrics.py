@@ -112,6 +112,11 @@ class RunMetrics:
             case events.ExpertsLoaded():
                 values.set("phalanx_expert_busiest_ratio", event.worst[1])
                 values.set("phalanx_expert_dropped_ratio", event.dropped_share)
+            case events.BlockNormsMeasured():
+                for name, norm in event.gradient_norms.items():
+                    values.set("phalanx_block_grad_norm", norm, name)
+                for name, ratio in event.update_ratios.items():
+                    values.set("phalanx_block_update_ratio", ratio, name)
             case events.PipelineMeasured():
                 self._add_pipeline(event)
             case events.SinkDropped():
