@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.nn.objective import causal_cross_entropy
+from phalanx.resilience.fault import FaultSite
 
 FAR_S = 600
 _num_calls = 0
@@ -53,6 +54,14 @@ def enter_another_collective() -> None:
 def enter_another_reduction() -> None:
     """A collective that no other rank enters, and that gloo takes for the others' next one."""
     dist.all_reduce(torch.zeros(1))
+
+
+def write_phases_for_ever(site: FaultSite) -> None:
+    """Go on within the step, from phase to phase."""
+    assert site.trainer is not None
+    while True:
+        with site.trainer.state.model.phases("record"):
+            time.sleep(0.01)
 
 
 def leave_with_code_0() -> None:

@@ -3,6 +3,7 @@ run that nothing happened to."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,36 @@ def test_one_of_four_ranks_at_the_usual_limit(folder: Path, fault: str) -> None:
     assert (found.event.hang_kind, found.event.culprits) == (kind, [2]), found.event.report
     assert found.event.detected_s <= SLACK * 5.0
     assert loss_curve(folder / name).keys() == set(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "place", "kind"),
+    [
+        ("spin", "phase=ckpt_load,attempt=1", "spinning"),
+        ("hold_lock_asleep", "step=10,phase=ckpt_write", "gil_held"),
+        ("write_phases_for_ever", "step=15,phase=forward", "endless_step"),
+    ],
+)
+def test_a_rank_that_is_busy_in_longer_work_is_found_in_a_minute(
+    folder: Path, straight: Path, fault: str, place: str, kind: str
+) -> None:
+    name = f"long {fault}"
+    faults = [f"hanging_code:{fault}:rank=1,{place}"]
+    if "ckpt_load" in place:
+        faults.append("kill:rank=0,step=12,phase=data")
+    done = train(
+        folder,
+        name,
+        f"resilience.inject={json.dumps(faults)}",
+        "resilience.hang_s=none",
+        "resilience.keep_ranks=false",
+    )
+    assert done.code == 0, done.err
+    (found,) = events(folder / name, HangFound)
+    assert (found.event.hang_kind, found.event.culprits) == (kind, [1]), found.event.report
+    assert found.event.detected_s <= SLACK * 60.0
+    assert weights(folder / name) == weights(straight)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from phalanx.core.black_box_reader import BoxGroup, BoxHeader, LastPosition, RecordedCollective
+from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
 from phalanx.launch.hang_kinds import (
     ABSENT_COLLECTIVE,
     FROZEN,
@@ -18,10 +19,12 @@ from phalanx.launch.hang_kinds import (
     find_culprits,
 )
 from phalanx.launch.hang_limits import (
-    BUSY_LIMIT_S,
+    COMPILERS_LIMIT_S,
     LONG_LIMIT_S,
     MIN_STEP_LIMIT_S,
     NUM_WARM_UP_STEPS,
+    PATIENT_LIMIT_S,
+    HangLimit,
     HangSettings,
     StepDurations,
     choose_limit,
@@ -39,6 +42,8 @@ from phalanx.observe.rank_waits import RankState
 ADAPTIVE = HangSettings()
 NOW_S = 100.0
 LIMIT_S = 4.0
+STEP_LIMIT = HangLimit(LIMIT_S, "", LIMIT_S, LONG_LIMIT_S, LONG_LIMIT_S, False)
+STEPS_WORDS = "steps of this run take up to %.2g s"
 WORLD = BoxGroup("key", "world", 2, "0-1", 0)
 
 
@@ -52,9 +57,16 @@ def call(
 
 
 def position(
-    phase: str = "backward", *calls: RecordedCollective, pulse_s: float = NOW_S, steps: int = 9
+    phase: str = "backward",
+    *calls: RecordedCollective,
+    pulse_s: float = NOW_S,
+    steps: int = 9,
+    is_compiling: bool = False,
 ) -> LastPosition:
-    header = BoxHeader(1, 1, 0, 2, 0, "cpu", "host", "boot", 0.0, 0.0, pulse_s, steps)
+    header = BoxHeader(
+        *(1, 1, 0, 2, 0, "cpu", "host", "boot", 0.0, 0.0, pulse_s, steps),
+        is_compiling=is_compiling,
+    )
     num_posted = max((each.sequence for each in calls), default=0)
     group = BoxGroup(WORLD.key, WORLD.label, 2, WORLD.ranks, num_posted)
     return LastPosition(5, NOW_S - 11, phase, header=header, groups=(group,), collectives=calls)
@@ -80,6 +92,7 @@ def judge(
     *,
     silent_s: float = LIMIT_S + 0.2,
     finished: frozenset[int] = frozenset(),
+    limit: HangLimit = STEP_LIMIT,
 ) -> tuple[str, tuple[int, ...]]:
     states, quiets = {}, {}
     for rank, (place, looks) in enumerate((first, second)):
@@ -87,7 +100,7 @@ def judge(
         states[rank] = RankState(rank, place, status)
         quiets[rank] = looks
     shares = {0: 1.0, 1: 1.0}
-    evidence = HangEvidence(states, quiets, shares, finished, silent_s, LIMIT_S, NOW_S)
+    evidence = HangEvidence(states, quiets, shares, finished, silent_s, limit, NOW_S)
     culprits = find_culprits(evidence)
     return culprits.kind, culprits.ranks
 
@@ -162,21 +175,85 @@ def test_a_rank_whose_work_is_done_and_that_others_wait_for() -> None:
 def test_the_limit_follows_the_steps_and_what_is_done() -> None:
     def limit(
         place: LastPosition, settings: HangSettings = ADAPTIVE, p99_s: float = 0.1
-    ) -> tuple[float, float]:
+    ) -> tuple[float, ...]:
+        """Seconds: quiet, computing, with children that compute, with a disk."""
         found = choose_limit(settings, {0: place, 1: BEHIND}, 2, p99_s)
-        return found.quiet_s, found.busy_s
+        assert found.counts_work == (found.why not in ("resilience.hang_s", STEPS_WORDS % p99_s))
+        return found.quiet_s, found.computes_s, found.children_s, found.disk_s
 
-    assert limit(BEHIND) == (MIN_STEP_LIMIT_S, MIN_STEP_LIMIT_S)
-    assert limit(BEHIND, p99_s=2.0) == (16.0, 16.0)
-    assert limit(BEHIND, HangSettings(1.5)) == (1.5, 1.5)
+    minute, minutes = LONG_LIMIT_S, PATIENT_LIMIT_S
+    assert limit(BEHIND) == (MIN_STEP_LIMIT_S, MIN_STEP_LIMIT_S, minute, minute)
+    assert limit(BEHIND, p99_s=2.0)[:2] == (16.0, 16.0)
+    assert limit(BEHIND, HangSettings(1.5))[:2] == (1.5, 1.5)
     early = position("backward", steps=NUM_WARM_UP_STEPS)
-    assert limit(early) == limit(early, HangSettings(1.5)) == (LONG_LIMIT_S, LONG_LIMIT_S)
-    assert limit(position("evaluate")) == (LONG_LIMIT_S, LONG_LIMIT_S)
-    for phase in ("startup", "ckpt_load", "ckpt_write", "before_commit"):
-        assert limit(position(phase)) == (LONG_LIMIT_S, BUSY_LIMIT_S)
-    assert limit(position("startup"), HangSettings(900.0)) == (900.0, 900.0)
-    assert limit(BEHIND, HangSettings(compiles=True)) == (LONG_LIMIT_S, BUSY_LIMIT_S)
-    assert choose_limit(HangSettings(), {0: BEHIND}, 2, 0.1).quiet_s == LONG_LIMIT_S
+    assert limit(early) == limit(early, HangSettings(1.5)) == (minute,) * 4
+    assert limit(position("evaluate")) == (minute,) * 4
+    for phase in ("startup", "ckpt_load"):
+        assert limit(position(phase)) == (minute, minute, minutes, minutes)
+    for phase in ("ckpt_write", "before_commit"):
+        assert limit(position(phase)) == (minute, minute, minute, minutes)
+    assert limit(position("startup"), HangSettings(900.0)) == (900.0,) * 4
+    # Whatever the phase is, and as long as it lasts.
+    compiling = position("forward", is_compiling=True)
+    assert limit(compiling) == (minute, minutes, COMPILERS_LIMIT_S, minute)
+    assert choose_limit(HangSettings(), {0: BEHIND}, 2, 0.1).quiet_s == minute
+
+
+def test_a_compiler_may_compute_for_longer_and_may_not_sleep() -> None:
+    limit = HangLimit(60.0, "code is compiled", 600.0, 3600.0, 60.0, True)
+    computes = quiet("RRRRRRRR", (30.0, 90.0))
+    for silent_s, verdict in ((61.0, ("", ())), (601.0, (SPINNING, (1,)))):
+        looks = (WAITS, ASLEEP), (BEHIND, computes)
+        assert judge(*looks, silent_s=silent_s, limit=limit) == verdict
+    # Its children compute.
+    for silent_s, verdict in ((601.0, ("", ())), (3601.0, (WAITING_ELSEWHERE, (1,)))):
+        looks = (WAITS, ASLEEP), (BEHIND, quiet("SSSSSSSS", helper=True))
+        assert judge(*looks, silent_s=silent_s, limit=limit) == verdict
+    asleep = judge((WAITS, ASLEEP), (BEHIND, ASLEEP), silent_s=61.0, limit=limit)
+    assert asleep == (WAITING_ELSEWHERE, (1,))
+    holds = position("backward", call(1), pulse_s=NOW_S - 50.0)
+    assert judge((WAITS, ASLEEP), (holds, ASLEEP), silent_s=61.0, limit=limit) == (GIL_HELD, (1,))
+
+
+class StepsOfTwoRanks:
+    """Two ranks whose positions are looked at once a second."""
+
+    def __init__(self) -> None:
+        self.watch, self.now_s, self.writes = EndlessStepWatch(), 0.0, [0, 0]
+        for step in range(1, 10):
+            assert self.go_on(step, 1, (40, 40)) is None
+
+    def go_on(
+        self, step: int, seconds: int, per_second: tuple[int, int], phase: str = "forward"
+    ) -> EndlessStep | None:
+        """Stay in `step`, with so many writes of each rank a second."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            places = {}
+            for rank, number in enumerate(per_second):
+                self.writes[rank] += number
+                place = position(phase)._replace(step=step, num_writes=self.writes[rank])
+                places[rank] = place
+            found = self.watch.look(places, now_s=self.now_s, p99_s=1.0, long_s=60.0)
+            if found is not None:
+                return found
+        return None
+
+
+def test_a_step_that_goes_on_for_ever_is_found_by_what_it_writes() -> None:
+    found = StepsOfTwoRanks().go_on(10, 100, (0, 40))
+    assert found is not None
+    assert (found.ranks, found.step, found.elapsed_s, found.most_writes) == ((1,), 10, 60.0, 40)
+    # One that is starved takes long for what a step writes, and one that waits writes nothing.
+    assert StepsOfTwoRanks().go_on(10, 1000, (0, 0)) is None
+    # All together may be at other work, but not without end.
+    together = StepsOfTwoRanks()
+    assert together.go_on(10, 600, (40, 40)) is None
+    found = together.go_on(10, 10, (40, 40))
+    assert found is not None
+    assert found.ranks == (0, 1)
+    # A long evaluation of one rank.
+    assert StepsOfTwoRanks().go_on(10, 1000, (0, 40), phase="evaluate") is None
 
 
 def test_the_99th_percentile_of_steps() -> None:

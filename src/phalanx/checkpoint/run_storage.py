@@ -33,15 +33,18 @@ class RunStorage:
         *,
         fence: RunOwnershipWatch | None = None,
         say: Callable[[str], None] = lambda line: None,
+        on_work: Callable[[], None] = lambda: None,
     ) -> RunStorage:
         """The storage of the run in `run_dir`, with checkpoints in it or at `url` (a job's
         checkpoint.url).
 
-        `say` gets a line each time a slow store is tried again. Raises CheckpointError for a URL
+        `say` gets a line each time a slow store is tried again; `on_work` is called for each
+        request or part of an upload that such a store has done. Raises CheckpointError for a URL
         that cannot be used.
         """
         directory = Path(run_dir)
-        return RunStorage(directory, open_store_of_run(directory, url, say=say), fence)
+        store = open_store_of_run(directory, url, say=say, on_work=on_work)
+        return RunStorage(directory, store, fence)
 
     @property
     def fencing_token(self) -> FencingToken | None:

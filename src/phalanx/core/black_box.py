@@ -211,6 +211,14 @@ class BlackBox:
         """Write that the interpreter runs threads now."""
         layout.PULSE.pack_into(self._map, layout.VITAL_SIGNS_AT, time.monotonic())
 
+    def note_work(self) -> None:
+        """Write that a part of a long work is done, such as one of an upload."""
+        layout.WORK.pack_into(self._map, layout.WORK_AT, time.monotonic())
+
+    def note_compilation(self, is_compiling: bool) -> None:
+        """Write whether code is being compiled from now on."""
+        layout.IS_COMPILING.pack_into(self._map, layout.IS_COMPILING_AT, is_compiling)
+
     def close(self) -> None:
         self._map.close()
 

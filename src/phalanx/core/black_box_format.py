@@ -22,13 +22,18 @@ VERSION = 2
 HEADER = struct.Struct("<8sIIHHH2xiiiiQdd16s64s40s")
 HEADER_BYTES = 256
 # In the header's last bytes, written anew as the rank goes on: when its interpreter last ran a
-# thread beside training (monotonic seconds), and how many steps it has begun. Zeros in boxes of
+# thread beside training (monotonic seconds), how many steps it has begun, when a part of a long
+# work was done last (monotonic seconds), and whether code is being compiled. Zeros in boxes of
 # earlier releases.
-VITAL_SIGNS = struct.Struct("<dQ")
+VITAL_SIGNS = struct.Struct("<dQdB")
 VITAL_SIGNS_AT = 184
 PULSE = struct.Struct("<d")
 NUM_STEPS_BEGUN = struct.Struct("<Q")
 NUM_STEPS_BEGUN_AT = VITAL_SIGNS_AT + PULSE.size
+WORK = struct.Struct("<d")
+WORK_AT = NUM_STEPS_BEGUN_AT + NUM_STEPS_BEGUN.size
+IS_COMPILING = struct.Struct("<B")
+IS_COMPILING_AT = WORK_AT + WORK.size
 # number | step, monotonic seconds, writes so far | microbatch, line | phase, collective, file
 POSITION = struct.Struct("<QqdQii32s80s120sQ")
 # number | collectives posted | size | key, label, ranks

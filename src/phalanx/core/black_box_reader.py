@@ -31,6 +31,9 @@ class BoxHeader:
     pulse_s: float = 0.0
     """Monotonic seconds when the interpreter last ran a thread beside training; 0: not known."""
     num_steps_begun: int = 0
+    work_s: float = 0.0
+    """Monotonic seconds when a part of a long work was done last; 0: never."""
+    is_compiling: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,8 @@ def _read_header(fields: tuple[Any, ...], vital_signs: tuple[Any, ...]) -> BoxHe
         opened_monotonic_s=monotonic_s,
         pulse_s=vital_signs[0],
         num_steps_begun=vital_signs[1],
+        work_s=vital_signs[2],
+        is_compiling=bool(vital_signs[3]),
     )
 
 

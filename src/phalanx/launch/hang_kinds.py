@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.black_box_reader import LastPosition, RecordedCollective
-from phalanx.launch.hang_limits import LONG_LIMIT_S
+from phalanx.launch.hang_limits import LONG_LIMIT_S, HangLimit
 from phalanx.launch.rank_activity import QuietTime
 from phalanx.observe.rank_waits import RankState, find_group, find_waits, judge_ranks
 
@@ -21,18 +21,29 @@ SPINNING = "spinning"
 WAITING_ELSEWHERE = "waiting_elsewhere"
 ABSENT_COLLECTIVE = "absent_collective"
 LEFT_EARLY = "left_early"
-HANG_KINDS = (FROZEN, GIL_HELD, SPINNING, WAITING_ELSEWHERE, ABSENT_COLLECTIVE, LEFT_EARLY)
+ENDLESS_STEP = "endless_step"
+HANG_KINDS = (
+    FROZEN,
+    GIL_HELD,
+    SPINNING,
+    WAITING_ELSEWHERE,
+    ABSENT_COLLECTIVE,
+    LEFT_EARLY,
+    ENDLESS_STEP,
+)
 
 # Without a pulse for this share of the limit (and at least so long) Python's lock is held. The
 # pulse comes twice a second.
 _SILENT_PULSE_SHARE = 0.6
 _MIN_SILENT_PULSE_S = 0.9
+# Of a rank that was not seen at work yet: on a machine that others use it gets less than a core.
+_CPU_SHARE_UNKNOWN = 0.5
 _WAITING_PHASES = ("collective", "pipeline")
 
 
 @dataclass(frozen=True)
 class HangEvidence:
-    """What is known when a run made no progress for `silent_s`, longer than its limit `limit_s`.
+    """What is known when a run made no progress for `silent_s`, longer than its limit allows.
 
     `usual_cpu_share`: cores that the training thread of each rank used while the run went on.
     `finished`: ranks that said that their work is done. `now_s`: monotonic seconds.
@@ -43,7 +54,7 @@ class HangEvidence:
     usual_cpu_share: Mapping[int, float]
     finished: frozenset[int]
     silent_s: float
-    limit_s: float
+    limit: HangLimit
     now_s: float
 
 
@@ -73,16 +84,17 @@ def find_culprits(evidence: HangEvidence) -> Culprits:
         return Culprits(GIL_HELD, tuple(sorted(holders)))
     running = [rank for rank, quiet in evidence.quiet.items() if quiet.is_running]
     spinning = [rank for rank in running if not _is_short_of_processor(evidence, rank)]
-    if spinning:
+    if spinning and evidence.silent_s >= evidence.limit.computes_s:
         return Culprits(SPINNING, tuple(sorted(spinning)))
+    if spinning:
+        return Culprits("", (), f"a rank computes, which it may: {evidence.limit.why}")
     if running:
         return Culprits("", (), "a rank gets too little of a processor: it is slow")
-    if evidence.silent_s < LONG_LIMIT_S:
-        for rank, quiet in evidence.quiet.items():
-            if quiet.is_in_disk:
-                return Culprits("", (), f"rank {rank} waits for a disk or a file server")
-            if quiet.is_helper_running:
-                return Culprits("", (), f"rank {rank} waits for a process of its own that runs")
+    for rank, quiet in evidence.quiet.items():
+        if quiet.is_in_disk and evidence.silent_s < evidence.limit.disk_s:
+            return Culprits("", (), f"rank {rank} waits for a disk or a file server")
+        if quiet.is_helper_running and evidence.silent_s < evidence.limit.children_s:
+            return Culprits("", (), f"rank {rank} waits for a process of its own that runs")
     return _judge_sleeping_ranks(evidence)
 
 
@@ -102,7 +114,7 @@ def _is_pulse_silent(evidence: HangEvidence, rank: int) -> bool:
     if position is None or position.header is None or not position.header.pulse_s:
         return False
     silent_s = evidence.now_s - position.header.pulse_s
-    return silent_s >= max(_MIN_SILENT_PULSE_S, _SILENT_PULSE_SHARE * evidence.limit_s)
+    return silent_s >= max(_MIN_SILENT_PULSE_S, _SILENT_PULSE_SHARE * evidence.limit.quiet_s)
 
 
 def _is_short_of_processor(evidence: HangEvidence, rank: int) -> bool:
@@ -111,7 +123,8 @@ def _is_short_of_processor(evidence: HangEvidence, rank: int) -> bool:
     quiet = evidence.quiet[rank]
     if not quiet.is_running:
         return False
-    return quiet.cpu_s < evidence.limit_s * evidence.usual_cpu_share.get(rank, 1.0)
+    share = evidence.usual_cpu_share.get(rank, _CPU_SHARE_UNKNOWN)
+    return quiet.cpu_s < evidence.limit.quiet_s * share
 
 
 def _judge_sleeping_ranks(evidence: HangEvidence) -> Culprits:

@@ -1,5 +1,5 @@
 """How long a run may go without progress before its ranks are judged: a limit for steps, which
-follows how long the steps of this run take, and longer ones for what is no step."""
+follows how long the steps of this run take, and limits of its own for each kind of longer work."""
 
 from __future__ import annotations
 
@@ -14,35 +14,29 @@ from phalanx.core.black_box_reader import LastPosition
 # verdict and the stacks take up to a second.
 MIN_STEP_LIMIT_S = 4.0
 NUM_SLOW_STEPS = 8
-# Before the first steps, in evaluations and saves: longer than a pause of a disk that works.
+# Of longer work, without a sign of it: longer than a pause of a disk that works.
 LONG_LIMIT_S = 60.0
-# There, and while code is compiled, as long as a rank goes on computing, reading or writing: the
+# For a device that flushes what it was given, and for a compiler that works in this process: the
 # longest for which a collective would wait.
-BUSY_LIMIT_S = 600.0
-# Of an attempt: allocations, first reads, compilation.
+PATIENT_LIMIT_S = 600.0
+# For compilers in processes of their own that go on computing.
+COMPILERS_LIMIT_S = 3600.0
+# Of an attempt: allocations, first reads.
 NUM_WARM_UP_STEPS = 3
 _MAX_DURATIONS = 1000
-# Phases of which one may take much longer than a step without any sign. In those of the second list
-# a rank may also compute, read or write for long.
-_LONG_PHASES = ("evaluate",)
-_BUSY_PHASES = (
-    "startup",
-    "ckpt_load",
-    "ckpt_prepare",
-    "ckpt_stage",
-    "ckpt_write",
-    "before_commit",
-    "after_commit",
-)
+_OPENING_PHASES = ("startup", "ckpt_load")
+_SAVING_PHASES = ("ckpt_prepare", "ckpt_stage", "ckpt_write", "before_commit", "after_commit")
+_EVALUATION_PHASES = ("evaluate",)
+BETWEEN_STEPS_PHASES = (*_OPENING_PHASES, *_SAVING_PHASES, *_EVALUATION_PHASES)
 
 
 @dataclass(frozen=True)
 class HangSettings:
     """The settings of the watch. `hang_s`: seconds without progress in a step after which ranks are
-    judged; None: by the steps of this run; 0: never. `compiles`: steps may compile code."""
+    judged; None: by the steps of this run; 0: never. `long_s`: the same for longer work."""
 
     hang_s: float | None = None
-    compiles: bool = False
+    long_s: float = LONG_LIMIT_S
 
     @property
     def is_on(self) -> bool:
@@ -51,12 +45,17 @@ class HangSettings:
 
 @dataclass(frozen=True)
 class HangLimit:
-    """Seconds without progress: `quiet_s` if no rank does anything that can be seen, `busy_s` if
-    one computes, reads or writes. `why`: for people."""
+    """Seconds without progress after which ranks are judged (`quiet_s`), and after which one may
+    be named that computes (`computes_s`), whose own child processes compute (`children_s`), or
+    that waits for a disk (`disk_s`). With `counts_work` a sign of work (`work_signs`) is progress,
+    too. `why`: for people."""
 
     quiet_s: float
-    busy_s: float
     why: str
+    computes_s: float
+    children_s: float
+    disk_s: float
+    counts_work: bool
 
 
 class StepDurations:
@@ -96,21 +95,32 @@ def choose_limit(
     why = f"steps of this run take up to {p99_s:.2g} s"
     if settings.hang_s is not None:
         step_limit_s, why = settings.hang_s, "resilience.hang_s"
-    long_s, busy_s = max(LONG_LIMIT_S, step_limit_s), max(BUSY_LIMIT_S, step_limit_s)
+    long_s = max(settings.long_s, step_limit_s)
+    patient_s, compilers_s = max(PATIENT_LIMIT_S, long_s), max(COMPILERS_LIMIT_S, long_s)
     phases = [position.phase for position in positions.values()]
+    if any(map(is_compiling, positions.values())):
+        return HangLimit(long_s, "code is compiled", patient_s, compilers_s, long_s, True)
     if len(positions) < num_ranks:
-        return HangLimit(long_s, busy_s, "ranks start")
+        return HangLimit(long_s, "ranks start", long_s, patient_s, patient_s, True)
     for phase in phases:
-        if phase in _BUSY_PHASES:
-            return HangLimit(long_s, busy_s, f"phase {phase}")
-    if settings.compiles:
-        return HangLimit(long_s, busy_s, "train.compile")
+        # Data may be opened by processes of the user's own.
+        if phase in _OPENING_PHASES:
+            return HangLimit(long_s, f"phase {phase}", long_s, patient_s, patient_s, True)
     for phase in phases:
-        if phase in _LONG_PHASES:
-            return HangLimit(long_s, long_s, f"phase {phase}")
+        if phase in _SAVING_PHASES:
+            return HangLimit(long_s, f"phase {phase}", long_s, long_s, patient_s, True)
+    for phase in phases:
+        if phase in _EVALUATION_PHASES:
+            return HangLimit(long_s, f"phase {phase}", long_s, long_s, long_s, True)
     if not _have_warmed_up(positions.values()):
-        return HangLimit(long_s, long_s, f"fewer than {NUM_WARM_UP_STEPS} steps are done")
-    return HangLimit(step_limit_s, step_limit_s, why)
+        why = f"fewer than {NUM_WARM_UP_STEPS} steps are done"
+        return HangLimit(long_s, why, long_s, long_s, long_s, True)
+    # What waits for a disk, or a loader's worker that runs, waits for something that works.
+    return HangLimit(step_limit_s, why, step_limit_s, long_s, long_s, False)
+
+
+def is_compiling(position: LastPosition) -> bool:
+    return position.header is not None and position.header.is_compiling
 
 
 def _have_warmed_up(positions: Iterable[LastPosition]) -> bool:

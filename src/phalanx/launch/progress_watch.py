@@ -1,12 +1,14 @@
 """Watches whether a run makes progress, and names the ranks that keep it from that.
 
-Progress is that a rank wrote something into its black box: a position, or a collective. A process
-that is alive and writes nothing makes none.
+Progress is that a rank wrote something into its black box: a position, or a collective; within
+one step not without end. In longer work, such as a save, a sign of work is progress, too. That a
+process is alive is none.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +20,10 @@ from phalanx.core.black_box_reader import (
 )
 from phalanx.core.units import format_seconds
 from phalanx.launch.ask_stacks import ask_for_stacks
+from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
 from phalanx.launch.hang_kinds import (
     ABSENT_COLLECTIVE,
+    ENDLESS_STEP,
     FROZEN,
     GIL_HELD,
     LEFT_EARLY,
@@ -30,7 +34,7 @@ from phalanx.launch.hang_kinds import (
     find_culprits,
 )
 from phalanx.launch.hang_limits import (
-    BUSY_LIMIT_S,
+    BETWEEN_STEPS_PHASES,
     HangLimit,
     HangSettings,
     StepDurations,
@@ -38,12 +42,9 @@ from phalanx.launch.hang_limits import (
 )
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.processor_watch import ProcessorWatch
-from phalanx.launch.rank_activity import (
-    QuietTime,
-    read_written_and_read_bytes,
-    sample_process,
-)
+from phalanx.launch.rank_activity import QuietTime, sample_process
 from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
 from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus
 from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits, judge_ranks
@@ -56,9 +57,6 @@ _MAX_COUNTED_INTERVAL_S = 2 * POLL_INTERVAL_S
 _NEXT_STACKS_S = 30.0
 # A run with a slow rank goes on within this time, or within so many steps.
 _MAX_SILENCE_OF_SLOW_S, _NUM_SILENT_STEPS_OF_SLOW = 1.5, 2
-# A rank that got so much of a core, or moved so many bytes in a second, is at work.
-_BUSY_CPU_SHARE = 0.2
-_BUSY_BYTES_PER_S = 1 << 16
 # Of what a rank usually gets: below it, hardly anything could be told from nothing.
 _MIN_USUAL_CPU_SHARE = 0.2
 
@@ -93,7 +91,7 @@ class ProgressWatch:
         emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._run_dir, self._settings, self._emit = run_dir, settings, emit
-        self._durations = StepDurations()
+        self._durations, self._endless = StepDurations(), EndlessStepWatch()
         self._pids: tuple[int, ...] = ()
         self._positions: dict[int, LastPosition] = {}
         self._processors = ProcessorWatch((), 0.0)
@@ -108,12 +106,13 @@ class ProgressWatch:
         self._positions = {}
         self._quiet = {rank: QuietTime() for rank in range(len(pids))}
         self._usual_cpu_share: dict[int, float] = {}
-        self._bytes_before: dict[int, int] = {}
+        self._work: WorkSigns | None = None
         self._progress_s = self._sampled_s = self._polled_s = now_s
         # Seconds in which nobody looked, which count for nobody.
         self._unseen_s = 0.0
         self._next_stacks_s = 0.0
         self._durations.forget_step()
+        self._endless.forget_step()
 
     def poll(self, now_s: float, finished: Collection[int] = ()) -> HangVerdict | None:
         """Look at the ranks if that is due; the verdict once they hang. `finished`: ranks whose
@@ -125,22 +124,19 @@ class ProgressWatch:
         interval_s, self._polled_s = now_s - self._polled_s, now_s
         self._read_positions()
         if self._has_progressed(now_s):
-            return None
-        self._unseen_s += max(0.0, interval_s - _MAX_COUNTED_INTERVAL_S)
-        silent_s = now_s - self._progress_s - self._unseen_s
+            return self._judge_step(now_s, finished)
         limit = choose_limit(
             self._settings, self._positions, len(self._pids), self._durations.compute_p99_s()
         )
+        if limit.counts_work and self._has_worked(now_s):
+            return None
+        self._unseen_s += max(0.0, interval_s - _MAX_COUNTED_INTERVAL_S)
+        silent_s = now_s - self._progress_s - self._unseen_s
         # The workers of a loader are looked at when it becomes interesting.
         self._sample_ranks(with_helpers=silent_s >= limit.quiet_s / 2)
         if silent_s < limit.quiet_s:
             return None
-        limit_s = limit.quiet_s
-        if limit.busy_s > limit.quiet_s and self._is_any_rank_busy(silent_s):
-            limit_s = limit.busy_s
-        if silent_s < limit_s:
-            return None
-        return self._judge(HangLimit(limit_s, limit.busy_s, limit.why), silent_s, now_s, finished)
+        return self._judge(limit, silent_s, now_s, finished)
 
     def find_next_look_s(self) -> float:
         """Monotonic seconds at which the ranks should be looked at again."""
@@ -186,7 +182,7 @@ class ProgressWatch:
         )
         if newest_s <= self._progress_s:
             return False
-        self._progress_s, self._unseen_s = newest_s, 0.0
+        self._progress_s, self._unseen_s, self._work = newest_s, 0.0, None
         self._observe_step(now_s)
         elapsed_s, self._sampled_s = now_s - self._sampled_s, now_s
         for rank, pid in enumerate(self._pids):
@@ -197,14 +193,25 @@ class ProgressWatch:
                 share = min(1.0, max(_MIN_USUAL_CPU_SHARE, 0.8 * before + 0.2 * share))
                 self._usual_cpu_share[rank] = share
             quiet.begin(sample)
-            self._bytes_before[rank] = read_written_and_read_bytes(pid)
+        return True
+
+    def _has_worked(self, now_s: float) -> bool:
+        """True if a rank gave a sign of work since the last progress; then what was counted since
+        begins anew."""
+        if self._work is None:
+            self._work = WorkSigns(self._pids, now_s)
+        last_work_s = self._work.find_last_work_s(now_s, self._positions)
+        if last_work_s is None or last_work_s <= self._progress_s:
+            return False
+        self._progress_s, self._unseen_s, self._sampled_s = last_work_s, 0.0, now_s
+        for rank, pid in enumerate(self._pids):
+            self._quiet[rank].begin(sample_process(pid))
         return True
 
     def _observe_step(self, now_s: float) -> None:
         step = max(position.step for position in self._positions.values())
         is_between_steps = any(
-            position.phase.startswith(("ckpt", "before_commit", "after_commit", "eval", "startup"))
-            for position in self._positions.values()
+            position.phase in BETWEEN_STEPS_PHASES for position in self._positions.values()
         )
         if is_between_steps:
             self._durations.forget_step()
@@ -217,16 +224,22 @@ class ProgressWatch:
             if sample is not None:
                 self._quiet[rank].add(sample)
 
-    def _is_any_rank_busy(self, silent_s: float) -> bool:
-        if silent_s >= BUSY_LIMIT_S:
-            return False
-        for rank, pid in enumerate(self._pids):
-            num_bytes = read_written_and_read_bytes(pid) - self._bytes_before.get(rank, 0)
-            if num_bytes > _BUSY_BYTES_PER_S * silent_s:
-                return True
-            if self._quiet[rank].process_cpu_s > _BUSY_CPU_SHARE * silent_s:
-                return True
-        return False
+    def _judge_step(self, now_s: float, finished: Collection[int]) -> HangVerdict | None:
+        """The verdict on ranks that go on and do not end their step."""
+        if finished or len(self._positions) < len(self._pids):
+            return None
+        endless = self._endless.look(
+            self._positions,
+            now_s=now_s,
+            p99_s=self._durations.compute_p99_s(),
+            long_s=max(self._settings.long_s, self._settings.hang_s or 0.0),
+        )
+        if endless is None:
+            return None
+        states = self._build_states(endless.elapsed_s)
+        return _build_verdict_on_step(
+            endless, states, ask_for_stacks(self._run_dir, states), self._positions
+        )
 
     def _judge(
         self, limit: HangLimit, silent_s: float, now_s: float, finished: Collection[int]
@@ -239,7 +252,7 @@ class ProgressWatch:
                 self._usual_cpu_share,
                 frozenset(finished),
                 silent_s,
-                limit.quiet_s,
+                limit,
                 now_s,
             )
         )
@@ -313,6 +326,43 @@ class ProgressWatch:
         if kind == LEFT_EARLY:
             return "; it says that its work is done"
         return ""
+
+
+def _build_verdict_on_step(
+    endless: EndlessStep,
+    states: Mapping[int, RankState],
+    stacks: Mapping[int, Sequence[str]],
+    positions: Mapping[int, LastPosition],
+) -> HangVerdict:
+    usual = f", where {endless.most_writes} are the most of a step" if endless.most_writes else ""
+    sentences = []
+    for rank in endless.ranks:
+        position = positions[rank]
+        sentences.append(
+            f"rank {rank} goes on in step {endless.step} and does not end it: in"
+            f" {endless.elapsed_s:.1f} s it wrote {endless.num_writes} phases and collectives"
+            f"{usual}; last seen in {position.phase} at"
+            f" {os.path.basename(position.file)}:{position.line}"
+        )
+    groups = group_stacks({rank: stacks.get(rank, ()) for rank in states}, first=endless.ranks)
+    limit = HangLimit(
+        endless.limit_s,
+        "of one step",
+        computes_s=endless.limit_s,
+        children_s=endless.limit_s,
+        disk_s=endless.limit_s,
+        counts_work=False,
+    )
+    return HangVerdict(
+        kind=ENDLESS_STEP,
+        culprits=endless.ranks,
+        sentences=tuple(sentences),
+        collective="",
+        report=(*sentences, *format_stack_groups(groups)),
+        detected_s=endless.elapsed_s,
+        limit=limit,
+        positions=dict(positions),
+    )
 
 
 def _refine_by_stacks(culprits: Culprits, stacks: Mapping[int, Sequence[str]]) -> Culprits:

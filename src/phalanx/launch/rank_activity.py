@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED_LETTERS = ("T", "t")
 # A file server or a disk that does not answer.
 _DISK_LETTER = "D"
@@ -126,6 +127,14 @@ def read_written_and_read_bytes(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def read_memory_bytes(pid: int) -> int:
+    """Bytes of memory that a process has in use; 0 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0
 

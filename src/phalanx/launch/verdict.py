@@ -327,8 +327,8 @@ def _blame_hang(hang: HangVerdict, end: AttemptEnd, run_dir: Path) -> RankFailur
         "hang", summary, summary, lines, f"hang: {hang.kind}"
     )
     # A process that is stopped was stopped from outside: it may do better before the first step,
-    # too.
-    restartable = failure.restartable or hang.kind == FROZEN
+    # too. So may one that hangs where ranks of an earlier attempt did not.
+    restartable = failure.restartable or hang.kind == FROZEN or end.number > 0
     return replace(
         failure, detected_s=hang.detected_s, hang_kind=hang.kind, restartable=restartable
     )

@@ -35,6 +35,7 @@ from phalanx.mesh.collective_checks import (
     raising_error_of_checks,
 )
 from phalanx.mesh.collective_recorder import record_collectives
+from phalanx.mesh.compilations import noting_compilations
 from phalanx.mesh.determinism import (
     raising_layout_error_for_nondeterminism,
     using_deterministic_algorithms,
@@ -204,6 +205,7 @@ def run_rank(
                 board_path=call_board_path(run.run_dir, run.rank),
             ) as checks,
             writing_pulse(box),
+            noting_compilations(box) if run.plan.compile else contextlib.nullcontext(),
             record_collectives(box, checks),
         ):
             code = _join_ranks_and_train(
@@ -359,9 +361,15 @@ def _open_run_storage(rank: RankContext) -> RunStorage:
     def emit_slow_store(why: str) -> None:
         rank.bus.emit(Note("store_is_slow", {"why": why}))
 
-    run = rank.run
+    run, box = rank.run, rank.phases.black_box
+    assert box is not None, "a rank has a black box"
     return RunStorage.open(
-        run.run_dir, run.job.checkpoint.url, fence=rank.fence, say=emit_slow_store
+        run.run_dir,
+        run.job.checkpoint.url,
+        fence=rank.fence,
+        say=emit_slow_store,
+        # What goes over a socket is in none of the kernel's books about this process.
+        on_work=box.note_work,
     )
 
 

@@ -76,7 +76,7 @@ def train_in_supervised_ranks(
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
         keeps_ranks=keeps_ranks(job, run.plan),
-        hangs=HangSettings(job.resilience.hang_s, run.plan.compile),
+        hangs=HangSettings(job.resilience.hang_s),
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)

@@ -35,13 +35,17 @@ ReportRetry = Callable[[str], None]
 
 
 def open_store_of_run(
-    run_dir: Path, url: str | None, *, say: ReportRetry = lambda text: None
+    run_dir: Path,
+    url: str | None,
+    *,
+    say: ReportRetry = lambda text: None,
+    on_work: Callable[[], None] = lambda: None,
 ) -> Store:
     """The store of a run: under its own directory, or at `url` (s3://bucket/path,
     file:///data/run-7, ...).
 
-    `say` gets a line each time something had to be tried again. Raises CheckpointError for a URL
-    that cannot be used.
+    `say` gets a line each time something had to be tried again; `on_work` is called for each
+    request or part of an upload that is done. Raises CheckpointError for a URL that cannot be used.
     """
     if url is None:
         return LocalStore(run_dir / "checkpoints")
@@ -50,7 +54,7 @@ def open_store_of_run(
     # Here, because a run in a directory needs none of it.
     from phalanx.checkpoint.stores.object import ObjectStore
 
-    return ObjectStore.open(url, say=say)
+    return ObjectStore.open(url, say=say, on_work=on_work)
 
 
 def is_store_url(location: str | Path) -> bool:

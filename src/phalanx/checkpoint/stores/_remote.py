@@ -77,6 +77,8 @@ class RemoteFolder:
     root: str
     say: ReportRetry = field(compare=False)
     patience: RetryPolicy = field(compare=False)
+    on_work: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Called when a request, or a part of an upload, is done: a slow link gets on."""
 
     def url(self, key: str = "") -> str:
         """The URL of a key, for people, without user and password."""
@@ -183,7 +185,7 @@ class RemoteFolder:
         # A new upload for each attempt: `produce` writes the stream from its start.
         file = self.fs.open(self._full_path_of_key(key), "wb", block_size=block_bytes)
         try:
-            stored = produce(_ObjectUploadStream(file))
+            stored = produce(_ObjectUploadStream(file, self.on_work))
             file.close()
         except BaseException:
             _abandon_upload(file)
@@ -206,7 +208,9 @@ class RemoteFolder:
         wait_s = self.patience.first_wait_s
         for attempt in range(1, self.patience.attempts + 1):
             try:
-                return call()
+                answer = call()
+                self.on_work()
+                return answer
             except CheckpointError:
                 raise
             except Exception as error:
@@ -237,8 +241,8 @@ class RemoteFolder:
 class _ObjectUploadStream:
     """An object that is being sent. It is there once the file is closed."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, on_work: Callable[[], None]) -> None:
+        self._file, self._on_work = file, on_work
 
     def write(self, data: bytes | memoryview) -> None:
         """Write in parts: some file systems of fsspec copy all data that they get, and some only
@@ -246,6 +250,7 @@ class _ObjectUploadStream:
         view = memoryview(data)
         for start in range(0, len(view), _UPLOAD_PART_BYTES):
             self._file.write(bytes(view[start : start + _UPLOAD_PART_BYTES]))
+            self._on_work()
 
     def sync(self) -> None:
         pass
@@ -273,7 +278,13 @@ def _is_error_without_retry(error: Exception) -> bool:
     )
 
 
-def open_remote_folder(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteFolder:
+def open_remote_folder(
+    url: str,
+    *,
+    say: ReportRetry,
+    patience: RetryPolicy,
+    on_work: Callable[[], None] = lambda: None,
+) -> RemoteFolder:
     """Open the folder at `url`.
 
     Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
@@ -304,7 +315,7 @@ def open_remote_folder(url: str, *, say: ReportRetry, patience: RetryPolicy) -> 
     if protocol in _OPTIONS_OF_PROTOCOL:
         # s3fs has retries of its own, around those of botocore.
         fs.retries = 1
-    return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience)
+    return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience, on_work)
 
 
 def _redact_url_in_text(text: str) -> str:

@@ -182,9 +182,12 @@ class ObjectStore:
         *,
         say: Callable[[str], None] = lambda text: None,
         patience: RetryPolicy | None = None,
+        on_work: Callable[[], None] = lambda: None,
     ) -> ObjectStore:
-        """Open the store at `url`. Raises CheckpointError for a URL that nothing here opens."""
-        return cls(open_remote_folder(url, say=say, patience=patience or RetryPolicy()))
+        """Open the store at `url`; `on_work` is called for each request or part that is done.
+        Raises CheckpointError for a URL that nothing here opens."""
+        patience = patience or RetryPolicy()
+        return cls(open_remote_folder(url, say=say, patience=patience, on_work=on_work))
 
     @property
     def url(self) -> str:

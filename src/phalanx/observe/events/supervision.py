@@ -41,10 +41,15 @@ class HangFound(Event):
     """From the supervisor: no rank made progress for `detected_s`, longer than `limit_s`, because
     of the ranks `culprits`, which are killed now.
 
+    Work that leaves signs (a save, a load, a compiler) is progress; the seconds count from the last
+    of them.
+
     `hang_kind`: "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
     "waiting_elsewhere" (sleeps in what is no collective) | "absent_collective" (in another one than
-    the others) | "left_early". `step` and `phase` are those of the first culprit; `collective` is
-    what the others wait in; `report` has the stacks of all ranks, the odd ones first.
+    the others) | "left_early" | "endless_step" (goes on writing phases or collectives in a step
+    that lasts `detected_s` and does not end). `step` and `phase` are those of the first culprit;
+    `collective` is what the others wait in; `report` has the stacks of all ranks, the odd ones
+    first.
     """
 
     hang_kind: str
