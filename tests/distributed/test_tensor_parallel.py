@@ -25,6 +25,8 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.loss_forward import MicrobatchLossForward
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.saved_tensors import SavedBytesCounter
+from phalanx.parallel.tensor.gathered_input import keep_gathered_inputs_of
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
@@ -160,13 +162,84 @@ def test_collectives_of_a_block_and_their_bytes() -> None:
     for found in run_ranks(TP, collectives):
         sums = {"all_reduce": (2, 2 * WHOLE)}
         assert found["whole"] == {"forward": sums, "backward": sums}
+        # The backward gathers two gradients, and the inputs of the two regions again.
         gathers = {"all_gather": (2, 2 * WHOLE), "reduce_scatter": (2, 2 * part)}
-        assert found["sequence"] == {"forward": gathers, "backward": gathers}
+        again = gathers | {"all_gather": (4, 4 * WHOLE)}
+        assert found["sequence"] == {"forward": gathers, "backward": again}
         # In chunks: as many bytes in as many more pieces
         sums = {"all_reduce": (4, 2 * WHOLE)}
         assert found["whole-chunks"] == {"forward": sums, "backward": sums}
         gathers = {"all_gather": (4, 2 * WHOLE), "reduce_scatter": (4, 2 * part)}
-        assert found["sequence-chunks"] == {"forward": gathers, "backward": gathers}
+        again = gathers | {"all_gather": (8, 4 * WHOLE)}
+        assert found["sequence-chunks"] == {"forward": gathers, "backward": again}
+
+
+SHAPES_OF_INPUTS = {
+    "llama": (DecoderShape(2, DIM, 4, 2, 8, 40, 37, False), {}),
+    "biases": (
+        DecoderShape(
+            2,
+            DIM,
+            4,
+            4,
+            8,
+            40,
+            37,
+            False,
+            norm="layernorm",
+            bias="all",
+            positions="learned",
+            max_positions=64,
+            activation="gelu",
+        ),
+        {},
+    ),
+    "bf16": (DecoderShape(2, DIM, 4, 2, 8, 40, 37, False), {"precision": "bf16"}),
+    "chunks": (DecoderShape(2, DIM, 4, 2, 8, 40, 37, False), {"tp_chunks": 2}),
+    "padded": (DecoderShape(2, DIM, 4, 2, 8, 40, 37, False), {}),
+}
+
+
+def gradients_and_saved_bytes(
+    rank: int, name: str, keeps_gathered: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    shape, options = SHAPES_OF_INPUTS[name]
+    case, module = plan(TP, tp=TP, sequence_parallel=True, **options), Decoder(shape)
+    fill(module)
+    with open_mesh(case.layout, device="cpu") as mesh:
+        model = parallelize(module, case, mesh)
+        if keeps_gathered:
+            keep_gathered_inputs_of(module)
+        batch = global_batches(1)[0]
+        if name == "padded":
+            batch = {key: value[:, :-1] for key, value in batch.items()}
+        counter = SavedBytesCounter()
+        with counter.counting_saved_tensors():
+            loss, _ = MicrobatchLossForward(model._context)(batch, causal_cross_entropy(4096))
+        loss.backward()
+        return {key: p.grad for key, p in module.named_parameters()}, counter.num_bytes
+
+
+def compare_kept_inputs(rank: int) -> dict[str, tuple[list[str], int]]:
+    """By case: parameters whose gradients differ in any bit where regions keep what they gathered,
+    and the bytes that this keeps more."""
+    results = {}
+    for name in SHAPES_OF_INPUTS:
+        again, fewer = gradients_and_saved_bytes(rank, name, keeps_gathered=False)
+        kept, more = gradients_and_saved_bytes(rank, name, keeps_gathered=True)
+        results[name] = (
+            [key for key in kept if not torch.equal(kept[key], again[key])],
+            more - fewer,
+        )
+    return results
+
+
+def test_inputs_that_are_gathered_again_give_the_same_bits() -> None:
+    """Reference: the same ranks, which keep what they have gathered."""
+    for by_case in run_ranks(TP, compare_kept_inputs):
+        assert not any(different for different, _ in by_case.values()), by_case
+        # Of two blocks with two regions each, half of the input.
+        assert by_case["llama"][1] == 2 * 2 * WHOLE // TP
 
 
 VOCAB = 2003  # a prime, and far more than anything else here is wide

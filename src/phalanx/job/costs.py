@@ -122,6 +122,10 @@ class BlockBytes:
     their way."""
     feed_forward: int = 0
     """The part of `saved` that is gone when the backward comes to the attention."""
+    gathered: int = 0
+    """With sequence parallelism, what inputs of column-parallel layers have more than the parts of
+    them that count in `saved`: the backward gathers them again. Compiled blocks and those that are
+    recomputed keep them, as long as they keep anything."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ _ops = torch.ops._c10d_functional
 class TensorParallelGroup:
     """The group as one rank sees it. `name` is torch's of the process group.
 
+    `gathers_input_again`: the forward keeps this rank's part of what enters a region, and the
+    backward gathers it again.
     `num_tokens`: T of the forward under way, which a cut sequence alone does not say: it is padded
     to a multiple of the ranks. `counts` and `num_bytes`: collectives this rank took part in by
     kind, and the bytes of what came of them.
@@ -41,6 +43,7 @@ class TensorParallelGroup:
     phases: PhaseTimer
     cuts_sequence: bool = False
     chunks: int = 1
+    gathers_input_again: bool = False
     num_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
@@ -118,13 +121,16 @@ class TensorParallelGroup:
         done: torch.Tensor = _ops.wait_tensor(started)
         return done
 
-    def all_gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T / ranks, ...] of each rank -> [B, T, ...]."""
+    def all_gather_tokens(self, x: torch.Tensor, num_tokens: int | None = None) -> torch.Tensor:
+        """[B, T / ranks, ...] of each rank -> [B, T, ...]. `num_tokens`: T, if not that of the
+        forward under way."""
         with self.timing_collective("all_gather", "all_gather sequence"):
             parts = self.wait(self.start_all_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
         # Without what `_pad_to_multiple_of_ranks` has put behind the last rank's part.
-        return tokens.narrow(SEQUENCE_DIM, 0, self.num_tokens)
+        if num_tokens is None:
+            num_tokens = self.num_tokens
+        return tokens.narrow(SEQUENCE_DIM, 0, num_tokens)
 
     def reduce_scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""

@@ -162,6 +162,9 @@ def _count_segment_saved_and_redone_bytes(
     assert shape.activations is not None
     blocks = [shape.activations.block(layer, work) for layer in range(segment.start, segment.stop)]
     total, first = sum(block.saved for block in blocks), blocks[0]
+    if segment.mode == "none" and not work.is_compiled:
+        return total, 0
+    total += sum(block.gathered for block in blocks)
     if segment.mode == "none":
         return total, 0
     # Selective keeps the input and `products`; what autograd keeps of these is not made again.

@@ -43,6 +43,9 @@ class BlockPartBytes:
     products_in_both: int
     weight_inputs: int
     passing: int = 0
+    keeps_input: bool = False
+    """With sequence parallelism the forward keeps all of the input, and not a rank's part: not all
+    that reads it is column-parallel."""
 
 
 def sum_block_bytes(
@@ -52,19 +55,23 @@ def sum_block_bytes(
     num_norms = 2
     if shape.post_norms:
         num_norms = 4
-    # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
+    # What enters a matrix product is gathered before, and again in the backward.
+    stream = shape.dim * c // sequence_parts
+    kept_whole = sum(part.keeps_input for part in parts) * (shape.dim * c - stream)
     norms = (
         count_norm_own_saved_bytes(shape, shape.dim, c) * num_norms // sequence_parts
-        + 2 * shape.dim * c
+        + 2 * stream
+        + kept_whole
     )
     return BlockBytes(
         norms + sum(part.saved for part in parts),
-        shape.dim * c // sequence_parts,
+        stream,
         sum(part.products for part in parts),
         sum(part.products_in_both for part in parts),
         sum(part.weight_inputs for part in parts),
         _count_passing(shape, c, sequence_parts, parts[-1]),
         parts[-1].saved,
+        2 * (shape.dim * c - stream) - kept_whole,
     )
 
 
@@ -105,6 +112,7 @@ def scale_block_bytes(block: BlockBytes, tokens: int) -> BlockBytes:
         block.weight_inputs * tokens,
         block.passing * tokens,
         block.feed_forward * tokens,
+        block.gathered * tokens,
     )
 
 

@@ -126,6 +126,7 @@ def _latent_attention_bytes(shape: DecoderShape, c: int) -> BlockPartBytes:
         (products + heads * shape.head_dim + shape.dim) * c + 4 * heads,
         in_both,
         c * (2 * shape.dim + waiting),
+        keeps_input=True,
     )
 
 
@@ -170,6 +171,7 @@ def _count_experts_bytes(shape: DecoderShape, c: int) -> BlockPartBytes:
         wide * c + shape.experts_per_token * shape.dim * c,
         c * (2 * shape.dim * passes + waiting),
         _count_experts_passing(shape, c),
+        keeps_input=True,
     )
 
 

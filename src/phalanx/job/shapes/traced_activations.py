@@ -47,12 +47,13 @@ class TracedActivations:
 
         return BlockBytes(
             saved=estimate(lambda part: cut.count_cut_bytes(part.saved))
-            + estimate(cut.count_gathered_bytes),
+            + estimate(lambda part: cut.count_gathered_bytes(part, is_kept=True)),
             entering=estimate(lambda part: part.entering) // batch.sequence_parts,
             products=estimate(lambda part: cut.count_cut_bytes(part.results)),
             products_in_both=estimate(lambda part: cut.count_cut_bytes(part.results_saved)),
             weight_inputs=estimate(cut.count_weight_input_bytes),
             passing=estimate(lambda part: part.passing) // batch.tp,
+            gathered=estimate(lambda part: cut.count_gathered_bytes(part, is_kept=False)),
         )
 
     def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
@@ -148,15 +149,22 @@ class _PartCut:
             total += group.num_bytes // parts
         return total
 
-    def count_gathered_bytes(self, part: TracedPart) -> int:
-        """Bytes that inputs of column-parallel layers have more than a part of the sequence: they
-        are gathered before the product, which saves them."""
+    def count_gathered_bytes(self, part: TracedPart, *, is_kept: bool) -> int:
+        """Bytes that inputs of column-parallel layers have more than a part of the sequence:
+        `is_kept`, of those that other products read, too, and that are kept from the forward; else
+        of those that the backward gathers again."""
         if self.batch.sequence_parts == 1:
             return 0
+        read_by_others = {
+            product.input_id
+            for product in part.products
+            if f"{self.prefix}{product.holder}" not in self.shape.column_cut
+        }
         total = 0
         for product in self._list_inputs_once(part):
             is_gathered = f"{self.prefix}{product.holder}" in self.shape.column_cut
-            if is_gathered and not self.is_cut(product.is_input_cut_with):
+            is_gathered &= not self.is_cut(product.is_input_cut_with)
+            if is_gathered and (product.input_id in read_by_others) is is_kept:
                 ungathered_bytes = product.input_bytes
                 total += ungathered_bytes - ungathered_bytes // self.batch.sequence_parts
         return total

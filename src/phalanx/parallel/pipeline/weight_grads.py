@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import disabling_cast_cache
+from phalanx.mesh.gathered_input import GatheredInput
 from phalanx.mesh.grouped import (
     choose_product_dtype,
     compute_expert_weight_gradients,
@@ -152,9 +153,13 @@ class _GroupedLinearDeferredGradientFunction(torch.autograd.Function):
 
 
 def linear_with_deferred_gradient(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    kept: tuple[torch.Tensor, GatheredInput] | None = None,
 ) -> torch.Tensor:
-    """F.linear, whose weight's gradient can wait."""
+    """F.linear, whose weight's gradient can wait. `kept`: this rank's part of `x`, which is saved
+    in its place, and what gathers it again."""
     if (
         not torch.is_grad_enabled()
         or not weight.requires_grad
@@ -163,7 +168,7 @@ def linear_with_deferred_gradient(
         or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _LinearDeferredGradientFunction.apply(x, weight, bias)
+    out: torch.Tensor = _LinearDeferredGradientFunction.apply(x, weight, bias, *(kept or ()))
     return out
 
 
@@ -173,14 +178,22 @@ class _LinearDeferredGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        part: torch.Tensor | None = None,
+        gathered: GatheredInput | None = None,
     ) -> torch.Tensor:
         kind = x.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.input_dtype, used = x.dtype, x
         if cast is not None and x.dtype is not torch.float64:
             used = x.to(cast)
-        ctx.save_for_backward(used)
+        ctx.save_for_backward(used if part is None else part)
+        ctx.gathered = gathered
+        if gathered is not None:
+            gathered.add_reader()
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
         ctx.weight, ctx.bias = weight, bias
@@ -191,7 +204,11 @@ class _LinearDeferredGradientFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (x,) = ctx.saved_tensors
+        if ctx.gathered is not None:
+            # Now, and not when the gradient comes: ranks of tp do this in one order.
+            x = ctx.gathered.gather_for_reader(x)
         weight, bias = ctx.weight, ctx.bias
+        no_gradient = (None,) * (len(ctx.needs_input_grad) - 3)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.input_dtype)
@@ -210,11 +227,11 @@ class _LinearDeferredGradientFunction(torch.autograd.Function):
 
         if _active_deferred_grads:
             defer_weight_gradient(work)
-            return grad_x, None, None
+            return grad_x, None, None, *no_gradient
         grad_weight, grad_bias = compute_grads()
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias
+        return grad_x, grad_weight.to(weight.dtype), grad_bias, *no_gradient
 
 
 def _add_to_parameter_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

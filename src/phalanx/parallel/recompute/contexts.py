@@ -3,7 +3,8 @@ products are made once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import RecordedBatchStatistics, SynchronisedBatchNorm
 from phalanx.parallel.dropout.rng import DropoutRng
+from phalanx.parallel.tensor.gathered_input import list_groups_of_region_inputs
 
 ContextPairFactory = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -58,10 +60,13 @@ def _make_module_context_factory(block: nn.Module, mode: str) -> ContextPairFact
         name: buffer for name, buffer in block.named_buffers() if id(buffer) not in of_norms
     }
     name = type(block).__name__
+    make_selective = functools.partial(
+        make_selective_contexts, gathered_again=list_groups_of_region_inputs(block)
+    )
     # Without buffers nothing can change twice, and a context costs time in every block.
     if not norms and not other_buffers:
         if mode == "selective":
-            return make_selective_contexts
+            return make_selective
         return None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -72,28 +77,40 @@ def _make_module_context_factory(block: nn.Module, mode: str) -> ContextPairFact
         )
         if mode != "selective":
             return first, replay
-        caching, cached = make_selective_contexts()
+        caching, cached = make_selective()
         return _NestedReusableContext(first, caching), _NestedReusableContext(replay, cached)
 
     return contexts
 
 
-def make_selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def make_selective_contexts(
+    gathered_again: Collection[str] = (),
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a forward that keeps what is dear and of its recomputation. `gathered_again`:
+    names of process groups whose all-gathers count as cheap."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_choose_saved_or_recomputed)
+    contexts = create_selective_checkpoint_contexts(
+        functools.partial(_choose_saved_or_recomputed, gathered_again)
+    )
     return contexts
 
 
 def _choose_saved_or_recomputed(
-    context: object, op: Any, *args: object, **kwargs: object
+    gathered_again: Collection[str], context: object, op: Any, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    """Keep what is dear to make again: products, attention, and what came from other ranks."""
+    """Keep what is dear to make again: products, attention, and what came from other ranks.
+
+    The inputs of regions of sequence parallelism come from them, too, but take as much memory as
+    all that is kept beside them, and are gathered again without recomputation as well.
+    """
     namespace, _, name = str(op.name()).split(".")[0].partition("::")
     is_product = namespace == "aten" and (
         name in SAVED_MATMUL_OP_NAMES or name.startswith(SAVED_ATTENTION_OP_PREFIX)
     )
     is_product |= namespace == "phalanx" and name == SAVED_BLOCK_ATTENTION_OP_NAME
     is_dear = is_product or (namespace == SAVED_COLLECTIVE_OP_NAMESPACE and name != "wait_tensor")
+    if name.startswith("all_gather_into_tensor"):
+        is_dear &= not any(isinstance(each, str) and each in gathered_again for each in args)
     if is_dear:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

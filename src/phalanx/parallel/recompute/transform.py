@@ -19,6 +19,7 @@ from phalanx.parallel.recompute.contexts import (
     make_selective_contexts,
 )
 from phalanx.parallel.recompute.segment import RecomputeSegment
+from phalanx.parallel.tensor.gathered_input import keep_gathered_inputs_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, list_recompute_segments
 
@@ -33,6 +34,8 @@ class Recompute:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
         for segment in list_recompute_segments_of_rank(context):
             blocks = context.blocks[segment.start : segment.stop]
+            for block in blocks:
+                keep_gathered_inputs_of(block)
             if context.plan.compile:
                 _refuse_uncompilable_recompute(blocks)
             if len(blocks) > 1:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.devices import is_on_cpu
+from phalanx.mesh.gathered_input import RegionInput
 from phalanx.mesh.linear import (
     find_input_dim_of_weight,
     find_output_dim_of_weight,
@@ -146,7 +147,7 @@ def _vocabulary_parallel_embedding_forward(
 
 
 def enter_region_before_forward(
-    group: TensorParallelGroup, argument: str, part: nn.Module, args: Any, kwargs: Any
+    group: TensorParallelGroup | RegionInput, argument: str, part: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Before a region: of its arguments the named one, or the first that is a tensor of
     activations, is entered."""

@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from phalanx.mesh.gathered_input import RegionInput
 from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorParallelGroup
+
+# A region with this attribute gathers its input, whose `is_kept` says what its layers keep of it.
+REGION_INPUT_ATTRIBUTE = "phalanx_region_input"
 
 
 def multiply_row_parallel_in_chunks(
@@ -42,7 +46,9 @@ def overlap_column_parallel_layers(
 
     The first that is called computes what all of them put out; the others find theirs.
     """
-    shared = _ColumnsOfSharedInput(group, list(columns))
+    region_input = RegionInput(group, is_kept=not group.gathers_input_again)
+    setattr(region, REGION_INPUT_ATTRIBUTE, region_input)
+    shared = _ColumnsOfSharedInput(group, list(columns), region_input)
     for column in columns:
         column.forward = functools.partial(shared.get_output_of_column, column)  # type: ignore[method-assign]
     region.register_forward_hook(shared.forget_outputs)
@@ -52,6 +58,7 @@ def overlap_column_parallel_layers(
 class _ColumnsOfSharedInput:
     group: TensorParallelGroup
     columns: list[nn.Module]
+    region_input: RegionInput
     _input: torch.Tensor | None = None
     _outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
 
@@ -75,12 +82,13 @@ class _ColumnsOfSharedInput:
             entered = self.group.enter(x)
             return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
         cast = [w.to(x.dtype) for w in weights]
-        function = (
-            _ColumnsOfGatheredInputFunction
-            if self.group.cuts_sequence
-            else _ColumnsOfCopiedInputFunction
-        )
-        outputs: tuple[torch.Tensor, ...] = function.apply(x, self.group, *cast)
+        outputs: tuple[torch.Tensor, ...]
+        if self.group.cuts_sequence:
+            outputs = _ColumnsOfGatheredInputFunction.apply(
+                x, self.group, self.region_input.is_kept, *cast
+            )
+        else:
+            outputs = _ColumnsOfCopiedInputFunction.apply(x, self.group, *cast)
         return tuple(
             out if bias is None else out + bias.to(out.dtype)
             for out, bias in zip(outputs, biases, strict=True)
@@ -192,43 +200,64 @@ class _ColumnsOfCopiedInputFunction(torch.autograd.Function):
 class _ColumnsOfGatheredInputFunction(torch.autograd.Function):
     """Forward: a chunk is multiplied while the next is gathered.
 
-    Backward: reduce-scatter as in `_ColumnsOfCopiedInputFunction`.
+    Backward: reduce-scatter as in `_ColumnsOfCopiedInputFunction`, beside a second gather of the
+    input: the forward keeps this rank's part of it. `keeps_input`: it keeps all, for a block that
+    is recomputed.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, *weights: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        group: TensorParallelGroup,
+        keeps_input: bool,
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         spans = _split_tokens_into_chunks(x.shape[SEQUENCE_DIM], group)
         parts = [group.start_all_gather(x[:, rows]) for rows in spans]
-        # Kept for the backward: gathering it again would send as much as the forward did.
-        gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
-        outputs = [x.new_empty(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
+        by_rank = (x.shape[0], group.size, *x.shape[1:-1])  # [B, ranks, T / ranks]
+        outputs = [x.new_empty(*by_rank, weight.shape[0]) for weight in weights]
+        gathered = x.new_empty(*by_rank, x.shape[-1]) if keeps_input else x
         for rows, part in zip(spans, parts, strict=True):
-            with group.timing_collective("all_gather", "all_gather sequence"):
-                gathered[:, :, rows] = (
-                    group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
-                )
+            chunk = _wait_for_gathered_chunk(group, part)
+            if keeps_input:
+                gathered[:, :, rows] = chunk
             for output, weight in zip(outputs, weights, strict=True):
-                output[:, :, rows] = F.linear(gathered[:, :, rows], weight)
+                output[:, :, rows] = F.linear(chunk, weight)
         ctx.save_for_backward(gathered, *weights)
-        ctx.group = group
+        ctx.group, ctx.keeps_input = group, keeps_input
         return tuple(output.flatten(1, 2) for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
-        gathered, *weights = ctx.saved_tensors
+        saved, *weights = ctx.saved_tensors
         group: TensorParallelGroup = ctx.group
         by_rank = [grad.unflatten(SEQUENCE_DIM, (group.size, -1)) for grad in grads]
+        spans = _split_tokens_into_chunks(by_rank[0].shape[2], group)
+        # Gathers travel beside the products of the inputs' gradients, which do not need them.
+        gathers = []
+        if not ctx.keeps_input:
+            gathers = [group.start_all_gather(saved[:, rows]) for rows in spans]
         parts = []
-        for rows in _split_tokens_into_chunks(gathered.shape[2], group):
+        for rows in spans:
             product = _sum_input_gradients([g[:, :, rows] for g in by_rank], weights)
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
+        if ctx.keeps_input:
+            gathered = saved
+        else:
+            chunks = [_wait_for_gathered_chunk(group, part) for part in gathers]
+            gathered = torch.cat(chunks, dim=2)
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(gathered) for grad in by_rank]
         with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
-        return torch.cat(done, dim=SEQUENCE_DIM), None, *grad_weights
+        return torch.cat(done, dim=SEQUENCE_DIM), None, None, *grad_weights
+
+
+def _wait_for_gathered_chunk(group: TensorParallelGroup, started: torch.Tensor) -> torch.Tensor:
+    """[B, ranks, tokens, D] of a gather that was started with [B, tokens, D]."""
+    with group.timing_collective("all_gather", "all_gather sequence"):
+        return group.wait(started).unflatten(0, (group.size, -1)).transpose(0, 1)
 
 
 def _sum_input_gradients(

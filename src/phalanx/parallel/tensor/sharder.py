@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.gathered_input import RegionInput
 from phalanx.mesh.linear import (
     classify_parameter_holder,
     find_input_dim_of_weight,
     find_output_dim_of_weight,
     get_first_expert_parameter_name,
+    is_linear_layer,
     is_transformers_conv1d,
 )
 from phalanx.mesh.logical import Box, TensorParallelCut, full_name
@@ -22,7 +24,11 @@ from phalanx.mesh.tensor_group import TensorParallelGroup, VocabularyShard
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import PartialTensorDropoutCheck, partial_dropout_error
-from phalanx.parallel.tensor.overlap import overlap_column_parallel_layers
+from phalanx.parallel.tensor.gathered_input import keep_part_of_gathered_input
+from phalanx.parallel.tensor.overlap import (
+    REGION_INPUT_ATTRIBUTE,
+    overlap_column_parallel_layers,
+)
 from phalanx.parallel.tensor.shape_errors import UngatheredColumnLayer
 from phalanx.plan.rule_checks import require_cuttable_layer, require_fused_expert_parts
 from phalanx.plan.rules import CUTTING_KINDS, DimSlice, ShardingRule, find_matching_rule
@@ -235,10 +241,7 @@ class ModuleSharder:
         tp_modules.set_output_features(part, _sum_slice_lengths(spans))
         # A region enters once for all columns in it.
         if self._find_region_of_module(name) is None:
-            part.register_forward_pre_hook(
-                functools.partial(tp_modules.enter_region_before_forward, self.group, ""),
-                with_kwargs=True,
-            )
+            self._hook_entry(part, "", [part])
         if rule.gather:
             if len(spans) > 1 or spans[0].copies > 1:
                 raise LayoutError(
@@ -337,8 +340,32 @@ class ModuleSharder:
         if self.group.chunks > 1 and can_share:
             overlap_column_parallel_layers(part, columns, self.group)
             return
+        if rule.summed or self._has_whole_linear_layer(name):
+            # What reads the input besides columns keeps all of it.
+            columns = []
+        self._hook_entry(part, rule.argument, columns)
+
+    def _has_whole_linear_layer(self, region: str) -> bool:
+        """True if a linear layer inside is not cut: a router, or a down-projection to latents."""
+        for name, part in self._modules.items():
+            rule = self._rules.get(name)
+            is_cut = rule is not None and rule.kind in CUTTING_KINDS
+            if name.startswith(f"{region}.") and is_linear_layer(part) and not is_cut:
+                return True
+        return False
+
+    def _hook_entry(self, part: nn.Module, argument: str, columns: Sequence[nn.Module]) -> None:
+        """Enter before the forward of `part`. `columns`: layers that may get what is entered as it
+        is, and need not keep all of it."""
+        entry: TensorParallelGroup | RegionInput = self.group
+        if self.group.gathers_input_again and columns:
+            entry = RegionInput(self.group)
+            setattr(part, REGION_INPUT_ATTRIBUTE, entry)
+            for column in columns:
+                keep_part_of_gathered_input(column, entry)
+            part.register_forward_hook(functools.partial(_forget_region_input, entry))
         part.register_forward_pre_hook(
-            functools.partial(tp_modules.enter_region_before_forward, self.group, rule.argument),
+            functools.partial(tp_modules.enter_region_before_forward, entry, argument),
             with_kwargs=True,
         )
 
@@ -386,6 +413,10 @@ class ModuleSharder:
                     " cuts it",
                     fix="give its module the same rule",
                 )
+
+
+def _forget_region_input(entry: RegionInput, *_: object) -> None:
+    entry.forget()
 
 
 def _sum_slice_lengths(spans: Sequence[DimSlice]) -> int:

@@ -42,14 +42,17 @@ class TensorParallel:
     def apply(self, context: ParallelContext) -> None:
         module, plan = context.root.module, context.plan
         mesh = context.mesh.submesh("tp")
+        cuts_sequence = _is_sequence_parallel(module, plan)
         group = TensorParallelGroup(
             name=mesh.get_group().group_name,
             rank=mesh.get_local_rank(),
             size=plan.layout.tp,
             phases=context.phases,
-            cuts_sequence=_is_sequence_parallel(module, plan),
+            cuts_sequence=cuts_sequence,
             # A compiler schedules collectives itself.
             chunks=1 if plan.compile else plan.parallel.tp_chunks,
+            # It chooses what to keep itself, too.
+            gathers_input_again=cuts_sequence and not plan.compile,
         )
         rules = merge_job_and_module_shard_rules(module, plan.parallel.rules, context.names)
         staged = context.axes.find(PipelineOfRank)

@@ -73,6 +73,9 @@ class BlockSeconds:
     between_s: float = 0.0
     """Seconds of the forward outside products and attention: what selective recomputation does
     again."""
+    second_gather_s: float = 0.0
+    """The part of the backward in which inputs of regions are gathered again: a block that is
+    recomputed has them from that."""
 
 
 def estimate_calibrated_block(
@@ -108,7 +111,13 @@ def estimate_calibrated_block(
     ).items():
         forward.add(axis, forward_s)
         backward.add(axis, backward_s)
-    return BlockSeconds(forward, backward, weight_grads_s * correction["scale"], between_s)
+    return BlockSeconds(
+        forward,
+        backward,
+        weight_grads_s * correction["scale"],
+        between_s,
+        _estimate_second_gather_s(block, rates, batch),
+    )
 
 
 def estimate_matmul_seconds(
@@ -230,14 +239,34 @@ def _estimate_tp_message_seconds(
     num_bytes = batch.tokens * width * element_bytes
     regions = 2.0
     if batch.sequence_parallel:
-        gather_s = NATIVE_GATHER_SLOWDOWN * rates.collective_s("all_gather", num_bytes, batch.tp)
+        gather_s = _estimate_sequence_gather_s(block, rates, batch, element_bytes)
         scatter_s = NATIVE_GATHER_SLOWDOWN * rates.collective_s(
             "reduce_scatter", num_bytes, batch.tp
         )
         once_s = regions * (gather_s + scatter_s)
-        return once_s, once_s
+        return once_s, once_s + _estimate_second_gather_s(block, rates, batch)
     once_s = regions * rates.collective_s("all_reduce", num_bytes, batch.tp)
     return once_s, once_s
+
+
+def _estimate_second_gather_s(block: BlockWork, rates: MeasuredRates, batch: RankBatch) -> float:
+    """Seconds in which the backward of a block that is not recomputed gathers again what entered
+    its regions. A region of experts, whose router reads all of it, has kept it, as has compiled
+    code."""
+    if not batch.sequence_parallel or rates.is_compiled:
+        return 0.0
+    regions = 1.0 if block.num_experts else 2.0
+    return regions * _estimate_sequence_gather_s(
+        block, rates, batch, 2.0 if rates.is_low else FP32_BYTES
+    )
+
+
+def _estimate_sequence_gather_s(
+    block: BlockWork, rates: MeasuredRates, batch: RankBatch, element_bytes: float
+) -> float:
+    """Seconds in which ranks of tp gather what enters one region."""
+    num_bytes = batch.tokens * block.residual_features / 2 * element_bytes
+    return NATIVE_GATHER_SLOWDOWN * rates.collective_s("all_gather", num_bytes, batch.tp)
 
 
 def _estimate_cp_message_seconds(

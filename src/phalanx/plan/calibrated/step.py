@@ -224,6 +224,8 @@ def _add_recompute_to_backward(plan: Plan, layer: int, block: BlockSeconds) -> B
         if segment.start <= layer < segment.stop:
             if segment.mode == "full":
                 backward.add_scaled(block.forward)
+                if block.second_gather_s:
+                    backward.add("tp", -block.second_gather_s)
             else:
                 backward.add("elementwise", block.between_s)
     return replace(block, backward=backward)
