@@ -93,7 +93,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("num_ranks", "names"),
     [
         (2, ("ddp", "zero3", "tp2", "pp2-1f1b")),
-        pytest.param(2, ("zero1", "zero1-offload-optimizer", "loss-scale"), marks=pytest.mark.long),
+        pytest.param(
+            2,
+            ("zero1", "zero1-offload-optimizer", "loss-scale", "ddp-powersgd"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(4, (), marks=pytest.mark.long),
     ],
 )
@@ -102,6 +106,10 @@ def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ..
     rows = rows_of(*expected, num_ranks=num_ranks)
     assert set(rows) == set(expected)
     assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
+    compressed = rows.pop("trainer-ddp-powersgd", None)
+    if compressed is not None:
+        kinds = ("loss", "weight", "optim", "evaluation", "rate", "compression")
+        assert set(compressed.errors) == set(kinds)
     for row in rows.values():
         kinds = ("loss", "norm", "gradient", "weight", "optim", "evaluation", "rate")
         assert set(row.errors) == set(kinds), row.layout

@@ -1,11 +1,25 @@
-"""The plain statement of which elements topk sends."""
+"""The plain statements of what compressions send, beside the hooks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from phalanx.verify.plain.compression import plain_topk_excess
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.parallel.hooks import int8, powersgd
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
+from phalanx.parallel.traffic import GradientTraffic
+from phalanx.parallel.wire import Wire
+from phalanx.plan.layout import Layout
+from phalanx.verify.plain.compression import (
+    plain_int8_excess,
+    plain_powersgd_step,
+    plain_topk_excess,
+)
+from ranks import run_ranks
 
 GRADIENT = torch.tensor([[0.5, -4.0, 0.1], [3.0, 0.0, -2.0]])
 
@@ -30,3 +44,47 @@ def test_a_smaller_element_in_place_of_a_larger_one_is_an_excess() -> None:
 def test_another_number_of_elements_is_an_excess() -> None:
     for sent in ([(0, 1)], [(0, 1), (1, 0), (1, 2)]):
         assert plain_topk_excess(GRADIENT, _keep(*sent), 1 / 3) == float("inf")
+
+
+# The hooks themselves, on two ranks, beside their definitions
+
+OPTIONS = CompressionOptions(rank=2, fraction=0.1, seed=0)
+SHAPE = (30, 40)
+
+
+def _reduce_twice(mesh: Mesh, hook: Any) -> list[tuple[Any, ...]]:
+    """(gradient with what was kept, mean of the ranks', what arrived, what is kept, Q before) of
+    each of two steps."""
+    wire = Wire(mesh.data_parallel_group(), GradientTraffic(), PhaseTimer())
+    generator = torch.Generator().manual_seed(mesh.rank)
+    kept, steps = torch.zeros(SHAPE, dtype=torch.float64), []
+    slots = hook.shared_slots("matrix", kept)
+    for _ in range(2):
+        full = torch.randn(SHAPE, generator=generator, dtype=torch.float64) + kept
+        mean = mesh.all_reduce_sum(full.clone()) / mesh.world_size
+        gradient = Gradient("matrix", full.clone(), slots)
+        q = slots["q"].clone() if slots else None
+        (kept,) = hook.reduce([gradient], wire)
+        steps.append((full, mean, gradient.tensor, kept, q))
+    return steps
+
+
+def _judge_hooks(rank: int) -> None:
+    with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
+        for full, mean, _, kept, _ in _reduce_twice(mesh, int8.build(OPTIONS)):
+            assert plain_int8_excess(full, mean, kept, 2) <= 0
+            largest = kept.abs().max() / full.abs().max()
+            assert 0 < plain_int8_excess(full, mean, 3 * kept, 2) < 3 * largest
+        first, second = _reduce_twice(mesh, powersgd.build(OPTIONS))
+        sent, next_q, allowed = plain_powersgd_step(first[1], first[4])
+        assert allowed < 1e-12
+        assert (sent - first[2]).norm() <= allowed * first[1].norm()
+        sent, _, allowed = plain_powersgd_step(second[1], next_q)
+        assert (sent - second[2]).norm() <= allowed * second[1].norm()
+        # With the first step's matrix something else would be sent.
+        cold, _, _ = plain_powersgd_step(second[1], first[4])
+        assert (cold - second[2]).norm() > 0.1 * second[1].norm()
+
+
+def test_hooks_send_what_their_definitions_say() -> None:
+    run_ranks(2, _judge_hooks)

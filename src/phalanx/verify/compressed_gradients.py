@@ -5,13 +5,40 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from phalanx.plan.workload import has_error_feedback
 
 TOLERANCE_OF_CAST = {"fp16": 5e-3, "bf16": 4e-2}
 """Rounding is 5e-4 and 4e-3 of each rank's gradient; their sum is smaller where they cancel, and is
 rounded, too."""
 
-JUDGED_BY_PLAIN = ("topk",)
+
+@dataclass(frozen=True)
+class PlainCompression:
+    """`judged`: what a plain implementation of a compression judges of it, in words; `fault`: the
+    likely cause where that differs."""
+
+    judged: str
+    fault: str
+
+
+JUDGED_BY_PLAIN: Mapping[str, PlainCompression] = {
+    "topk": PlainCompression(
+        "that the largest elements are sent",
+        "topk does not send the largest elements, or another number of them",
+    ),
+    "int8": PlainCompression(
+        "that no more is kept than rounding to 255 levels leaves",
+        "int8 keeps more than rounding to 255 levels leaves: another scale, or other levels",
+    ),
+    "powersgd": PlainCompression(
+        "that each step sends what power iteration makes of the step before",
+        "powersgd does not send the mean projected by one step of power iteration from the step"
+        " before: its matrix is not kept between steps, not made orthogonal, or another one",
+    ),
+}
 """Compressions of which a plain implementation says what should be sent."""
 
 

@@ -40,7 +40,7 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
     if is_lossy_compression(plan.parallel.compress):
         judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
         if plan.parallel.compress in JUDGED_BY_PLAIN:
-            judged.append("that the largest elements are sent")
+            judged.append(JUDGED_BY_PLAIN[plan.parallel.compress].judged)
     return tuple(judged)
 
 

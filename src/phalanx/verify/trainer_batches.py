@@ -4,6 +4,7 @@ the gradients of one step."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,11 @@ class RankBatches:
 @dataclass
 class OverflowInjector:
     """Multiplies the gradients of the first microbatch of OVERFLOW_STEP on the first
-    data-parallel rank: its loss stays as it is, and only the norm is not finite."""
+    data-parallel rank: its loss stays as it is, and only the norm is not finite.
+
+    Compressed gradients become infinite: compression keeps what it did not send of a finite one,
+    also where the step is skipped for its norm.
+    """
 
     batches: RankBatches
     _done: set[int] = field(default_factory=set)
@@ -134,10 +139,16 @@ class OverflowInjector:
             loss, targets = objective(outputs, batch)
             if loss.requires_grad and self._is_overflow_due():
                 self._done.add(self.batches.step)
-                loss.register_hook(lambda gradient: gradient * OVERFLOW_FACTOR)
+                loss.register_hook(lambda gradient: gradient * self._factor)
             return loss, targets
 
         return call_and_spoil
+
+    @property
+    def _factor(self) -> float:
+        if self.batches.plan.parallel.compress != "none":
+            return math.inf
+        return OVERFLOW_FACTOR
 
     def _is_overflow_due(self) -> bool:
         step = self.batches.step

@@ -75,12 +75,17 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 LOSS_SCALE_VARIANT = "loss-scale"
+# Keeps what it did not send, as all lossy compressions do, and a matrix besides.
+COMPRESSION_VARIANT = "ddp-powersgd"
 
 
 def list_trainer_case_names(num_ranks: int) -> list[str]:
     """Names of all cases of so many ranks."""
     names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks)]
-    return [*names, PREFIX + LOSS_SCALE_VARIANT]
+    names.append(PREFIX + LOSS_SCALE_VARIANT)
+    if num_ranks > 1:
+        names.append(PREFIX + COMPRESSION_VARIANT)
+    return names
 
 
 def make_trainer_job(job: Job) -> Job:
@@ -105,9 +110,10 @@ def make_trainer_job(job: Job) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
+CLIPPING = "clipping"
 JUDGED_PARTS = (
     "learning rates",
-    "clipping",
+    CLIPPING,
     "skipped steps",
     "weights and optimizer state after each step",
     "evaluations",
@@ -155,6 +161,18 @@ def make_trainer_cases(
         )
     if planned:
         cases.append(_make_loss_scale_case(planned))
+    if num_ranks > 1:
+        compressed = {"dp_replicate": num_ranks, "compress": "powersgd"}
+        cases += [
+            _make_compression_case(case)
+            for case in plan_layout_cases(
+                job,
+                [(COMPRESSION_VARIANT, compressed)],
+                num_ranks=num_ranks,
+                cluster=cluster,
+                shape=shape,
+            )
+        ]
     return cases
 
 
@@ -198,3 +216,11 @@ def _make_loss_scale_case(planned: list[Case]) -> TrainerCase:
         other.name,
         replace(other.plan, loss_scaling=TEST_LOSS_SCALING),
     )
+
+
+def _make_compression_case(case: Case) -> TrainerCase | Case:
+    """A layout with compressed gradients, which no other one resumes: it is resumed in itself, from
+    the checkpoint at the stop and from the one in the background."""
+    if case.plan is None:
+        return replace(case, name=PREFIX + case.name)
+    return TrainerCase(PREFIX + case.name, dict(case.parallel), case.plan, case.name, case.plan)

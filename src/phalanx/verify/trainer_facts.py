@@ -11,8 +11,10 @@ from phalanx.core.typed_json import JsonRecord
 
 FACTS_FILE_NAME = "run.json"
 WEIGHT, BUFFER, COPY, GRADIENT, STATE = "weight", "buffer", "copy", "gradient", "optim"
+COMPRESSION = "compression"
 """Kinds of tensors: those of the model; COPY, what the optimizer updates, where that is other
-memory; STATE is followed by the slot: optim/exp_avg."""
+memory; STATE is followed by the slot: optim/exp_avg. COMPRESSION/SLOT is what the compression of
+gradients keeps, of which there is no second loop."""
 
 Dots = tuple[float, float, float, float]
 """Over the elements that a rank holds, with `a` the trainer's and `r` the second loop's tensor:
@@ -70,7 +72,9 @@ class StateObservation(JsonRecord):
 
     `tensors`: kind -> name -> Dots; `numbers`: name -> by how much a slot without dimensions is
     off; `left`: name -> norm of a gradient that is there although no step has begun; `modes`: names
-    of modules that are not in the mode in which they began.
+    of modules that are not in the mode in which they began. `compression`: COMPRESSION/SLOT/NAME ->
+    how far what compression keeps is from what it kept after the same step in an earlier attempt,
+    relative to that; empty where none has been there.
     """
 
     step: int
@@ -82,6 +86,7 @@ class StateObservation(JsonRecord):
     numbers: dict[str, float] = field(default_factory=dict)
     left: dict[str, float] = field(default_factory=dict)
     modes: tuple[str, ...] = ()
+    compression: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_batches import TrainerRunBatches, make_run_batches
 from phalanx.verify.trainer_cases import (
-    JUDGED_PARTS,
     LOSS_SCALE_VARIANT,
     NOT_JUDGED_PARTS,
     TrainerCase,
@@ -64,6 +63,7 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
         readers[1].recording_phase,
         batch_size=job.train.global_batch_size,
         is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
+        compress=case.plan.parallel.compress,
     )
     first = comparator.find_first_difference()
     return Row(
@@ -76,8 +76,9 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
         tolerance=comparator.tolerance,
         first=first,
         notes=comparator.notes(),
-        judged=JUDGED_PARTS,
+        judged=comparator.list_judged_parts(),
         not_judged=(*comparator.list_untested_parts(), *NOT_JUDGED_PARTS),
+        compress=case.plan.parallel.compress,
         wall_s=round(time.monotonic() - began, 3),
     )
 

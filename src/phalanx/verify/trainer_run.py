@@ -4,7 +4,7 @@ observed between its steps beside the second loop."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from phalanx.nn.build import build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded_events
+from phalanx.parallel.data_parallel.compression import COMPRESSION_STATE_PREFIX
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
@@ -46,6 +47,7 @@ from phalanx.verify.trainer_batches import (
 from phalanx.verify.trainer_cases import SAME_LAYOUT, SAVE_EVERY, STOP_STEP, TrainerCase
 from phalanx.verify.trainer_facts import (
     BUFFER,
+    COMPRESSION,
     COPY,
     GRADIENT,
     STATE,
@@ -58,6 +60,8 @@ from phalanx.verify.trainer_facts import (
 from phalanx.verify.trainer_reference import SecondLoopReader
 
 _NO_DOTS: Dots = (0.0, 0.0, 0.0, 0.0)
+CompressionStates = dict[int, dict[str, torch.Tensor]]
+"""Step -> SLOT/NAME -> what the compression of gradients keeps on this rank after it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class TrainerRun:
     run_dir: Path
     reference: SecondLoopReader
     other_reference: SecondLoopReader
+    _compression_states: CompressionStates = field(init=False, default_factory=dict)
 
     def run(self) -> list[AttemptObservation]:
         """Train until the stop, resume in the same layout, and in the other. Collective; one
@@ -144,7 +149,9 @@ class TrainerRun:
             )
             observation.first_step = restored.step + 1
         stop = StopSignalFlags()
-        observer = _RunObserver(state, module, reader, observation, mesh, stop)
+        observer = _RunObserver(
+            state, module, reader, observation, mesh, stop, self._compression_states
+        )
         if not is_resumed:
             observer.stop_step = STOP_STEP
         if isinstance(storage.store, DelayedCheckpointStore):
@@ -195,6 +202,8 @@ class _RunObserver:
     observation: AttemptObservation
     mesh: Mesh
     stop: StopSignalFlags
+    compression_states: CompressionStates
+    """Of all attempts until now, each step as the first of them had it."""
     stop_step: int | None = None
     last_update_hook: Callable[[], None] | None = None
     """Called after the update of `stop_step`."""
@@ -256,9 +265,30 @@ class _RunObserver:
                 norm = get_local_tensor(parameter.grad).norm().item()
                 if norm != 0:
                     observed.left[name] = norm
+        self._compare_compression_state(observed, shards, step)
         modes = {name: part.training for name, part in self.module.named_modules()}
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
         self.observation.states += (observed,)
+
+    def _compare_compression_state(
+        self, observed: StateObservation, shards: Mapping[str, LogicalShard], step: int
+    ) -> None:
+        """Compare what compression keeps with what it kept after the same step in an earlier
+        attempt; keep it where none has had the step."""
+        compression = self.state.model.compression
+        if compression is None:
+            return
+        state = compression.collect_state_shards(shards, self.mesh)
+        earlier = self.compression_states.get(step)
+        if earlier is None:
+            copies = {key: shard.tensor.clone() for key, shard in state.items()}
+            self.compression_states[step] = copies
+            return
+        for key, shard in state.items():
+            path, _, slot = key.removeprefix(COMPRESSION_STATE_PREFIX).rpartition("/")
+            off = float((shard.tensor - earlier[key]).norm())
+            size = float(earlier[key].norm()) or 1.0
+            observed.compression[f"{COMPRESSION}/{slot}/{path}"] = off / size
 
     def _compare_optimizer_slots(
         self,
@@ -325,18 +355,20 @@ class _RunObserver:
         if step.num_updates > 1:
             return
         trained = self.state.model.trained_shards()
+        # Compressed ones are others by design: rows of layouts judge them.
+        is_compared = self.state.model.compression is None
         for raw_name, parameter in self.state.model.named_parameters():
             name = full_name(raw_name)
             key = f"{GRADIENT}/{name}"
             if not self.reader.has(step.step, key):
                 continue
-            if parameter.grad is None:
-                zeros = torch.zeros_like(trained[name].tensor)
-                shard = trained[name].like(name, zeros)
+            gradient = torch.zeros_like(trained[name].tensor)
+            if parameter.grad is not None:
+                gradient = get_local_tensor(parameter.grad).detach()
+            shard = trained[name].like(name, gradient)
+            if is_compared:
                 step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
-                continue
-            shard = trained[name].like(name, get_local_tensor(parameter.grad).detach())
-            step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
+            # Zeros in the place of no gradient are nobody's.
             for block, box in _view_blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
 

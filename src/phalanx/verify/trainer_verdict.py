@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import (
+    CLIPPING,
     EVALUATED_STEPS,
+    JUDGED_PARTS,
     NUM_STEPS,
     SAME_LAYOUT,
     SAVE_EVERY,
@@ -16,6 +18,7 @@ from phalanx.verify.trainer_cases import (
 )
 from phalanx.verify.trainer_facts import (
     BUFFER,
+    COMPRESSION,
     COPY,
     GRADIENT,
     STATE,
@@ -42,6 +45,7 @@ class RunComparator:
 
     `by_rank`: of each rank its attempts. `record` is of the layout of the first two attempts,
     `other` of the one that the last is resumed in. `is_scaled`: the loss was multiplied by a scale.
+    `compress`: how gradients were compressed, which makes them others than the second loop's.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class RunComparator:
         *,
         batch_size: int,
         is_scaled: bool,
+        compress: str = "none",
     ) -> None:
         self._by_rank, self._records = by_rank, (record, record, other)
         self._batch_size, self._is_scaled = batch_size, is_scaled
+        self._compress = compress
         self.tolerance = TOLERANCE
         if record.narrows or other.narrows:
             self.tolerance = NARROW_TOLERANCE
@@ -76,10 +82,20 @@ class RunComparator:
             "the module computes in fewer digits than float64 on its way, and is judged by those",
         )
 
+    def list_judged_parts(self) -> tuple[str, ...]:
+        """List what was compared."""
+        if self._compress == "none":
+            return JUDGED_PARTS
+        parts = tuple(part for part in JUDGED_PARTS if part != CLIPPING)
+        return (*parts, f"what {self._compress} keeps of gradients, in the runs that are resumed")
+
     def list_untested_parts(self) -> tuple[str, ...]:
         """List what this run had nothing of."""
         record = self._records[0]
         lines = []
+        if self._compress != "none":
+            lines.append(f"gradients, their norm and {CLIPPING}: ddp-{self._compress} has them")
+            return tuple(lines)
         if record.unused:
             lines.append(f"parameters without a gradient: {', '.join(record.unused)}")
         if not any(step.skipped == "no_targets" for step in record.steps):
@@ -187,6 +203,25 @@ class RunComparator:
                 kind_of_tensor = f"optimizer state {slot} of"
                 yield self._make_tensor_difference(
                     kind_of_tensor, name, step, abs(off), rank, "", cause
+                )
+        yield from self._compare_compression_states(ranks, restored)
+
+    def _compare_compression_states(
+        self, ranks: Sequence[StateObservation], restored: str
+    ) -> Iterator[Difference]:
+        """What compression keeps between steps, beside an earlier attempt's after the same step."""
+        for rank, observed in enumerate(ranks):
+            for key, error in observed.compression.items():
+                self._note_worst_error(COMPRESSION, error)
+                if error <= self.tolerance:
+                    continue
+                _, slot, name = key.split("/", 2)
+                subject = f"what {self._compress} keeps between steps ({slot}) is"
+                cause = f"{subject} not what it was in the run before the stop"
+                if restored:
+                    cause = _describe_restore_cause(subject, restored)
+                yield self._make_tensor_difference(
+                    f"compression state {slot} of", name, observed.step, error, rank, "", cause
                 )
 
     def _compare_counters(
@@ -376,7 +411,7 @@ class RunComparator:
                     )
                 error = _relative_error(observed.loss_scale, scale)
                 yield self._make_number_difference("loss scale", step, error, cause, rank)
-        if not reference.skipped:
+        if not reference.skipped and self._compress == "none":
             error = _relative_error(observed.grad_norm, reference.grad_norm)
             self._note_worst_error("norm", error)
             if not error <= self.tolerance:

@@ -1,8 +1,15 @@
-"""Compressed gradients by their paper's definition: which elements should be sent."""
+"""Compressed gradients by their papers' definitions: what should be sent, and what may stay
+behind."""
 
 from __future__ import annotations
 
 import torch
+
+MAX_INT8_LEVEL = 127
+ELEMENTS_PER_INT8_SCALE = 256
+ROUNDING_MARGIN = 1e-3  # relative: scales travel in float32
+# A step's P is known to so many roundings times its condition number.
+POWERSGD_ROUNDINGS = 100
 
 
 def plain_topk_excess(gradient: torch.Tensor, kept: torch.Tensor, fraction: float) -> float:
@@ -22,3 +29,58 @@ def plain_topk_excess(gradient: torch.Tensor, kept: torch.Tensor, fraction: floa
         return 0.0
     excess = flat[~is_sent].max() - flat[is_sent].min()
     return float(excess / flat.max())
+
+
+def plain_int8_excess(
+    gradient: torch.Tensor, mean: torch.Tensor, kept: torch.Tensor, num_ranks: int
+) -> float:
+    """How much larger an element that a rank keeps is than what rounding to 255 levels leaves,
+    relative to the largest element of the gradient; at most 0 where none is.
+
+    `gradient`: of this rank, with what it kept before; `mean`: of those of all ranks. The elements
+    are dealt out to the ranks in equal runs; each run has equal blocks of at most 256 elements, and
+    each block one scale. A rank rounds its own gradient and, of its own run, the mean, whose error
+    counts once for each rank.
+    """
+    own_half_level = _half_int8_level(gradient, num_ranks)
+    mean_half_level = _half_int8_level(mean, num_ranks)
+    # The mean is of rounded gradients: no block of it is larger than by half a level of these.
+    allowed = own_half_level + num_ranks * (mean_half_level + own_half_level / MAX_INT8_LEVEL)
+    excess = kept.flatten().abs().double() - (1 + ROUNDING_MARGIN) * allowed
+    largest = gradient.abs().max().double()
+    if not largest:
+        return float(kept.abs().max())
+    return float(excess.max() / largest)
+
+
+def _half_int8_level(gradient: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Of each element, flattened: half of the distance between two levels of its block."""
+    flat = gradient.flatten().abs().double()
+    run = -(-len(flat) // num_ranks)
+    num_blocks = -(-run // ELEMENTS_PER_INT8_SCALE)
+    block = -(-run // num_blocks)
+    half_level = torch.empty_like(flat)
+    for first in range(0, len(flat), run):
+        last = min(first + run, len(flat))
+        for start in range(first, last, block):
+            end = min(start + block, last)
+            half_level[start:end] = flat[start:end].max() / MAX_INT8_LEVEL / 2
+    return half_level
+
+
+def plain_powersgd_step(
+    mean: torch.Tensor, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(what is sent of the matrix `mean` [n, m], the matrix [m, rank] with which the next step
+    begins, how far rounding may take what is sent, relative to it), in float64.
+
+    One step of power iteration from `q`: `mean` projected on the span of mean q (Vogels et al.
+    2019, algorithm 1). `mean`: of the gradients of all ranks, with what each kept before.
+    """
+    wide = mean.double()
+    left, singular, _ = torch.linalg.svd(wide @ q.double(), full_matrices=False)
+    next_q = wide.T @ left
+    sent = left @ next_q.T
+    smallest = float(singular.min())
+    condition = float(singular.max()) / smallest if smallest else float("inf")
+    return sent, next_q, POWERSGD_ROUNDINGS * torch.finfo(mean.dtype).eps * condition
