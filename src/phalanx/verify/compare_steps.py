@@ -103,6 +103,8 @@ def train_beside_reference(
     watch = DropoutMaskChecker(model.module, seed, **share) if trace.dropped else None
     load_starting_weights_of_trace(model, trace)
     optimizer = build_optimizer(applied.lr)
+    # Once: the places of what is updated stay where they are.
+    places = model.trained_shards()
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
@@ -118,7 +120,7 @@ def train_beside_reference(
         observations.num_targets.append(facts.num_targets)
         observations.local_means.append(means)
         observations.loads.append(_collect_expert_loads(model))
-        gradients, kind = collect_gradient_shards(model), name_gradients_set(number)
+        gradients, kind = collect_gradient_shards(model, places), name_gradients_set(number)
         # By its own norm: an error of the norm is not one of every gradient.
         unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
         if unsent_errors.are_kept:
@@ -237,18 +239,19 @@ def map_parameters_by_full_name(model: ParallelModel) -> dict[str, torch.Tensor]
     return {full_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def collect_gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
-    """The gradients in the places of what is updated; zeros where a parameter had no part in the
-    loss."""
-    shards = model.trained_shards()
+def collect_gradient_shards(
+    model: ParallelModel, places: Mapping[str, LogicalShard]
+) -> dict[str, LogicalShard]:
+    """The gradients in the `places` of what is updated (`ParallelModel.trained_shards`); zeros
+    where a parameter had no part in the loss."""
     gradients = {}
     for name, parameter in map_parameters_by_full_name(model).items():
-        local = shards[name].tensor
+        local = places[name].tensor
         if parameter.grad is None:
             gradient = torch.zeros_like(local)
         else:
             gradient = get_local_tensor(parameter.grad).detach()
-        gradients[name] = shards[name].like(name, gradient)
+        gradients[name] = places[name].like(name, gradient)
     return gradients
 
 

@@ -55,6 +55,8 @@ from phalanx.verify.verdict import LayoutComparator
 MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 # Times, of one block: in training and evaluation, with and without gradients, for each module.
 MAX_RECOMPILES = 64
+# Of the logits of a microbatch: a first, a middle and a last one.
+NUM_LOSS_CHUNKS = 3
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
 
@@ -167,7 +169,7 @@ def compare_layout_with_reference(
         _reset_compiler()
     try:
         with (
-            use_block_sizes(_choose_block_sizes(dtype)),
+            use_block_sizes(_choose_block_sizes(dtype, plan)),
             open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
             rank_steps = select_rank_rows(
@@ -219,12 +221,18 @@ def compare_layout_with_reference(
     )
 
 
-def _choose_block_sizes(dtype: str) -> BlockSizes:
+def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
     block. In float32 attention has one mask, as it has in usual training."""
+    sizes = shrink_block_sizes()
+    num_tokens = plan.micro_batch_size * plan.seq_len // plan.layout.cp
+    # No more turns than that, which take collectives with tp; the last one has fewer tokens.
+    chunk = num_tokens // NUM_LOSS_CHUNKS + 1
+    if chunk > 1:
+        sizes = replace(sizes, loss_chunk_tokens=chunk)
     if dtype == "float32":
-        return replace(shrink_block_sizes(), query_block=BlockSizes().query_block)
-    return shrink_block_sizes()
+        return replace(sizes, query_block=BlockSizes().query_block)
+    return sizes
 
 
 def _describe_compiler_narrowing_float64() -> str:

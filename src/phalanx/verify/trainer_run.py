@@ -4,7 +4,7 @@ observed between its steps beside the second loop."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from phalanx.nn.build import build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded_events
-from phalanx.parallel.data_parallel.compression import COMPRESSION_STATE_PREFIX
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
@@ -61,7 +60,7 @@ from phalanx.verify.trainer_reference import SecondLoopReader
 
 _NO_DOTS: Dots = (0.0, 0.0, 0.0, 0.0)
 CompressionStates = dict[int, dict[str, torch.Tensor]]
-"""Step -> SLOT/NAME -> what the compression of gradients keeps on this rank after it."""
+"""Step -> NAME/SLOT -> what the compression of gradients keeps on this rank after it."""
 
 
 @dataclass(frozen=True)
@@ -265,30 +264,29 @@ class _RunObserver:
                 norm = get_local_tensor(parameter.grad).norm().item()
                 if norm != 0:
                     observed.left[name] = norm
-        self._compare_compression_state(observed, shards, step)
+        self._compare_compression_state(observed, step)
         modes = {name: part.training for name, part in self.module.named_modules()}
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
         self.observation.states += (observed,)
 
-    def _compare_compression_state(
-        self, observed: StateObservation, shards: Mapping[str, LogicalShard], step: int
-    ) -> None:
+    def _compare_compression_state(self, observed: StateObservation, step: int) -> None:
         """Compare what compression keeps with what it kept after the same step in an earlier
         attempt; keep it where none has had the step."""
         compression = self.state.model.compression
         if compression is None:
             return
-        state = compression.collect_state_shards(shards, self.mesh)
+        # All that it has in memory: what checkpoints leave out must show.
+        state = compression.map_state_tensors()
         earlier = self.compression_states.get(step)
         if earlier is None:
-            copies = {key: shard.tensor.clone() for key, shard in state.items()}
+            copies = {key: tensor.clone() for key, tensor in state.items()}
             self.compression_states[step] = copies
             return
-        for key, shard in state.items():
-            path, _, slot = key.removeprefix(COMPRESSION_STATE_PREFIX).rpartition("/")
-            off = float((shard.tensor - earlier[key]).norm())
+        for key, tensor in state.items():
+            name, _, slot = key.rpartition("/")
+            off = float((tensor - earlier[key]).norm())
             size = float(earlier[key].norm()) or 1.0
-            observed.compression[f"{COMPRESSION}/{slot}/{path}"] = off / size
+            observed.compression[f"{COMPRESSION}/{slot}/{name}"] = off / size
 
     def _compare_optimizer_slots(
         self,

@@ -119,7 +119,15 @@ class GradientCompression:
 
     def list_state_tensors(self) -> list[torch.Tensor]:
         """The hooks' state on this rank."""
-        return [tensor for slots in self._slots.values() for tensor in slots.values()]
+        return list(self.map_state_tensors().values())
+
+    def map_state_tensors(self) -> dict[str, torch.Tensor]:
+        """The hooks' state on this rank, by `<parameter>/<slot>`."""
+        named_tensors = {}
+        for name, slots in self._slots.items():
+            for slot, tensor in slots.items():
+                named_tensors[f"{name}/{slot}"] = tensor
+        return named_tensors
 
     def collect_state_shards(
         self, model: Mapping[str, LogicalShard], mesh: Mesh
