@@ -137,12 +137,12 @@ def split_faults_from_job(arguments: Sequence[str]) -> tuple[list[str], list[str
 
 def describe_row(row: TrialRow) -> list[str]:
     """A trial in one line, and one more for each bar that it missed."""
-    place = f"rank {row.place.rank}, step {row.place.step}, {row.place.phase}"
+    position = f"rank {row.place.rank}, step {row.place.step}, {row.place.phase}"
     if row.skipped:
         return [f"skipped {row.fault:<16} {row.skipped}"]
     measured = row.measured
     assert measured is not None
-    parts = [place, measured.verdict]
+    parts = [position, measured.verdict]
     if measured.ranks:
         parts.append("named rank " + ", ".join(map(str, measured.ranks)))
     if measured.detected_s is not None:
@@ -168,8 +168,8 @@ def describe_result(result: DrillResult) -> list[str]:
     """The confusion matrix, and how many trials passed."""
     lines = []
     wrong = {key: count for key, count in result.confusion.items() if key[0] != key[1]}
-    for (right, said), count in sorted(wrong.items()):
-        lines.append(f"class   {right}: called {said} in {plural(count, 'trial')}")
+    for (right, verdict), count in sorted(wrong.items()):
+        lines.append(f"class   {right}: called {verdict} in {plural(count, 'trial')}")
     ran = [row for row in result.rows if not row.skipped]
     passed = sum(row.is_passed for row in ran)
     lines.append(f"{passed} of {plural(len(ran), 'trial')} passed")

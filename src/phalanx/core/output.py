@@ -41,7 +41,7 @@ _is_silent: ContextVar[bool] = ContextVar("is_silent", default=False)
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing is said in the body of what it waits for."""
+    """Leave out the notices of waiting while the body runs."""
     token = _is_silent.set(True)
     try:
         yield

@@ -263,7 +263,7 @@ def _format_rank_numbers(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class SampleGaps:
-    """What is wrong with the sequence of samples, and how many were left out on purpose."""
+    """The faults of a sequence of samples, and how many samples were left out on purpose."""
 
     problems: tuple[str, ...]
     num_left_out: int

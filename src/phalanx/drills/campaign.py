@@ -42,7 +42,7 @@ class Circumstances(JsonRecord):
 
     @classmethod
     def now(cls, job_digest: str) -> Circumstances:
-        """Those of this moment."""
+        """The circumstances of this moment."""
         cores = count_allowed_cores()
         machine = f"{platform.system()} {platform.machine()}, {cores} cores"
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -170,7 +170,7 @@ def read_commit() -> str:
     """The commit of this package's checkout; "" where it is installed otherwise."""
     folder = Path(phalanx.__file__).parent
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -180,4 +180,4 @@ def read_commit() -> str:
         )
     except OSError:
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return completed.stdout.strip() if completed.returncode == 0 else ""

@@ -75,9 +75,9 @@ def run_phalanx(
     ended_s = time.monotonic()
     _wait_until(lambda: not find_run_processes(run_dir), _DEPARTURE_LIMIT_S)
     departed_s = time.monotonic()
-    left = find_run_processes(run_dir)
-    _kill_processes(left)
-    return CommandEnd(code, ended_s - began_s, is_overdue, ended_s, departed_s, len(left))
+    leftover_pids = find_run_processes(run_dir)
+    _kill_processes(leftover_pids)
+    return CommandEnd(code, ended_s - began_s, is_overdue, ended_s, departed_s, len(leftover_pids))
 
 
 def _wait_until(condition: object, limit_s: float) -> bool:
@@ -92,18 +92,18 @@ def _wait_until(condition: object, limit_s: float) -> bool:
 
 def find_run_processes(run_dir: Path) -> list[int]:
     """Processes that have a file of a run open or mapped: its ranks, its server, its observers."""
-    place, own = f"{run_dir.resolve()}{os.sep}", os.getpid()
-    found = []
+    run_prefix, own_pid = f"{run_dir.resolve()}{os.sep}", os.getpid()
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid == own or process.status() == psutil.STATUS_ZOMBIE:
+            if process.pid == own_pid or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             opened = [file.path for file in process.open_files()]
             with open_regular_file(f"/proc/{process.pid}/maps") as maps:
                 mapped = maps.read().decode(errors="replace")
-            if place in mapped or any(path.startswith(place) for path in opened):
-                found.append(process.pid)
-    return found
+            if run_prefix in mapped or any(path.startswith(run_prefix) for path in opened):
+                pids.append(process.pid)
+    return pids
 
 
 def _kill_processes(pids: Sequence[int]) -> None:

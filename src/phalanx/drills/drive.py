@@ -83,8 +83,8 @@ class DrillResult:
     def to_json(self) -> dict[str, Any]:
         """The body of phalanx.drill/1."""
         matrix: dict[str, dict[str, int]] = {}
-        for (right, said), count in sorted(self.confusion.items()):
-            matrix.setdefault(right, {})[said] = count
+        for (right, verdict), count in sorted(self.confusion.items()):
+            matrix.setdefault(right, {})[verdict] = count
         return {
             "passed": self.is_passed,
             "num_trials": len(self.rows),
@@ -107,8 +107,8 @@ def count_classes(rows: Sequence[TrialRow]) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for row in rows:
         if row.measured is not None and row.bars is not None:
-            said = row.measured.verdict if row.measured.has_struck else NO_VERDICT
-            counts[row.bars.verdict, said] += 1
+            verdict = row.measured.verdict if row.measured.has_struck else NO_VERDICT
+            counts[row.bars.verdict, verdict] += 1
     return counts
 
 
@@ -170,11 +170,11 @@ def _select_rows_of_trials(
     """The rows that the campaign has of `trials`, the newest of each, of the same job."""
     if request.campaign is None:
         return []
-    asked = {trial.key for trial in trials}
+    keys = {trial.key for trial in trials}
     rows = {
         row.key: row
         for row in read_campaign(request.campaign)
-        if row.key in asked and row.circumstances.job == circumstances.job
+        if row.key in keys and row.circumstances.job == circumstances.job
     }
     return list(rows.values())
 
@@ -204,10 +204,10 @@ class _RunClock:
     num_begun: int = 0
     began_s: float = field(default_factory=time.monotonic)
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         left_s = None
         if self.num_begun:
             each_s = (time.monotonic() - self.began_s) / self.num_begun
             left_s = each_s * (self.num_runs - self.num_begun)
-        self.tell(DrillProgress(self.num_begun, self.num_runs, what, left_s))
+        self.tell(DrillProgress(self.num_begun, self.num_runs, activity, left_s))
         self.num_begun += 1

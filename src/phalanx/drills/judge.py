@@ -18,7 +18,7 @@ NO_VERDICT = "none"
 
 @dataclass(frozen=True)
 class Measured(JsonRecord):
-    """What a run made of a fault. None: it did not come to that.
+    """Measurements of a run that met a fault. None: it did not come to that.
 
     `verdict` and `ranks`: of the first verdict after the fault. `false_verdicts`: verdicts before
     it. `exit_codes`: of the run, and of `--resume` where it was asked for. `num_left`: processes
@@ -44,7 +44,7 @@ class Measured(JsonRecord):
 
 @dataclass(frozen=True)
 class Bars(JsonRecord):
-    """What is asked of a run that meets a fault, in numbers. None: nothing is asked."""
+    """The numbers that a run must keep when it meets a fault. None: nothing is asked."""
 
     verdict: str
     rank: int | None
@@ -109,8 +109,8 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
     if measured.false_verdicts:
         checks.append(Check("false verdicts", ", ".join(measured.false_verdicts), "none", False))
     if bars.is_bit_equal:
-        found = {True: "equal", False: "different", None: "no final checkpoint"}
-        word = found[measured.is_bit_equal]
+        word_of_equality = {True: "equal", False: "different", None: "no final checkpoint"}
+        word = word_of_equality[measured.is_bit_equal]
         checks.append(Check("final bits", word, "equal", measured.is_bit_equal is True))
     codes = _format_codes(measured.exit_codes)
     if measured.is_overdue:
@@ -129,13 +129,13 @@ def _judge_numbers(measured: Measured, bars: Bars) -> list[Check]:
     ):
         if bar_s is not None:
             is_met = seconds is not None and seconds <= bar_s
-            found = "never" if seconds is None else format_seconds(seconds)
-            checks.append(Check(name, found, format_seconds(bar_s), is_met))
+            measurement = "never" if seconds is None else format_seconds(seconds)
+            checks.append(Check(name, measurement, format_seconds(bar_s), is_met))
     if bars.detected_steps is not None:
         steps, most = measured.detected_steps, bars.detected_steps
-        found = "never" if steps is None else f"{steps} steps"
+        measurement = "never" if steps is None else f"{steps} steps"
         is_met = steps is not None and steps <= most
-        checks.append(Check("detected after", found, f"{most} steps", is_met))
+        checks.append(Check("detected after", measurement, f"{most} steps", is_met))
     lost, most = measured.lost_steps, bars.lost_steps
     checks.append(Check("steps lost", str(lost), str(most), lost <= most))
     return checks

@@ -116,21 +116,21 @@ def _render_trials(result: DrillResult) -> Html:
 
 
 def _list_cells_of_trial(row: TrialRow) -> list[str]:
-    place = f"rank {row.place.rank}, step {row.place.step}, {row.place.phase}"
+    position = f"rank {row.place.rank}, step {row.place.step}, {row.place.phase}"
     measured = row.measured
     if measured is None:
-        return ["–", row.fault, place, f"skipped: {row.skipped}", "", "", "", "", "", ""]
-    said = measured.verdict
+        return ["–", row.fault, position, f"skipped: {row.skipped}", "", "", "", "", "", ""]
+    verdict = measured.verdict
     if measured.ranks:
-        said += f", rank {', '.join(map(str, measured.ranks))}"
+        verdict += f", rank {', '.join(map(str, measured.ranks))}"
     bits = {True: "equal", False: "different", None: "–"}[measured.is_bit_equal]
     goodput = "–" if measured.goodput is None else f"{measured.goodput:.0%}"
     missed = [f"{each.name} {each.found} (bar {each.bar})" for each in row.checks if not each.ok]
     return [
         "✓" if row.is_passed else "✕",
         row.fault,
-        place,
-        said,
+        position,
+        verdict,
         _format_seconds_or_dash(measured.detected_s),
         _format_seconds_or_dash(measured.trained_again_s),
         str(measured.lost_steps),
@@ -148,14 +148,14 @@ def _render_confusion(result: DrillResult) -> Html | None:
     counts = result.confusion
     if not counts:
         return None
-    said = sorted({name for _, name in counts})
+    verdicts = sorted({name for _, name in counts})
     rows = []
     for right in sorted({name for name, _ in counts}):
-        rows.append([right, *[str(counts[right, name] or "") for name in said]])
+        rows.append([right, *[str(counts[right, name] or "") for name in verdicts]])
     return build_tag(
         "section",
         build_tag("h2", "What was said of what happened"),
-        build_tag("div", build_table(["right class", *said], rows), class_="wide"),
+        build_tag("div", build_table(["right class", *verdicts], rows), class_="wide"),
         id="classes",
     )
 
@@ -179,8 +179,11 @@ def _render_runs(result: DrillResult) -> Html | None:
 def _render_run(finished: FinishedTrial, undisturbed: UndisturbedRun) -> Html:
     straight, curve = undisturbed.record.losses, finished.losses
     steps = sorted(straight)
-    place = finished.trial.place
-    title = f"{finished.trial.fault}: rank {place.rank}, step {place.step}, {place.phase}"
+    trial_place = finished.trial.place
+    title = (
+        f"{finished.trial.fault}: rank {trial_place.rank}, step {trial_place.step},"
+        f" {trial_place.phase}"
+    )
     x_range = (float(steps[0]), float(steps[-1]))
     chart = LineChart(
         title=title,
@@ -211,7 +214,7 @@ def _build_series(
 
 
 def list_lanes(finished: FinishedTrial) -> Sequence[Lane]:
-    """What struck, what the run said of it, and from which step it went on."""
+    """The lanes of one run: its faults, its verdicts, and the steps from which it went on."""
     faults = [
         LaneMark(each.step, "✕", f"{each.fault} on rank {each.rank} in {each.phase}", "bad")
         for each in finished.strikes

@@ -163,7 +163,7 @@ def measure_trial(
     ends: Sequence[CommandEnd],
     undisturbed: UndisturbedRun,
 ) -> Measured:
-    """What a run made of its first strike."""
+    """Measure how a run took its first strike."""
     strike = record.strikes[0] if record.strikes else None
     struck_s = strike.monotonic_s if strike is not None else math.inf
     before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]

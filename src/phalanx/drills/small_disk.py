@@ -13,11 +13,11 @@ DISK_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
-def mounting_small_disk(place: Path) -> Iterator[None]:
-    """Inside, `place` is an empty file system of 64 MiB in memory. Raises EnvironmentProblem."""
-    place.mkdir(parents=True)
+def mounting_small_disk(folder: Path) -> Iterator[None]:
+    """Inside, `folder` is an empty file system of 64 MiB in memory. Raises EnvironmentProblem."""
+    folder.mkdir(parents=True)
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)],
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -31,7 +31,7 @@ def mounting_small_disk(place: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(
-            ["umount", "-l", str(place)],
+            ["umount", "-l", str(folder)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=False,

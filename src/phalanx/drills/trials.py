@@ -60,7 +60,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class DrillShape:
-    """What trials are drawn from: ranks, steps, and steps from save to save."""
+    """The range that trials are drawn from: ranks, steps, and steps from save to save."""
 
     num_ranks: int
     num_steps: int
@@ -122,15 +122,17 @@ def draw_trials(names: Sequence[str], shape: DrillShape, *, seed: int, repeats: 
                 step = shape.save_every_steps * dice.randint(
                     1, (shape.num_steps - 1) // shape.save_every_steps
                 )
-            place = TrialPlace(
+            trial_place = TrialPlace(
                 dice.randrange(shape.num_ranks), step, dice.choice(expectation.phases)
             )
-            trials.append(Trial(name, seed, repeat, place, _write_faults(name, place, shape)))
+            trials.append(
+                Trial(name, seed, repeat, trial_place, _write_faults(name, trial_place, shape))
+            )
     return trials
 
 
-def _write_faults(name: str, place: TrialPlace, shape: DrillShape) -> tuple[str, ...]:
-    where = dataclasses.asdict(place) | {"other": (place.rank + 1) % shape.num_ranks}
+def _write_faults(name: str, trial_place: TrialPlace, shape: DrillShape) -> tuple[str, ...]:
+    where = dataclasses.asdict(trial_place) | {"other": (trial_place.rank + 1) % shape.num_ranks}
     also = load_fault(name).expectation.also
     main = "{name}:rank={rank},step={step},phase={phase}"
     return tuple(text.format(name=name, **where) for text in (main, *also))

@@ -50,13 +50,13 @@ def find_verdicts(envelopes: Sequence[Envelope]) -> list[Verdict]:
     That a step was skipped says no more than what was found in it, where something was.
     """
     explained = {each.event.step for each in envelopes if isinstance(each.event, NonFiniteFound)}
-    verdicts = [
-        _read_verdict(each)
-        for each in envelopes
-        if not (isinstance(each.event, StepSkipped) and each.event.step in explained)
-    ]
-    found = [verdict for verdict in verdicts if verdict is not None]
-    return sorted(found, key=lambda verdict: verdict.monotonic_s)
+    verdicts = []
+    for envelope in envelopes:
+        event, verdict = envelope.event, _read_verdict(envelope)
+        is_explained = isinstance(event, StepSkipped) and event.step in explained
+        if verdict is not None and not is_explained:
+            verdicts.append(verdict)
+    return sorted(verdicts, key=lambda verdict: verdict.monotonic_s)
 
 
 def find_named_ranks(verdicts: Sequence[Verdict]) -> tuple[int, ...]:

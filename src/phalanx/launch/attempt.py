@@ -225,10 +225,11 @@ class AttemptWatch:
         self._is_store_needed = True
         self._pids: Sequence[int] = ()
 
-    def watch_until_end(self, payload: JsonObject, kept: Mapping[int, int]) -> AttemptEnd:
+    def watch_until_end(self, payload: JsonObject, survivors: Mapping[int, int]) -> AttemptEnd:
         """Start the ranks, and return when all are gone or wait for the next attempt.
 
-        `kept`: ranks whose process is that of a rank of the attempt before, by the number of that.
+        `survivors`: the ranks of the attempt before whose processes go on, and which ranks they are
+        in this one.
         """
         order = StartRanks(
             self.end.number,
@@ -236,8 +237,8 @@ class AttemptWatch:
             self._spec.entry,
             payload,
             self.end.stepless or "training",
-            kept=tuple(kept.values()),
-            kept_from=tuple(kept),
+            kept=tuple(survivors.values()),
+            kept_from=tuple(survivors),
         )
         self._server.link.send(order)
         while not self._has_attempt_ended():

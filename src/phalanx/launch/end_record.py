@@ -173,8 +173,8 @@ class EndReader:
         return events
 
     def take_waiting(self) -> WaitingForAttempt | None:
-        """What the rank said when it began to wait for the next attempt, once; its next record is
-        that of the next attempt."""
+        """Take what the rank said when it began to wait for the next attempt; None if that was
+        taken before. Its next record is that of the next attempt."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._has_record = False

@@ -43,7 +43,7 @@ _WAITING_PHASES = ("collective", "pipeline")
 
 @dataclass(frozen=True)
 class HangEvidence:
-    """What is known when a run made no progress for `silent_s`, longer than its limit allows.
+    """The facts about a run without progress for `silent_s`, longer than its limit allows.
 
     `usual_cpu_share`: cores that the training thread of each rank used while the run went on.
     `finished`: ranks that said that their work is done. `now_s`: monotonic seconds.
@@ -149,8 +149,8 @@ def _is_in_waiting_phase(position: LastPosition | None) -> bool:
 def find_unusual_callers(
     states: Mapping[int, RankState], suspects: Sequence[int]
 ) -> tuple[int, ...]:
-    """Those of `suspects` whose newest collective does not follow, in any earlier step that the
-    box remembers, the collective before it. Empty where all or none of them are so."""
+    """The ranks of `suspects` whose newest collective does not follow, in any earlier step that
+    the box remembers, the collective before it. Empty where all or none of them are so."""
     unusual = []
     for rank in suspects:
         position = states[rank].position

@@ -77,7 +77,7 @@ class RepeatedAttempts:
         return self.newest_step
 
     def go_back(self, roll_back: RollBack) -> None:
-        """Nothing changes: the ranks find the checkpoint themselves."""
+        """Change nothing: the ranks find the checkpoint themselves."""
 
     def lessen_memory(self) -> str:
         return ""

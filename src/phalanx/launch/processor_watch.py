@@ -35,7 +35,7 @@ STARVED = "it gets less of a processor than the others (other processes, or a qu
 
 @dataclass
 class _RankLooks:
-    """What was seen of one rank. `stops`: for each look at which it was stopped, the time and the
+    """The looks at one rank. `stops`: for each look at which it was stopped, the time and the
     processor seconds it had got by then; `run_s`, `delay_s` at the beginning of the window; `share`
     (0 to 1) of the time it wanted to run in the last one; `factors` of the last windows."""
 
@@ -115,12 +115,12 @@ class ProcessorWatch:
             self._close_window(rank, window_s)
         events: list[Event] = []
         for rank, looks in enumerate(self._looks):
-            others = [each.share for each in self._looks if each is not looks]
-            if not others:
+            peer_shares = [each.share for each in self._looks if each is not looks]
+            if not peer_shares:
                 continue
             factor = 1.0
             if looks.is_wanting:
-                factor = median(others) / looks.share
+                factor = median(peer_shares) / looks.share
             looks.factors.append(factor)
             is_slow = STARVED in looks.slow_since
             if not is_slow and self._is_starved(looks):
@@ -154,7 +154,7 @@ class ProcessorWatch:
     def _begin(self, rank: int, why: str, factor: float) -> Event:
         step = self._read_step(rank)
         self._looks[rank].slow_since[why] = step
-        others = [looks.share for looks in self._looks if looks is not self._looks[rank]]
+        peer_shares = [looks.share for looks in self._looks if looks is not self._looks[rank]]
         return RankSlow(
             slow_rank=rank,
             step=step,
@@ -164,7 +164,7 @@ class ProcessorWatch:
             phase="",
             waited_s=0.0,
             cpu_share=self._looks[rank].share,
-            peers_cpu_share=median(others) if others else 0.0,
+            peers_cpu_share=median(peer_shares) if peer_shares else 0.0,
             why=why,
         )
 

@@ -31,12 +31,12 @@ FINAL_EXIT_CODES_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 class StartAgain:
     """Another attempt follows, with `num_ranks` ranks.
 
-    `kept`: the ranks of the ended attempt whose processes go on, and which ranks they are in the
-    next one.
+    `survivors`: the ranks of the ended attempt whose processes go on, and which ranks they are in
+    the next one.
     """
 
     num_ranks: int
-    kept: Mapping[int, int]
+    survivors: Mapping[int, int]
 
 
 class RecoveryPolicy:
@@ -49,7 +49,7 @@ class RecoveryPolicy:
         self._num_ranks, self._num_attempts = spec.num_ranks, 0
 
     def decide(self, end: AttemptEnd, stop: StopRequest) -> RunOutcome | StartAgain:
-        """What follows on the attempt that ended in `end`."""
+        """Decide what follows on the attempt that ended in `end`."""
         self._num_attempts += 1
         failure = find_root_failure(end, self._spec.run_dir)
         if stop.signal is not None:
@@ -82,12 +82,14 @@ class RecoveryPolicy:
             if failure.report != failure.summary:
                 message += f"\n{failure.report}"
             return self._fail(error.exit_code, message)
-        kept = _keep_numbers(end, failure)
+        survivors = _keep_numbers(end, failure)
         if has_shrunk:
             # Numbered anew: a gap would be a rank that is not there.
-            kept = {rank: number for number, rank in enumerate([*kept][: self._num_ranks])}
-        self._announce_restart(failure, kept, _find_held_step(end))
-        return StartAgain(self._num_ranks, kept)
+            survivors = {
+                rank: number for number, rank in enumerate([*survivors][: self._num_ranks])
+            }
+        self._announce_restart(failure, survivors, _find_held_step(end))
+        return StartAgain(self._num_ranks, survivors)
 
     def _lessen_memory(self, failure: RankFailure) -> bool:
         """Go on with a payload that needs less memory, if the job allows that."""
@@ -211,16 +213,16 @@ class RecoveryPolicy:
         )
 
     def _announce_restart(
-        self, failure: RankFailure, kept: Mapping[int, int], held_step: int
+        self, failure: RankFailure, survivors: Mapping[int, int], held_step: int
     ) -> None:
         from_step = self._attempts.find_newest_step()
         restart, budget = self._restarts.num_restarts, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
-        again = f"starting again from step {from_step}"
-        if kept:
+        plan_words = f"starting again from step {from_step}"
+        if survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
-            again = f"starting it again beside {format_rank_list(sorted(kept.values()))}"
-        self._say(f"{failure.summary}; {again} (restart {restart} of {budget})")
+            plan_words = f"starting it again beside {format_rank_list(sorted(survivors.values()))}"
+        self._say(f"{failure.summary}; {plan_words} (restart {restart} of {budget})")
 
 
 def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:

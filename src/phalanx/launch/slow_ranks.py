@@ -131,8 +131,8 @@ class SlowRankJudge:
             history.waited_s += _charge_waiting(step, peers)
 
     def _compute_factor(self, rank: int) -> float:
-        """How many times as long as its peers the rank takes in the window: the geometric mean
-        without the most and the least slow steps. 0 before the window is full."""
+        """The factor by which the rank takes longer than its peers in the window: the geometric
+        mean without the most and the least slow steps. 0 before the window is full."""
         ratios = self._histories[rank].ratios
         if len(ratios) < WINDOW:
             return 0.0
@@ -158,19 +158,19 @@ class SlowRankJudge:
             return None
         history.slow_since = history.steps[0][0]
         excess_s = mean(step.self_s - peers_s for _, step, peers_s in history.steps)
-        others = [steps[other] for other in group if other != rank]
-        history.waited_s = WINDOW * _charge_waiting(steps[rank], others)
-        own = [step for _, step, _ in history.steps]
+        peer_steps = [steps[other] for other in group if other != rank]
+        history.waited_s = WINDOW * _charge_waiting(steps[rank], peer_steps)
+        own_steps = [step for _, step, _ in history.steps]
         return RankSlow(
             slow_rank=rank,
             step=number,
             first_step=history.slow_since,
             factor=self._compute_factor(rank),
             excess_s=excess_s,
-            phase=_find_slowest_phase(steps[rank], others),
+            phase=_find_slowest_phase(steps[rank], peer_steps),
             waited_s=history.waited_s,
-            cpu_share=_compute_cpu_share(own),
-            peers_cpu_share=_compute_cpu_share(others),
+            cpu_share=_compute_cpu_share(own_steps),
+            peers_cpu_share=_compute_cpu_share(peer_steps),
         )
 
     def _is_slow(self, rank: int) -> bool:
@@ -185,9 +185,9 @@ class SlowRankJudge:
             spread = _NORMAL_PER_MAD * median(abs(ratio - middle) for ratio in history.usual)
             # One that is always a little behind is compared with itself.
             usual = min(max(middle, 0.0), math.log(SLOW_FACTOR))
-        kept = _trim(history.ratios)
-        standard_error = max(spread, _MIN_SPREAD) / math.sqrt(len(kept))
-        if mean(kept) - usual < _MIN_DEVIATIONS * standard_error:
+        trimmed = _trim(history.ratios)
+        standard_error = max(spread, _MIN_SPREAD) / math.sqrt(len(trimmed))
+        if mean(trimmed) - usual < _MIN_DEVIATIONS * standard_error:
             return False
         excess_s = mean(step.self_s - peers_s for _, step, peers_s in history.steps)
         step_s = mean(step.step_s for _, step, _ in history.steps)
@@ -228,9 +228,9 @@ class SlowRankWatch:
             return events
         del self._partial[event.step]
         self._newest = event.step
-        whole = {rank: step for rank, step in of_step.items() if step is not None}
-        if len(whole) == self._num_ranks:
-            events += self._judge.add_step(event.step, whole)
+        own_steps = {rank: step for rank, step in of_step.items() if step is not None}
+        if len(own_steps) == self._num_ranks:
+            events += self._judge.add_step(event.step, own_steps)
         return events
 
 

@@ -105,7 +105,7 @@ class _Supervisor:
 
     def _run_attempt(self, number: int, ranks: StartAgain) -> AttemptEnd:
         reporter = _AttemptReporter(
-            self._bus, self._say, self._on_refused_event, sorted(ranks.kept.values())
+            self._bus, self._say, self._on_refused_event, sorted(ranks.survivors.values())
         )
         self._bus.attempt = number
         # Places of the last attempt would be taken for those of this one.
@@ -126,7 +126,7 @@ class _Supervisor:
             reporter,
             self._progress,
         )
-        return watch.watch_until_end(self._spec.attempts.build_payload().to_json(), ranks.kept)
+        return watch.watch_until_end(self._spec.attempts.build_payload().to_json(), ranks.survivors)
 
     def _start_preloaded_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
@@ -187,14 +187,14 @@ class _AttemptReporter:
         bus: Bus,
         say: Callable[[str], None],
         on_refused_event: Callable[[str], None],
-        kept: list[int],
+        survivors: list[int],
     ) -> None:
         self.say, self.handle_refused_event = say, on_refused_event
-        self._bus, self._kept, self._began_s = bus, kept, time.monotonic()
+        self._bus, self._survivors, self._began_s = bus, survivors, time.monotonic()
 
     def emit_ranks_started(self, pids: Sequence[int]) -> None:
         start_s = time.monotonic() - self._began_s
-        self._bus.emit(RanksStarted(list(pids), start_s, self._kept))
+        self._bus.emit(RanksStarted(list(pids), start_s, self._survivors))
 
     def emit_hang_found(self, hang: HangVerdict) -> None:
         last_seen = hang.positions.get(hang.culprits[0])

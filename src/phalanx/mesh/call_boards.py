@@ -80,12 +80,12 @@ def hash_channel(key: str) -> int:
 
 
 def describe_board(path: Path) -> str:
-    """What other ranks must know to open a board, if they are on this machine."""
+    """The text by which other ranks of this machine open a board: `open_described_board`."""
     return f"{read_boot_id()} {path.absolute()}"
 
 
 def open_described_board(description: str) -> CallBoard | None:
-    """The board; None where it is on another machine."""
+    """Open the board that `describe_board` described; None where it is on another machine."""
     boot_id, _, path = description.partition(" ")
     if not boot_id or boot_id != read_boot_id():
         return None

@@ -66,7 +66,7 @@ class CollectiveChecks:
     def __init__(
         self,
         *,
-        every: int,
+        interval: int,
         wait_s: float,
         report_error: Callable[[BaseException], None],
         board_path: Path | None = None,
@@ -74,7 +74,7 @@ class CollectiveChecks:
     ) -> None:
         self.num_compared = 0
         self.find_overdue: FindOverdue = lambda seconds: ()
-        self._every, self._wait_s = every, wait_s
+        self._every, self._wait_s = interval, wait_s
         self._report_error, self._end_process = report_error, end_process
         self._channels: dict[str, Channel] = {}
         self._newest: tuple[Channel, CollectiveTag] | None = None
@@ -152,7 +152,7 @@ class CollectiveChecks:
         return self._boards[rank]
 
     def find_error(self) -> RanksDifferError | None:
-        """What a rank has found, if one has."""
+        """The error that a rank has announced; None if none has."""
         store = self._store
         if store is None:
             return None
@@ -213,16 +213,16 @@ class CollectiveChecks:
         assert self._store is not None
         # Keys are used again, so that the store does not grow: the value says of which number.
         slot = f"{channel.key}/{tag.sequence % NUM_REMEMBERED}"
-        own = f"{tag.sequence}:{channel.digest}"
-        before = channel.left_at.get(slot, "")
-        channel.left_at[slot] = own
+        own_record = f"{tag.sequence}:{channel.digest}"
+        expected_record = channel.left_at.get(slot, "")
+        channel.left_at[slot] = own_record
         while True:
-            found = self._store.compare_set(slot, before, own).decode()
-            number = int(found.partition(":")[0])
+            stored_record = self._store.compare_set(slot, expected_record, own_record).decode()
+            number = int(stored_record.partition(":")[0])
             if number >= tag.sequence:
                 # Greater: a root that does not wait for those that it sends to is far ahead.
-                return found == own or number > tag.sequence
-            before = found
+                return stored_record == own_record or number > tag.sequence
+            expected_record = stored_record
 
     # What has been found, in words
 
@@ -258,8 +258,8 @@ class CollectiveChecks:
     def _ask_ranks(
         self, ranks: Sequence[int], *, is_enough: Callable[[dict[int, Any]], bool]
     ) -> dict[int, Any]:
-        """What each of `ranks` says of its calls; None for one that does not answer in time.
-        Returns sooner once `is_enough` of what they say."""
+        """Ask `ranks` for the state of their calls; None for one that does not answer in time.
+        Returns sooner once `is_enough` of the states."""
         assert self._store is not None
         own_question = self._store.add("questions", 1)
         states: dict[int, Any] = dict.fromkeys(ranks)
@@ -346,12 +346,12 @@ class CollectiveChecks:
 
     def close(self) -> None:
         """Let go of boards, when nothing is compared any more."""
-        own, self._board = self._board, None
-        for board in (own, *self._boards.values()):
+        own_board, self._board = self._board, None
+        for board in (own_board, *self._boards.values()):
             if board is not None:
                 board.close()
         self._boards = {}
-        if own is not None and self._board_path is not None:
+        if own_board is not None and self._board_path is not None:
             self._board_path.unlink(missing_ok=True)
 
 
@@ -392,11 +392,11 @@ def checking_collectives(
     if mode == "off":
         yield None
         return
-    every = 1
+    interval = 1
     if mode == "sampled":
-        every = SAMPLING_INTERVAL
+        interval = SAMPLING_INTERVAL
     checks = CollectiveChecks(
-        every=every, wait_s=wait_s, report_error=report_error, board_path=board_path
+        interval=interval, wait_s=wait_s, report_error=report_error, board_path=board_path
     )
     thread = threading.Thread(target=checks.watch, name="collective-checks", daemon=True)
     thread.start()
@@ -415,9 +415,9 @@ def raising_error_of_checks(checks: CollectiveChecks | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = None
+        difference = None
         if checks is not None and not isinstance(error, RanksDifferError):
-            found = checks.find_error()
-        if found is None:
+            difference = checks.find_error()
+        if difference is None:
             raise
-        raise found from None
+        raise difference from None

@@ -71,7 +71,8 @@ def _describe_call(
     file: str,
     line: int,
 ) -> tuple[str, str, str]:
-    """What is compared of a call, the call in words, and its line: the same in every step."""
+    """The fields of a call that are compared, the call in words, and its line: the same in every
+    step."""
     name = " ".join(filter(None, (op, reduce_op)))
     compared = ["message" if is_message else name, str(root), dtype]
     if op not in _OPS_OF_ANY_SHAPE:

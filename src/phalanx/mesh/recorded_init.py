@@ -141,8 +141,8 @@ class _RecordedOperations:
     def _select_operations_to_replay(
         self, needed_storages: Iterator[int]
     ) -> tuple[list[bool], dict[int, int]]:
-        """Which operations must run for the memory `needed_storages`, and after which the last
-        time is that each memory is used."""
+        """Mark the operations that must run for the memory `needed_storages`, and find the last
+        operation that uses each memory."""
         needed = set(needed_storages)
         is_live = [False] * len(self.operations)
         last_use: dict[int, int] = {}
@@ -454,8 +454,8 @@ def build_module_and_record(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def get_initial_values_of_module(module: nn.Module) -> InitialParameterValues | None:
-    """How the parameters of a module that `build_module_and_record` has made are filled; None for
-    others."""
+    """The initial values of the parameters of a module that `build_module_and_record` has made;
+    None for other modules."""
     return _recorded_inits.get(module)
 
 

@@ -55,7 +55,7 @@ class UntraceableModuleError(Exception):
 
 
 def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) -> dict[str, Any]:
-    """What `module`, whose parameters are fake, does in one microbatch, as JSON.
+    """Trace the operations of `module`, whose parameters are fake, in one microbatch, as JSON.
 
     Raises UntraceableModuleError for a forward that depends on its numbers, or takes other
     arguments.

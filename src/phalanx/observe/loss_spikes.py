@@ -37,7 +37,7 @@ class LossSpikeDetector:
         return median
 
     def judge_loss(self, loss: float) -> float | None:
-        """As `add_loss`, but `loss` is not counted among those of the steps before."""
+        """Judge `loss` as `add_loss` does, but do not count it among those of the steps before."""
         if not math.isfinite(loss) or len(self._losses) < MIN_STEPS:
             return None
         return self._find_exceeded_median(loss)

@@ -77,7 +77,7 @@ def describe_process(state: RankState) -> str:
 
 
 def describe_collective(collective: RecordedCollective, group: BoxGroup | None) -> str:
-    """For example "all_reduce #118 of dp (float32 [4096, 1024], 16.0 MiB)"."""
+    """The collective in words: "all_reduce #118 of dp (float32 [4096, 1024], 16.0 MiB)"."""
     label = "an unknown group"
     if group is not None:
         label = group.label

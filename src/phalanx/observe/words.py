@@ -104,12 +104,12 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
                 text += f"; they waited {format_seconds(event.waited_s)} for it"
             return text
         case events.RestartScheduled():
-            held = ""
+            in_memory = ""
             if event.held_step >= 0:
-                held = f"; step {event.held_step} is held in memory"
+                in_memory = f"; step {event.held_step} is held in memory"
             return (
                 f"restart {event.restart} of at most {event.budget}, from step"
-                f" {event.from_step}{held}"
+                f" {event.from_step}{in_memory}"
             )
         case events.RolledBack():
             read_on = ""

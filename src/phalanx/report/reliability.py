@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reliability:
-    """What a run's failures were like. Seconds, NaN where they are not known.
+    """Numbers on a run's failures. Seconds, NaN where they are not known.
 
     `goodput`: the share of the run's life in steps that stand. `participation`: over the steps that
     stand, the mean share of all ranks that took part. `mean_between_failures_s`: the run's life by

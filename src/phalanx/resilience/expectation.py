@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Ending(enum.Enum):
-    """How a run ends that met a fault."""
+    """The end of a run that met a fault."""
 
     RECOVERS = "recovers"
     """By itself: it finishes."""

@@ -23,7 +23,7 @@ FAULTS_PACKAGE = "phalanx.resilience.faults"
 
 @dataclass
 class FaultSite:
-    """What a fault finds in its rank. `trainer`: None until there is one."""
+    """The rank in which a fault strikes. `trainer`: None until there is one."""
 
     rank: int = 0
     run_dir: Path = Path()
@@ -93,7 +93,7 @@ def build_fault_listener(
 
     A fault that strikes again meets each attempt once. For several threads.
     """
-    place = site or FaultSite(rank, run_dir)
+    fault_site = site or FaultSite(rank, run_dir)
     named = [
         (_fault_marker_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)
     ]
@@ -115,8 +115,8 @@ def build_fault_listener(
             if fault.is_due_at(rank, step, phase) and claim_once((name, fault)):
                 strike = Strike.now(fault.name, rank, step, phase)
                 # The mark first: a fault that kills this process must not strike the restarted one.
-                if record_strike(run_dir, name, strike, again=fault.strikes_again):
-                    fault.strike(place)
+                if record_strike(run_dir, name, strike, may_repeat=fault.strikes_again):
+                    fault.strike(fault_site)
 
     return listen
 

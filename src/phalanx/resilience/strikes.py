@@ -34,13 +34,13 @@ class Strike(JsonRecord):
         return cls(fault, rank, step, phase, time.monotonic())
 
 
-def record_strike(run_dir: Path, name: str, strike: Strike, *, again: bool = False) -> bool:
+def record_strike(run_dir: Path, name: str, strike: Strike, *, may_repeat: bool = False) -> bool:
     """Add a strike to the file `name` of the run. False, and nothing is added, if it struck before
-    and must not strike `again`."""
+    and not `may_repeat`."""
     path = run_dir / STRIKES_FOLDER / name
     path.parent.mkdir(exist_ok=True)
     # A file of an earlier release is empty.
-    if path.exists() and not again:
+    if path.exists() and not may_repeat:
         return False
     with open_regular_file_for_append(path) as file:
         file.write(json.dumps(strike.to_json()).encode() + b"\n")

@@ -95,7 +95,7 @@ class ElasticLayout:
         return f"train.recompute=full from here on ({_compare_planned_bytes(before, plan)})"
 
     def list_memory_advice(self) -> list[str]:
-        """What the plan says would need less memory, each change planned; the smallest first."""
+        """Lines on changes of the job that the plan says need less memory; the smallest first."""
         batch = self.plan.micro_batch_size
         changes: list[dict[str, Any]] = [{"train.recompute": "full"}]
         if batch > 1:
@@ -124,7 +124,7 @@ def _compare_planned_bytes(before: Plan, after: Plan) -> str:
 def list_smaller_layouts(layout: Layout) -> Iterator[Layout]:
     """Layouts with fewer ranks that differ in data parallelism alone, the largest first; of equal
     ones that which shards over as many ranks as before comes first."""
-    found: list[tuple[int, bool, int, Layout]] = []
+    candidates: list[tuple[int, bool, int, Layout]] = []
     degrees = layout.to_json()
     for replicate in range(1, layout.dp_replicate + 1):
         for shard in range(1, layout.dp_shard + 1):
@@ -132,8 +132,8 @@ def list_smaller_layouts(layout: Layout) -> Iterator[Layout]:
                 continue
             smaller = Layout.from_json({**degrees, "dp_replicate": replicate, "dp_shard": shard})
             same_shards = shard == layout.dp_shard
-            found.append((smaller.world_size, same_shards, shard, smaller))
-    for *_, smaller in sorted(found, key=lambda row: row[:3], reverse=True):
+            candidates.append((smaller.world_size, same_shards, shard, smaller))
+    for *_, smaller in sorted(candidates, key=lambda row: row[:3], reverse=True):
         yield smaller
 
 

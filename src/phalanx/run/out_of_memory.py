@@ -43,10 +43,10 @@ def explaining_out_of_memory(run: RankRunInputs, meter: MemoryMeter) -> Iterator
 
 def _build_error(run: RankRunInputs, meter: MemoryMeter, error: BaseException) -> OutOfMemoryError:
     where = describe_rank_position(read_last_position(black_box_path(run.run_dir, run.rank)))
-    asked = _ASKED_BYTES.search(str(error))
+    request = _ASKED_BYTES.search(str(error))
     size = ""
-    if asked is not None:
-        size = f" for {format_bytes(int(float(asked[1]) * _BYTES_OF_UNIT[asked[2]]))}"
+    if request is not None:
+        size = f" for {format_bytes(int(float(request[1]) * _BYTES_OF_UNIT[request[2]]))}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     planned = sum(run.plan.memory_of_rank(run.rank).values())
     memory = meter.read_rank_memory()

@@ -290,8 +290,8 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             rank.bus,
             storage=storage,
             tokenizer=corpus.tokenizer_digest,
-            held=rank.survivor.held,
-            expects_held=run.is_restart,
+            held_state=rank.survivor.held,
+            expects_held_state=run.is_restart,
             roll_backs=run.roll_backs,
         )
         state = restored.state

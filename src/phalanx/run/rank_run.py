@@ -18,7 +18,7 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class RollBacks:
-    """How far this run has gone back so far. `pending`: since the last one there is no checkpoint
+    """The roll-backs of this run so far. `pending`: since the last one there is no checkpoint
     yet."""
 
     done: tuple[RollBack, ...] = ()

@@ -26,7 +26,7 @@ class RollBackHistory:
 
 
 def _read_roll_backs(run_dir: Path) -> RollBacks:
-    found: list[RollBack] = []
+    roll_backs: list[RollBack] = []
     rolled_back_s = saved_s = 0.0
     for envelope in EventTail(run_dir).read_new_events():
         event = envelope.event
@@ -34,7 +34,7 @@ def _read_roll_backs(run_dir: Path) -> RollBacks:
             saved_s = max(saved_s, envelope.time_unix_s)
         elif isinstance(event, RolledBack):
             rolled_back_s = max(rolled_back_s, envelope.time_unix_s)
-            found.append(
+            roll_backs.append(
                 RollBack(
                     kind=event.cause,
                     step=event.step,
@@ -44,4 +44,4 @@ def _read_roll_backs(run_dir: Path) -> RollBacks:
                     rank=event.failed_rank,
                 )
             )
-    return RollBacks(tuple(found), pending=rolled_back_s > saved_s)
+    return RollBacks(tuple(roll_backs), pending=rolled_back_s > saved_s)

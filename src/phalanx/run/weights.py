@@ -60,15 +60,15 @@ def build_and_restore_state(
     *,
     storage: RunStorage,
     tokenizer: str,
-    held: HeldState | None = None,
-    expects_held: bool = False,
+    held_state: HeldState | None = None,
+    expects_held_state: bool = False,
     roll_backs: RollBacks | None = None,
 ) -> RestoredState:
     """The state that training continues from.
 
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
-    random ones. `held` is what this rank held when it lost another one; `expects_held`, equal on
-    all ranks: one of them may hold something.
+    random ones. `held_state` is what this rank held when it lost another one;
+    `expects_held_state`, equal on all ranks: one of them may hold something.
     """
     roll_backs = roll_backs or RollBacks()
     names = list_checkpoints_newest_first(storage, mesh, not_after_step=roll_backs.find_limit())
@@ -79,9 +79,9 @@ def build_and_restore_state(
     state = build_training_state(
         job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
     )
-    if expects_held and not roll_backs.pending:
+    if expects_held_state and not roll_backs.pending:
         newest = max((storage.store.folder(name).step for name in names), default=0)
-        restored = restore_from_held_states(state, held, newest_saved_step=newest)
+        restored = restore_from_held_states(state, held_state, newest_saved_step=newest)
         if restored is not None:
             state.saved_step = newest
             origin = f"the memory of {format_rank_list(restored.holders)}"

@@ -61,7 +61,7 @@ class _StoredSpec:
 
 @dataclass(frozen=True)
 class _Holder:
-    """What one rank said of the state that it holds."""
+    """A rank that holds a state, and what it said of it."""
 
     rank: int
     facts: dict[str, Any]
@@ -86,7 +86,7 @@ def hold_state(state: TrainState, finished: StepFinished | None) -> HeldState | 
 
 @torch.no_grad()
 def restore_from_held_states(
-    state: TrainState, held: HeldState | None, *, newest_saved_step: int
+    state: TrainState, held_state: HeldState | None, *, newest_saved_step: int
 ) -> RestoreFromMemory | None:
     """Continue from the state that ranks still hold, if all of it is there; None where it is not.
 
@@ -94,20 +94,21 @@ def restore_from_held_states(
     is left as it was, or with empty tensors of the optimizer.
     """
     mesh = state.model.mesh
-    own = None
-    if held is not None:
-        finished = held.finished and asdict(held.finished)
-        own = [held.step, held.facts, held.blocks, held.specs, finished]
-    said_by_rank = mesh.gather_json(own)
-    steps = sorted({said[0] for said in said_by_rank if said is not None}, reverse=True)
+    own_message = None
+    if held_state is not None:
+        finished = held_state.finished and asdict(held_state.finished)
+        contents = [held_state.step, held_state.facts, held_state.blocks, held_state.specs]
+        own_message = [*contents, finished]
+    messages = mesh.gather_json(own_message)
+    steps = sorted({message[0] for message in messages if message is not None}, reverse=True)
     for step in steps:
         if step < newest_saved_step:
             break
         holders = []
-        for rank, said in enumerate(said_by_rank):
-            if said is not None and said[0] == step:
-                holders.append(_Holder(rank, *said[1:]))
-        own_held = held if held is not None and held.step == step else None
+        for rank, message in enumerate(messages):
+            if message is not None and message[0] == step:
+                holders.append(_Holder(rank, *message[1:]))
+        own_held = held_state if held_state is not None and held_state.step == step else None
         if _restore_from_holders(state, mesh, holders, own_held):
             return _build_restore(holders)
     return None
@@ -123,7 +124,7 @@ def _build_restore(holders: Sequence[_Holder]) -> RestoreFromMemory:
 
 
 def _restore_from_holders(
-    state: TrainState, mesh: Mesh, holders: Sequence[_Holder], held: HeldState | None
+    state: TrainState, mesh: Mesh, holders: Sequence[_Holder], held_state: HeldState | None
 ) -> bool:
     """Take the state of `holders`, if they hold all blocks that any rank needs. Collective."""
     specs: dict[str, _StoredSpec] = {}
@@ -146,11 +147,11 @@ def _restore_from_holders(
         return False
     for source, target, name in transfers:
         if mesh.rank == source == target:
-            assert held is not None
-            shards[name].tensor.copy_(held.shards[name].tensor)
+            assert held_state is not None
+            shards[name].tensor.copy_(held_state.shards[name].tensor)
         elif mesh.rank == source:
-            assert held is not None
-            _send(held.shards[name].tensor, target, mesh)
+            assert held_state is not None
+            _send(held_state.shards[name].tensor, target, mesh)
         elif mesh.rank == target:
             _receive(shards[name].tensor, source, mesh)
     state.finish_restoring(holders[0].facts, restores)

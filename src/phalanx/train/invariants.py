@@ -98,8 +98,8 @@ class RunInvariants:
         return replace(facts, flags=facts.flags[:-NUM_BATCH_COUNT_FLAGS])
 
     def build_corruption_flags(self) -> tuple[float, ...]:
-        """What was found, for the reduction of the step: NUM_CORRUPTION_FLAGS numbers, zeros where
-        there is nothing.
+        """Numbers on corruption for the reduction of the step: NUM_CORRUPTION_FLAGS of them, zeros
+        where nothing was found.
 
         Rank 0 tells of replicas that were equal and are so no longer; each rank of its own memory,
         if that has changed since the last update.
@@ -136,8 +136,8 @@ class RunInvariants:
     def finish_step(self, facts: StepStats) -> None:
         """After a step that is done, applied or not. Collective."""
         if self._memory is not None:
-            every = self._job.resilience.check_memory_every
-            if self._state.step % every == 0:
+            interval = self._job.resilience.check_memory_every
+            if self._state.step % interval == 0:
                 with self._state.model.phases("record"):
                     self._memory.digest_after_step()
         if self._weights is None:

@@ -67,8 +67,8 @@ class NonFiniteFinder:
     def find(
         self, step: int, microbatches: Sequence[Batch], sums: LocalLoss
     ) -> NonFiniteFound | None:
-        """Where the non-finite value of `step` began, whose sums were `sums` on this rank; None
-        beyond MAX_SEARCHES of them, and where modules are compiled. Collective."""
+        """Find where the non-finite value of `step` began, whose sums were `sums` on this rank;
+        None beyond MAX_SEARCHES of them, and where modules are compiled. Collective."""
         model = self._state.model
         if model.plan.compile or self._num_searches >= MAX_SEARCHES:
             return None
@@ -78,16 +78,16 @@ class NonFiniteFinder:
             loss_is_finite = True
             for watch.microbatch, batch in enumerate(microbatches):
                 # One by one: a pipeline would begin several of them together.
-                again = model.evaluate([batch], self._objective)
-                loss_is_finite &= bool(again.loss_sum.isfinite())
-        own = {
+                repeated = model.evaluate([batch], self._objective)
+                loss_is_finite &= bool(repeated.loss_sum.isfinite())
+        observation = {
             "first": watch.first and asdict(watch.first),
             "samples": self._name_samples(step, watch.first),
             "loss_was_finite": bool(sums.loss_sum.isfinite()),
             "loss_is_finite": loss_is_finite,
             "gradients": gradients,
         }
-        return _build_event(step, model.mesh.gather_json(own))
+        return _build_event(step, model.mesh.gather_json(observation))
 
     @contextmanager
     def _watching_outputs(self) -> Iterator[_OutputWatch]:
@@ -154,7 +154,7 @@ class _OutputWatch:
 
 
 def _explain_by_inputs(module: nn.Module, inputs: Any) -> str:
-    """What was not finite before the module computed; empty where all of it was."""
+    """Say what was not finite before the module computed; empty where all of it was."""
     for name, parameter in module.named_parameters(recurse=False):
         if not bool(get_local_tensor(parameter.detach()).isfinite().all()):
             return f"its {full_name(name)} is not finite"
@@ -175,38 +175,42 @@ def _list_float_tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _build_event(step: int, by_rank: Sequence[dict[str, Any]]) -> NonFiniteFound:
+def _build_event(step: int, observations: Sequence[dict[str, Any]]) -> NonFiniteFound:
     """The earliest output of all ranks that is not finite, else what their losses and gradients
     say."""
-    found = []
-    for rank, said in enumerate(by_rank):
-        if said["first"]:
+    outputs = []
+    for rank, observation in enumerate(observations):
+        if observation["first"]:
             # What a stage of a pipeline is given, those before it have made.
             keys = ("microbatch", "stage", "order")
-            found.append((*(said["first"][key] for key in keys), rank))
-    if found:
-        *_, rank = min(found)
-        first = by_rank[rank]["first"]
+            outputs.append((*(observation["first"][key] for key in keys), rank))
+    if outputs:
+        *_, rank = min(outputs)
+        first = observations[rank]["first"]
         return NonFiniteFound(
             step=step,
             origin="output",
             found_in=first["module"] or "the model",
             failed_rank=rank,
             microbatch=first["microbatch"],
-            samples=by_rank[rank]["samples"],
+            samples=observations[rank]["samples"],
             why=first["why"],
         )
-    losses = [rank for rank, said in enumerate(by_rank) if not said["loss_is_finite"]]
+    losses = [
+        rank for rank, observation in enumerate(observations) if not observation["loss_is_finite"]
+    ]
     if losses:
         return NonFiniteFound(step, "loss", "the objective", losses[0])
-    differing = [rank for rank, said in enumerate(by_rank) if not said["loss_was_finite"]]
+    differing = [
+        rank for rank, observation in enumerate(observations) if not observation["loss_was_finite"]
+    ]
     if differing:
         why = "its loss was not finite, and computed again it is"
         return NonFiniteFound(step, "unknown", "", differing[0], why=why)
-    for said in by_rank:
-        if said["gradients"]:
+    for observation in observations:
+        if observation["gradients"]:
             # Backward goes from the end of the model to its beginning.
-            names = said["gradients"]
+            names = observation["gradients"]
             why = f"the forward is finite; {len(names)} gradients are not, after reduction"
             return NonFiniteFound(step, "gradient", names[-1], -1, why=why)
     return NonFiniteFound(step, "unknown", "", -1, why="forwards and gradients are finite")

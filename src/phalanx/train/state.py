@@ -91,8 +91,8 @@ class TrainState:
         return self._marks is None or self._marks == self._mark_what_steps_change()
 
     def _mark_what_steps_change(self) -> list[Any]:
-        """What is equal later if nothing that a checkpoint holds has changed but by the update:
-        statistics of batches, state of compressed gradients and the loss scale do."""
+        """Marks of what steps change besides the update: statistics of batches, state of compressed
+        gradients, the loss scale. They are equal later if none of that has changed."""
         tensors = list(self.model.persistent_buffers())
         if self.model.compression is not None:
             tensors += self.model.compression.list_state_tensors()

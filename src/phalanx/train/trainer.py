@@ -222,9 +222,9 @@ class Trainer:
         ]
         skipped = next((reason for reason in reasons if reason), None)
         if skipped == "nonfinite_gradients":
-            found = self._nonfinite.find(step, microbatches, sums)
-            if found is not None and self.mesh.rank == 0:
-                self.bus.emit(found)
+            origin = self._nonfinite.find(step, microbatches, sums)
+            if origin is not None and self.mesh.rank == 0:
+                self.bus.emit(origin)
         self.state.begin_update()
         with self.phases("optimizer"):
             if skipped is None:

@@ -265,7 +265,7 @@ class LayoutComparator:
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
 
     def _compare_sent_gradients(self, step: int) -> Iterator[Difference]:
-        """What compression sends in a step and a plain implementation would not."""
+        """Differences between what compression sends in a step and what its definition sends."""
         faults: dict[str, dict[int, tuple[float, str]]] = {}
         for rank, observation in enumerate(self._observations):
             for number, name, error, words in observation.get("sent_faults", ()):

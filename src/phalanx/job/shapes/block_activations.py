@@ -93,12 +93,12 @@ def _count_passing(
     moments.append(stream + gathered + entering - gone)
     # An RMSNorm's backward works in fp32 on five tensors; two of its own are gone, and its output.
     if shape.norm != "layernorm":
-        own = 2 * 4 * dim // sequence_parts
+        freed = 2 * 4 * dim // sequence_parts
         norm = (5 * 4 * dim) // sequence_parts
         # A norm behind the feed-forward comes before anything of that is gone.
         if shape.post_norms:
-            moments.append(stream + norm - own // 2)
-        moments.append(stream + norm - own // (2 if c == 2 else 1) - dim * c - gone)
+            moments.append(stream + norm - freed // 2)
+        moments.append(stream + norm - freed // (2 if c == 2 else 1) - dim * c - gone)
     return max(moments)
 
 

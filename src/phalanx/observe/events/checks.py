@@ -44,8 +44,8 @@ class InvariantChecked(Event):
 
 @dataclass(frozen=True)
 class NonFiniteFound(Event):
-    """Where a step that is not finite began, found by computing its forwards once more. From rank
-    0.
+    """The place where a step that is not finite began, found by computing its forwards once more.
+    From rank 0.
 
     `origin`: "output" (of the module `found_in`, the first one of the forward), "loss" (of the
     objective; all outputs are finite), "gradient" (of the parameter `found_in`, the one nearest to

@@ -139,4 +139,4 @@ class _PageRequestHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: a line for each refresh tells nobody anything, and has the token."""
+        """Print nothing: a line for each refresh tells nobody anything, and has the token."""

@@ -142,18 +142,21 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _list_reliability_tiles(found: Reliability) -> list[tuple[str, str, str]]:
-    """How often it failed, and how often it should save because of that; none without failures."""
-    if not found.num_failures:
+def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, str]]:
+    """A tile of how often the run failed, and how often it should save because of that; none
+    without failures."""
+    if not reliability.num_failures:
         return []
-    remark = plural(found.num_failures, "failure")
-    if math.isfinite(found.best_save_every_s):
-        best = formats.format_seconds_or_missing(found.best_save_every_s)
-        now = formats.format_seconds_or_missing(found.save_every_s)
+    remark = plural(reliability.num_failures, "failure")
+    if math.isfinite(reliability.best_save_every_s):
+        best = formats.format_seconds_or_missing(reliability.best_save_every_s)
+        now = formats.format_seconds_or_missing(reliability.save_every_s)
         remark += f"; saves every {now}, Young/Daly want {best}"
-    if math.isfinite(found.participation) and found.participation < 1:
-        remark += f"; {formats.format_percent(found.participation, 1.0)} of the ranks took part"
-    between = formats.format_seconds_or_missing(found.mean_between_failures_s)
+    if math.isfinite(reliability.participation) and reliability.participation < 1:
+        remark += (
+            f"; {formats.format_percent(reliability.participation, 1.0)} of the ranks took part"
+        )
+    between = formats.format_seconds_or_missing(reliability.mean_between_failures_s)
     return [("Time between failures", between, remark)]
 
 

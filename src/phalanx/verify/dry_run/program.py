@@ -324,7 +324,7 @@ class DryStepRunner:
 
     def _categorize_gradients(self) -> None:
         parameters = [*self._state.model.module.parameters(), *self._iterate_trained_parameters()]
-        self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS, again=True)
+        self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS, overrides=True)
 
     def _begin_microbatch(self) -> None:
         """Gradients of earlier microbatches lie beside those that the step ends with, whole: they

@@ -135,10 +135,10 @@ class StorageTracker(TorchDispatchMode):
         self.log.moments.enter(replace(self.log.moments.current, part=name))
 
     def mark(
-        self, tensors: Iterable[torch.Tensor | None], category: str, *, again: bool = False
+        self, tensors: Iterable[torch.Tensor | None], category: str, *, overrides: bool = False
     ) -> None:
         """The storages of `tensors` belong to `category`; unless somebody said another one, or,
-        with `again`, whatever was said."""
+        with `overrides`, whatever was said."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -150,7 +150,7 @@ class StorageTracker(TorchDispatchMode):
                     storage.nbytes(), self.log.moments.index, self._finder.find()
                 )
                 self._track_storage(storage, record)
-            if again or not record.category:
+            if overrides or not record.category:
                 record.category = category
 
     @contextmanager

@@ -12,14 +12,14 @@ ROUNDING_MARGIN = 1e-3  # relative: scales travel in float32
 POWERSGD_ROUNDINGS = 100
 
 
-def plain_topk_excess(gradient: torch.Tensor, kept: torch.Tensor, fraction: float) -> float:
-    """How much larger the largest element that stays behind is than the smallest that is sent,
+def plain_topk_excess(gradient: torch.Tensor, residual: torch.Tensor, fraction: float) -> float:
+    """The excess of the largest element that stays behind over the smallest that is sent,
     relative to the largest of all; at most 0 where the largest are sent (Lin et al. 2018).
 
     `gradient`: with what was kept before. Infinite where another number of elements is sent than
     `fraction` of them, at least one.
     """
-    flat, rest = gradient.flatten().abs(), kept.flatten()
+    flat, rest = gradient.flatten().abs(), residual.flatten()
     is_sent = (rest == 0) & (flat != 0)
     num_sent = int(is_sent.sum())
     num_expected = min(max(1, round(fraction * len(flat))), int((flat != 0).sum()))
