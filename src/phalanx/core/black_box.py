@@ -70,6 +70,13 @@ class CollectiveObserver(Protocol):
         ...
 
 
+_MAX_ENCODED_TEXTS = 1024
+_POSITION_PACK_INTO = layout.POSITION.pack_into
+_POSITION_OFFSETS = tuple(
+    layout.POSITIONS_AT + slot * layout.POSITION.size for slot in range(layout.NUM_POSITIONS)
+)
+
+
 class BlackBox:
     """Writes where a rank is.
 
@@ -82,6 +89,8 @@ class BlackBox:
         self.observer: CollectiveObserver | None = None
         self.groups: list[tuple[str, str, str]] = []
         self.sites = CallSiteFinder()
+        # Texts as they are written, by text: a step writes the same ones again and again.
+        self._encoded: dict[str, tuple[bytes, bytes]] = {}
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = self._num_steps_begun = 0
         # `next` of a counter is one step for all threads.
@@ -101,28 +110,39 @@ class BlackBox:
         if self.on_progress is not None:
             self.on_progress()
         site = self.sites.find(2)
-        self._num_positions += 1
-        number = self._num_positions
+        number = self._num_positions = self._num_positions + 1
         if step != self._step:
             self._num_steps_begun += 1
             layout.NUM_STEPS_BEGUN.pack_into(
                 self._map, layout.NUM_STEPS_BEGUN_AT, self._num_steps_begun
             )
-        self._step, self._microbatch, self._phase = step, microbatch, phase.encode()[:16]
-        layout.POSITION.pack_into(
+        encoded = self._encoded
+        phase_bytes = encoded.get(phase) or self._encode(phase)
+        collective_bytes = encoded.get(collective) or self._encode(collective)
+        file_bytes = encoded.get(site.file) or self._encode(site.file)
+        self._step, self._microbatch, self._phase = step, microbatch, phase_bytes[0][:16]
+        _POSITION_PACK_INTO(
             self._map,
-            layout.POSITIONS_AT + (number % layout.NUM_POSITIONS) * layout.POSITION.size,
+            _POSITION_OFFSETS[number % layout.NUM_POSITIONS],
             number,
             step,
             time.monotonic(),
             self._newest_collective,
             microbatch,
             site.line,
-            encode_text(phase, 32),
-            encode_text(collective, 80),
-            encode_tail(site.file, 120),
+            # The format cuts them to their length, and fills up with zeros.
+            phase_bytes[0],
+            collective_bytes[0],
+            file_bytes[1],
             number,
         )
+
+    def _encode(self, text: str) -> tuple[bytes, bytes]:
+        """The beginning and the end of `text` as they are written, kept for the next time."""
+        if len(self._encoded) >= _MAX_ENCODED_TEXTS:
+            self._encoded.clear()
+        pair = self._encoded[text] = encode_text(text, 80), encode_tail(text, 120)
+        return pair
 
     def add_group(self, key: str, label: str, size: int, ranks: str) -> int:
         """Number of a new group in this box; -1 where the box has no room for more.

@@ -32,6 +32,8 @@ class CallSite(NamedTuple):
 
 
 UNKNOWN_CALL_SITE = CallSite("", 0)
+# Without the function that NamedTuple makes, whose call costs more than the walk over a frame.
+_make_call_site = tuple.__new__
 
 
 class CallSiteFinder:
@@ -57,7 +59,7 @@ class CallSiteFinder:
             if kind is None:
                 kind = kinds[file] = _classify_file(file)
             if kind == _THEIRS:
-                return CallSite(file, frame.f_lineno)
+                return _make_call_site(CallSite, (file, frame.f_lineno))
             if kind != _SKIP and innermost_phalanx_frame is None:
                 innermost_phalanx_frame = frame
             if kind == _STOP:
@@ -65,8 +67,9 @@ class CallSiteFinder:
             frame = frame.f_back
         if innermost_phalanx_frame is None:
             return UNKNOWN_CALL_SITE
-        return CallSite(
-            innermost_phalanx_frame.f_code.co_filename, innermost_phalanx_frame.f_lineno
+        return _make_call_site(
+            CallSite,
+            (innermost_phalanx_frame.f_code.co_filename, innermost_phalanx_frame.f_lineno),
         )
 
 

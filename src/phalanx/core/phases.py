@@ -50,6 +50,7 @@ PhaseListener = Callable[[int, str], None]
 
 # In a loop that is not the trainer's nobody takes the seconds of marks: they must not pile up.
 _MAX_UNRESOLVED_MARKS = 4096
+_MAX_KNOWN_PHASES = 1024
 
 
 class PhaseClock(Protocol):
@@ -144,6 +145,8 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._communication_s: dict[str, float] = {}
         self._stack: list[_OpenPhase] = []
+        # By name, words and axis: a step has the same phases again and again.
+        self._known_phases: dict[tuple[str, str, str], _OpenPhase] = {}
         self._since: Any = 0.0
         # Phases whose end may still lie ahead.
         self._queued: deque[tuple[_OpenPhase, Any, Any]] = deque()
@@ -173,20 +176,9 @@ class PhaseTimer:
         self.clock = clock
         self._since = clock.mark()
 
-    @contextmanager
-    def __call__(self, name: str, words: str = "", *, axis: str = "") -> Iterator[None]:
-        depth = len(self._stack)
-        try:
-            # Inside the try: a listener may raise after the phase has begun.
-            self.enter(name, words, axis=axis)
-            yield
-        except BaseException:
-            if len(self._stack) > depth:
-                # The black box goes on telling where it was raised.
-                self._end_phase(name)
-            raise
-        if len(self._stack) > depth:
-            self.leave(name)
+    def __call__(self, name: str, words: str = "", *, axis: str = "") -> _PhaseSpan:
+        """A context manager: the body is phase `name`, as `enter` begins and `leave` ends it."""
+        return _PhaseSpan(self, name, words, axis)
 
     @contextmanager
     def collective(self, words: str, *, axis: str = "") -> Iterator[None]:
@@ -223,16 +215,24 @@ class PhaseTimer:
         now = self.clock.mark()
         if self._stack:
             self._charge_to_innermost_phase(now)
-        communication = ""
-        if name == "collective":
-            communication = f"{axis or UNKNOWN_AXIS}: {words}"
-        self._stack.append(_OpenPhase(name, words, communication))
+        key = name, words, axis
+        self._stack.append(self._known_phases.get(key) or self._add_known_phase(*key))
         self._since = now
-        self._write_position(name, words)
+        if self._black_box is not None:
+            self._black_box.write(self.step, name, words, self.microbatch)
         for observer in self.observers:
             observer.begin_span(name, words, axis, now)
         for listener in self._listeners:
             listener(self.step, name)
+
+    def _add_known_phase(self, name: str, words: str, axis: str) -> _OpenPhase:
+        if len(self._known_phases) >= _MAX_KNOWN_PHASES:
+            self._known_phases.clear()
+        communication = ""
+        if name == "collective":
+            communication = f"{axis or UNKNOWN_AXIS}: {words}"
+        phase = self._known_phases[name, words, axis] = _OpenPhase(name, words, communication)
+        return phase
 
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
@@ -249,11 +249,11 @@ class PhaseTimer:
 
     def _end_phase(self, name: str) -> None:
         now = self.clock.mark()
-        assert any(name == each.name for each in self._stack), (name, self._stack)
         self._charge_to_innermost_phase(now)
         # Phases inside that an exception left open end with it.
         is_open = True
         while is_open:
+            assert self._stack, f"phase {name} was never begun"
             is_open = self._stack.pop().name != name
             for observer in self.observers:
                 observer.end_span(now)
@@ -265,6 +265,10 @@ class PhaseTimer:
 
     def _charge_to_innermost_phase(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""
+        if not self.clock.is_late and not self._queued:
+            # The usual case on CPUs: no mark lies ahead.
+            self._add_phase_seconds(self._stack[-1], self.clock.seconds(self._since, now) or 0.0)
+            return
         self._queued.append((self._stack[-1], self._since, now))
         if not self.clock.is_late or len(self._queued) >= _MAX_UNRESOLVED_MARKS:
             self._add_seconds_between_marks()
@@ -279,10 +283,14 @@ class PhaseTimer:
             # In order: what was queued after it is not done either.
             if seconds is None:
                 break
-            _add_seconds(self._seconds, phase.name, seconds)
-            if phase.communication:
-                _add_seconds(self._communication_s, phase.communication, seconds)
+            self._add_phase_seconds(phase, seconds)
             self._queued.popleft()
+
+    def _add_phase_seconds(self, phase: _OpenPhase, seconds: float) -> None:
+        name, _, communication = phase
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if communication:
+            _add_seconds(self._communication_s, communication, seconds)
 
     @property
     def black_box(self) -> BlackBox | None:
@@ -340,6 +348,37 @@ class PhaseTimer:
         self._add_seconds_between_marks(wait=wait)
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+class _PhaseSpan:
+    """The body of a `with` as a phase. A class: a generator costs more than the phase itself."""
+
+    __slots__ = ("_axis", "_depth", "_name", "_phases", "_words")
+
+    def __init__(self, phases: PhaseTimer, name: str, words: str, axis: str) -> None:
+        self._phases, self._name, self._words, self._axis = phases, name, words, axis
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        phases = self._phases
+        self._depth = len(phases._stack)
+        try:
+            phases.enter(self._name, self._words, axis=self._axis)
+        except BaseException:
+            # A listener may raise after the phase has begun.
+            self._end_after_error()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._end_after_error()
+        elif len(self._phases._stack) > self._depth:
+            self._phases.leave(self._name)
+
+    def _end_after_error(self) -> None:
+        if len(self._phases._stack) > self._depth:
+            # The black box goes on telling where it was raised.
+            self._phases._end_phase(self._name)
 
 
 def _add_seconds(seconds_of: dict[str, float], key: str, seconds: float) -> None:
