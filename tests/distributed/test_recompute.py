@@ -45,7 +45,7 @@ from phalanx.plan.segments import Segment, list_recompute_segments
 from ranks import run_ranks
 
 NUM_BLOCKS = 5
-MODES = ("selective", "full", "every-k", "sqrt")
+MODES = ("selective", "full", "every-k", "mixed", "sqrt")
 
 
 class Dropping(nn.Module):
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_a_forward_that_keeps_everything() -> None:
     by bit or nearly."""
     for errors in run_ranks(2, compare_modes):
         assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
-        assert len(errors) == len(LAYOUTS[2]) * (7 + 1 + 1)
+        assert len(errors) == len(LAYOUTS[2]) * (9 + 1 + 1)
 
 
 def forget_the_draws(rank: int) -> float:
@@ -207,7 +207,14 @@ def test_what_is_done_again_and_what_is_not() -> None:
     gathers each once more."""
     for found in run_ranks(2, count_work):
         forwards = {mode: calls for mode, (calls, _, _) in found.items()}
-        assert forwards == {"none": 4, "selective": 8, "full": 8, "every-k": 6, "sqrt": 8}
+        assert forwards == {
+            "none": 4,
+            "selective": 8,
+            "full": 8,
+            "every-k": 6,
+            "mixed": 8,
+            "sqrt": 8,
+        }
         kernels = {mode: products for mode, (_, products, _) in found.items()}
         assert kernels["selective"] == kernels["none"] == 4
         assert kernels["full"] == kernels["sqrt"] == 8
@@ -319,7 +326,7 @@ def refused(rank: int, what: str) -> str:
     ("what", "words"),
     [
         ("compiled", ["train.recompute=sqrt", "train.compile=false"]),
-        ("every", ["train.recompute_every 9 recomputes nothing", "5"]),
+        ("every", ["train.recompute_every 9 recomputes nothing in full", "5"]),
         ("budget", ["train.recompute=budget", "5"]),
         ("forgetful", ["Forgetful", "does something else", "train.recompute=none"]),
     ],
@@ -340,6 +347,8 @@ def test_what_the_modes_mean() -> None:
     assert blocks("none", 4) == []
     assert blocks("full", 3) == blocks("selective", 3) == blocks("every-k", 3, 1) == [[0], [1], [2]]
     assert blocks("every-k", 7, 3) == [[2], [5]]
+    modes = [segment.mode for segment in list_recompute_segments("mixed", 5, 2)]
+    assert modes == ["selective", "full", "selective", "full", "selective"]
     assert blocks("sqrt", 12) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert blocks("sqrt", 5) == [[0, 1, 2], [3, 4]]
     assert blocks("sqrt", 1) == [[0]]

@@ -206,7 +206,7 @@ def all_modes(
     found = {}
     for variant, precision in cases:
         shape = replace(BASE, **VARIANTS[variant] | {"num_layers": 4})
-        for mode in ("none", "selective", "full", "every-k", "sqrt"):
+        for mode in ("none", "selective", "full", "every-k", "mixed", "sqrt"):
             found[variant, precision, mode] = alive_with(mode, shape, precision)
     return found
 

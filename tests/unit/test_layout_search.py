@@ -69,6 +69,29 @@ def test_what_was_refused_has_a_layout_that_the_planner_accepts(preset, override
     assert plan.layout == result.winner.layout
 
 
+def test_mixed_recomputation_lies_between_selective_and_full():
+    modes = (
+        ["train.recompute=selective"],
+        ["train.recompute=mixed", "train.recompute_every=4"],
+        ["train.recompute=mixed", "train.recompute_every=2"],
+        ["train.recompute=full"],
+    )
+    layout = ["parallel.dp_shard=32", "parallel.zero_stage=3", "train.micro_batch_size=1"]
+    winners = [
+        search("llama3-8b", H100, "cluster.nodes=4", *layout, *mode).winner for mode in modes
+    ]
+    bytes_by_mode = [winner.memory.total_bytes for winner in winners]
+    seconds = [winner.step_s for winner in winners]
+    assert bytes_by_mode == sorted(set(bytes_by_mode), reverse=True)
+    assert seconds == sorted(set(seconds))
+
+
+def test_a_search_chooses_mixed_recomputation_where_selective_does_not_fit():
+    result = search("llama3-70b", H100, "cluster.nodes=128", batch=4096)
+    assert result.winner.job_keys["train.recompute"] == "mixed"
+    assert result.winner.memory.fits
+
+
 def test_a_small_model_on_many_gpus_is_sharded_over_few_of_them():
     result = search("llama3-8b", H100, "cluster.nodes=128", batch=1024)
     assert result.winner is not None

@@ -43,21 +43,24 @@ def list_recompute_segments(
 ) -> tuple[Segment, ...]:
     """The segments that a mode of `train.recompute` means for a model of `num_blocks` blocks.
 
-    full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1. sqrt:
-    stretches of ceil(sqrt(num_blocks)) blocks (Chen et al. 2016, arXiv 1604.06174). Raises
-    LayoutError if every-k meets no block.
+    full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1; mixed:
+    these in full, the others selectively. sqrt: stretches of ceil(sqrt(num_blocks)) blocks (Chen et
+    al. 2016, arXiv 1604.06174). Raises LayoutError if k is larger than `num_blocks`.
     """
     if recompute in ("full", "selective"):
         return tuple(Segment(block, block + 1, recompute) for block in range(num_blocks))
-    if recompute == "every-k":
+    if recompute in ("every-k", "mixed"):
         if interval > num_blocks:
             raise LayoutError(
-                f"train.recompute_every {interval} recomputes nothing: the model has {num_blocks}"
-                " blocks",
+                f"train.recompute_every {interval} recomputes nothing in full: the model has"
+                f" {num_blocks} blocks",
                 fix=f"set train.recompute_every to {num_blocks} at most",
             )
+        full = [block % interval == interval - 1 for block in range(num_blocks)]
         return tuple(
-            Segment(block, block + 1, "full") for block in range(interval - 1, num_blocks, interval)
+            Segment(block, block + 1, "full" if is_full else "selective")
+            for block, is_full in enumerate(full)
+            if is_full or recompute == "mixed"
         )
     if recompute == "sqrt":
         # The ceiling of the root in whole numbers: no rounding of floats.

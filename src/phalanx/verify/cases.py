@@ -279,6 +279,7 @@ def _list_data_parallel_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str,
 RECOMPUTE_LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-selective": {"train.recompute": "selective"},
     "ddp-every2": {"train.recompute": "every-k", "train.recompute_every": 2},
+    "zero2-mixed": {"train.recompute": "mixed", "train.recompute_every": 2},
     "ddp-offload-activations": {"train.offload_activations": True},
     "zero3-full": {"train.recompute": "full"},
     "zero3-selective": {"train.recompute": "selective", "train.offload_activations": True},

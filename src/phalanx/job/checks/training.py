@@ -247,19 +247,22 @@ def check_layout_free_is_proven(job: Job) -> list[Finding]:
 @declare_check("train.recompute", "train.recompute_every")
 def check_every_k_has_recompute_every(job: Job) -> list[Finding]:
     return _check_mode_and_key(
-        job, "every-k", "recompute_every", "which blocks, say 2 for every second one"
+        job, ("every-k", "mixed"), "recompute_every", "which blocks, say 2 for every second one"
     )
 
 
 @declare_check("train.recompute", "train.recompute_budget_gib")
 def check_recompute_budget_has_size(job: Job) -> list[Finding]:
-    return _check_mode_and_key(job, "budget", "recompute_budget_gib", "what activations may take")
+    return _check_mode_and_key(
+        job, ("budget",), "recompute_budget_gib", "what activations may take"
+    )
 
 
-def _check_mode_and_key(job: Job, mode: str, key: str, meaning: str) -> list[Finding]:
-    """A finding unless a mode of train.recompute and the key that it alone reads are both set or
-    both not."""
-    is_asked, is_given = job.train.recompute == mode, getattr(job.train, key) is not None
+def _check_mode_and_key(job: Job, modes: tuple[str, ...], key: str, meaning: str) -> list[Finding]:
+    """A finding unless one of `modes` of train.recompute and the key that these alone read are
+    both set or both not."""
+    mode = job.train.recompute
+    is_asked, is_given = mode in modes, getattr(job.train, key) is not None
     if is_asked and not is_given:
         return [
             make_finding(
@@ -270,8 +273,8 @@ def _check_mode_and_key(job: Job, mode: str, key: str, meaning: str) -> list[Fin
         return [
             make_finding(
                 f"train.{key}",
-                f'is for train.recompute = "{mode}"',
-                f'set train.recompute = "{mode}" as well',
+                "is for " + " or ".join(f'train.recompute = "{mode}"' for mode in modes),
+                f'set train.recompute = "{modes[0]}" as well',
             )
         ]
     return []

@@ -18,14 +18,14 @@ class Train(Section):
     """Sequences per update over all ranks."""
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""
-    recompute: Literal["none", "selective", "full", "every-k", "sqrt", "budget"] = "none"
+    recompute: Literal["none", "selective", "full", "every-k", "mixed", "sqrt", "budget"] = "none"
     """The results that are computed again in the backward instead of kept: none; all but those
-    of matmuls and attention; all of a block but its input; each recompute_every-th block;
-    segments of about the square root of the blocks; or as few blocks as keep to
-    recompute_budget_gib (docs/memory.md)."""
+    of matmuls and attention; all of a block but its input; each recompute_every-th block; these
+    in full and the others selectively; segments of about the square root of the blocks; or as few
+    blocks as keep to recompute_budget_gib (docs/memory.md)."""
     recompute_every: Positive | None = None
-    """k of recompute = "every-k": the blocks k, 2k and so on are recomputed in full; 1: all of
-    them."""
+    """k of recompute = "every-k" and "mixed": the blocks k, 2k and so on are recomputed in full;
+    1: all of them."""
     recompute_budget_gib: PositiveFloat | None = None
     """GiB that activations may take on a rank (recompute = "budget")."""
     offload_activations: bool = False

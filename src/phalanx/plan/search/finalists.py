@@ -19,7 +19,7 @@ from phalanx.plan.predicted_time import predict_step_time
 from phalanx.plan.search.result import PeakMemory, RankedLayout
 from phalanx.plan.search.space import (
     OFFLOAD_CHOICES,
-    RECOMPUTE_MODES,
+    RECOMPUTE_CHOICES,
     SEARCHED_SCHEDULES,
     LayoutRows,
 )
@@ -53,9 +53,11 @@ def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]
     if rows.offload[row]:
         keys["parallel.offload"] = OFFLOAD_CHOICES[rows.offload[row]]
     keys["train.micro_batch_size"] = int(rows.micro_batch_size[row])
-    mode = RECOMPUTE_MODES[rows.recompute[row]]
+    mode, every = RECOMPUTE_CHOICES[rows.recompute[row]]
     if mode != job.train.recompute and "recompute" not in job.train.model_fields_set:
         keys["train.recompute"] = mode
+        if mode == "mixed":
+            keys["train.recompute_every"] = every
     return keys
 
 
@@ -146,7 +148,7 @@ class FinalistPlanner:
             plan.num_microbatches,
             schedule,
             stages,
-            job.train.recompute,
+            _describe_recompute(job),
             job.parallel.offload,
             dict(keys),
             memory,
@@ -201,3 +203,11 @@ def _shorten_refusal_reason(error: LayoutError | JobError) -> str:
     if "per rank and" in text and "needs" in text:
         return TOO_MUCH_MEMORY_REASON
     return text[:120]
+
+
+def _describe_recompute(job: Job) -> str:
+    """The mode of recomputation, with its interval where it has one: "mixed (1 of 4 in full)"."""
+    mode, every = job.train.recompute, job.train.recompute_every
+    if mode == "mixed":
+        return f"{mode} (1 of {every} in full)"
+    return mode

@@ -18,7 +18,7 @@ from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
 from phalanx.plan.pipeline.pipeline_plan import V_SHAPED_SCHEDULES
 from phalanx.plan.search.space import (
     OFFLOAD_CHOICES,
-    RECOMPUTE_MODES,
+    RECOMPUTE_CHOICES,
     SEARCHED_SCHEDULES,
     LayoutRows,
 )
@@ -74,14 +74,14 @@ class MemoryScreen:
         return shard_shape(self.shape, tp, self.work.rules)
 
     def _build_workload(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
-        recompute = RECOMPUTE_MODES[mode]
+        recompute, every = RECOMPUTE_CHOICES[mode]
         return replace(
             self.work,
             tp=tp,
             cp=cp,
             micro_batch_size=micro,
             recompute=recompute,
-            segments=list_recompute_segments(recompute, self.shape.num_layers),
+            segments=list_recompute_segments(recompute, self.shape.num_layers, every),
         )
 
     # States

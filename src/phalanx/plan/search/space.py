@@ -17,7 +17,8 @@ from phalanx.plan.rules import list_legal_tp_degrees
 
 Integers = npt.NDArray[np.int64]
 
-RECOMPUTE_MODES = ("none", "selective", "full")
+# (mode, recompute_every), from little recomputation to much.
+RECOMPUTE_CHOICES = (("none", 1), ("selective", 1), ("mixed", 4), ("mixed", 2), ("full", 1))
 SEARCHED_SCHEDULES = (
     "1f1b",
     "interleaved",
@@ -48,7 +49,8 @@ class OpenKeys:
     zero_stage: tuple[int, ...]
     micro_batch_size: tuple[int, ...]
     """Empty: any up to MAX_MICRO_BATCH_SIZE."""
-    recompute: tuple[str, ...]
+    recompute: tuple[int, ...]
+    """Indices into RECOMPUTE_CHOICES."""
     schedules: tuple[tuple[str, int], ...]
     """(name, stages per rank)"""
     accumulate: tuple[str, ...]
@@ -58,7 +60,7 @@ class OpenKeys:
 @dataclass(frozen=True)
 class LayoutRows:
     """Layouts as columns of equal length. `schedule`, `recompute` and `offload` are indices into
-    SEARCHED_SCHEDULES, RECOMPUTE_MODES and OFFLOAD_CHOICES."""
+    SEARCHED_SCHEDULES, RECOMPUTE_CHOICES and OFFLOAD_CHOICES."""
 
     pp: Integers
     dp_replicate: Integers
@@ -94,11 +96,14 @@ def list_open_keys(
     """The values that a search may choose for `job` on `num_ranks`. `offloads`: host memory may be
     used, too, and tp may leave the innermost links."""
     parallel, train = job.parallel, job.train
-    recompute: tuple[str, ...] = RECOMPUTE_MODES
+    choices = enumerate(RECOMPUTE_CHOICES)
+    recompute = tuple(index for index, (_, every) in choices if every <= max(1, shape.num_layers))
     if "recompute" in train.model_fields_set or shape.activations is None:
         # Modes between these count as full in the screen; the exact plan has the job's own.
-        mode = train.recompute
-        recompute = (mode if mode in RECOMPUTE_MODES else "full",)
+        choice = (train.recompute, train.recompute_every or 1)
+        if choice not in RECOMPUTE_CHOICES:
+            choice = ("full", 1)
+        recompute = (RECOMPUTE_CHOICES.index(choice),)
     offload: tuple[str, ...] = ("none",)
     if "offload" in parallel.model_fields_set:
         offload = (parallel.offload,)
@@ -206,7 +211,7 @@ def enumerate_layouts(
     rules of legality are the planner's."""
     rows: list[tuple[int, ...]] = []
     offloads = [OFFLOAD_CHOICES.index(name) for name in keys.offload]
-    modes = [RECOMPUTE_MODES.index(mode) for mode in keys.recompute]
+    modes = keys.recompute
     for base in _list_bases(job, shape, num_ranks, keys):
         for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
             accumulates = [0]

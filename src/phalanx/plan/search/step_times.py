@@ -15,12 +15,16 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.search.simulated_bubble import add_simulated_bubble
 from phalanx.plan.search.space import (
     OFFLOAD_CHOICES,
-    RECOMPUTE_MODES,
+    RECOMPUTE_CHOICES,
     SEARCHED_SCHEDULES,
     LayoutRows,
 )
 from phalanx.plan.timing import collectives
-from phalanx.plan.timing.columns import RECOMPUTED_SHARES, SetupColumns, build_setup_columns
+from phalanx.plan.timing.columns import (
+    SetupColumns,
+    build_setup_columns,
+    compute_recomputed_shares,
+)
 from phalanx.plan.timing.constants import load_timing_constants
 from phalanx.plan.timing.machine import LinkRate, MachineRates
 from phalanx.plan.timing.setup import (
@@ -95,7 +99,12 @@ def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool)
         columns[name] = getattr(rows, name).astype(np.float64)
     for name in ("micro_batch_size", "num_microbatches", "stages_per_rank"):
         columns[name] = getattr(rows, name).astype(np.float64)
-    shares = np.array([RECOMPUTED_SHARES[mode] for mode in RECOMPUTE_MODES])[rows.recompute]
+    shares = np.array(
+        [
+            compute_recomputed_shares("full" if mode == "mixed" else mode, 1 / every, "selective")
+            for mode, every in RECOMPUTE_CHOICES
+        ]
+    )[rows.recompute]
     for index, part in enumerate(("matmul", "attention", "elementwise")):
         columns[f"recomputed_{part}"] = shares[:, index]
     names = np.array(SEARCHED_SCHEDULES)[rows.schedule]
@@ -147,7 +156,7 @@ def estimate_planned_step(
 def build_step_setup(job: Job, plan: Plan) -> StepSetup:
     """The setup that an exact plan of `job` runs."""
     pipeline, stack = plan.pipeline, choose_software_stack(job)
-    mode, share = _summarise_recompute(plan)
+    mode, share, mode_of_others = _summarise_recompute(plan)
     schedule, per_rank = "1f1b", 1
     if pipeline is not None:
         schedule = pipeline.schedule_name
@@ -167,6 +176,7 @@ def build_step_setup(job: Job, plan: Plan) -> StepSetup:
         mode,
         share,
         sequence_parallel=bool(plan.parallel.sequence_parallel),
+        recompute_of_others=mode_of_others,
         cp_attention=job.parallel.cp_attention,
         accumulate=job.parallel.accumulate,
         offload=job.parallel.offload,
@@ -174,14 +184,16 @@ def build_step_setup(job: Job, plan: Plan) -> StepSetup:
     )
 
 
-def _summarise_recompute(plan: Plan) -> tuple[Recompute, float]:
-    """The mode of recompute that most recomputed blocks have, and the part of the blocks that it
-    is of."""
+def _summarise_recompute(plan: Plan) -> tuple[Recompute, float, Recompute]:
+    """A mode of recompute, the part of the blocks that has it, and the mode of the others: as plans
+    mix them, some in full and all others selectively, or one mode and nothing."""
     segments, num_layers = plan.activations.recompute_segments, plan.model_shape.num_layers
     if not segments or not num_layers:
-        return "none", 0.0
+        return "none", 0.0, "none"
     num_full = sum(segment.num_blocks for segment in segments if segment.mode == "full")
     num_selective = sum(segment.num_blocks for segment in segments if segment.mode != "full")
-    if num_full >= num_selective:
-        return "full", num_full / num_layers
-    return "selective", num_selective / num_layers
+    if num_full and num_selective:
+        return "full", num_full / num_layers, "selective"
+    if num_full:
+        return "full", num_full / num_layers, "none"
+    return "selective", num_selective / num_layers, "none"

@@ -115,9 +115,21 @@ def build_setup_columns(setups: Sequence[StepSetup]) -> SetupColumns:
     return SetupColumns(**columns)
 
 
+def compute_recomputed_shares(
+    mode: str, share: float, mode_of_others: str
+) -> tuple[float, float, float]:
+    """The parts of the blocks' products, of their attention and of what is between that a backward
+    computes again: `share` of the blocks in `mode`, the others in `mode_of_others`."""
+    pairs = zip(RECOMPUTED_SHARES[mode], RECOMPUTED_SHARES[mode_of_others], strict=True)
+    matmul, attention, elementwise = (share * a + (1 - share) * b for a, b in pairs)
+    return matmul, attention, elementwise
+
+
 def _list_setup_values(setup: StepSetup) -> dict[str, float | bool]:
     layout = setup.layout
-    matmul, attention, elementwise = RECOMPUTED_SHARES[setup.recompute]
+    matmul, attention, elementwise = compute_recomputed_shares(
+        setup.recompute, setup.recompute_share, setup.recompute_of_others
+    )
     return {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
@@ -129,9 +141,9 @@ def _list_setup_values(setup: StepSetup) -> dict[str, float | bool]:
         "micro_batch_size": setup.micro_batch_size,
         "num_microbatches": setup.num_microbatches,
         "stages_per_rank": setup.stages_per_rank,
-        "recomputed_matmul": matmul * setup.recompute_share,
-        "recomputed_attention": attention * setup.recompute_share,
-        "recomputed_elementwise": elementwise * setup.recompute_share,
+        "recomputed_matmul": matmul,
+        "recomputed_attention": attention,
+        "recomputed_elementwise": elementwise,
         "imbalance": setup.imbalance,
         "sequence_parallel": setup.sequence_parallel,
         "accumulates_sharded": setup.accumulate == "sharded",

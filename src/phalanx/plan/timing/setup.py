@@ -97,6 +97,8 @@ class StepSetup:
     full: all."""
     recompute_share: float = 1.0
     """The part of the blocks that is recomputed so, 0 to 1."""
+    recompute_of_others: Recompute = "none"
+    """What is computed again of the other blocks."""
     sequence_parallel: bool = True
     """Between tp's regions, each rank has a part of the sequence."""
     cp_attention: CpAttention = "ring"
