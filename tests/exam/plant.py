@@ -6,16 +6,20 @@ which records that the edited line ran, and is True where the bug acts.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import hashlib
 import importlib
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phalanx"
 PLANTS = Path(__file__).parent / "plants"
@@ -117,8 +121,8 @@ def _parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def find_symbol(source: str, symbol: str, file: str) -> tuple[int, int]:
-    """The characters of `source` at which the function, method or class `symbol` begins and ends."""
+def _find_node(source: str, symbol: str, file: str) -> ast.FunctionDef | ast.ClassDef:
+    """The definition of the function, method or class `symbol`. Raises StaleAnchorError."""
     body: list[ast.stmt] = _parse(source).body
     node: ast.AST | None = None
     for name in symbol.split("."):
@@ -127,10 +131,72 @@ def find_symbol(source: str, symbol: str, file: str) -> tuple[int, int]:
             raise StaleAnchorError(f"{file} has no {symbol}")
         body = getattr(node, "body", [])
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return node
+
+
+def find_symbol(source: str, symbol: str, file: str) -> tuple[int, int]:
+    """The characters of `source` at which the function, method or class `symbol` begins and ends."""
+    node = _find_node(source, symbol, file)
     lines = source.splitlines(keepends=True)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     start = sum(map(len, lines[: first - 1]))
     return start, start + sum(map(len, lines[first - 1 : node.end_lineno]))
+
+
+@contextmanager
+def editing_loaded_modules(plant: Plant, rank: int) -> Iterator[set[str]]:
+    """Inside, functions and methods of the modules that this process has imported are as the
+    plant's edits make them; the set says in which modules the bug acted.
+
+    For a process that has forked: `sit` starts new ones. A function that other modules have
+    imported by its name stays as it was there, and a class cannot be edited.
+    """
+    acted: set[str] = set()
+    undos: list[tuple[Any, str, Any]] = []
+    try:
+        for module_name, source in edit_sources(plant).items():
+            module = importlib.import_module(module_name)
+            _set_mark(module, rank, acted)
+            for edit in plant.edits:
+                if edit.module == module_name:
+                    undos.append(_replace_function(module, source, edit))
+        yield acted
+    finally:
+        for owner, name, before in reversed(undos):
+            setattr(owner, name, before)
+
+
+def _set_mark(module: ModuleType, own_rank: int, acted: set[str]) -> None:
+    """Give the module its `__planted__`, as the hook of new processes does."""
+
+    def mark(condition: object = True, *, rank: int | None = None) -> bool:
+        acts = bool(condition) and rank in (None, own_rank)
+        if acts:
+            acted.add(module.__name__)
+        return acts
+
+    vars(module)["__planted__"] = mark
+
+
+def _replace_function(module: ModuleType, source: str, edit: Edit) -> tuple[Any, str, Any]:
+    """Put the edited function in the place of the loaded one; (owner, name, what was there)."""
+    node = _find_node(source, edit.symbol, edit.file)
+    assert isinstance(node, ast.FunctionDef), f"{edit.symbol} is no function"
+    code = compile(
+        ast.Module([node], []),
+        str(module.__file__),
+        "exec",
+        flags=__future__.annotations.compiler_flag,
+        dont_inherit=True,
+    )
+    made: dict[str, Any] = {}
+    exec(code, vars(module), made)
+    owner: Any = module
+    for name in edit.symbol.split(".")[:-1]:
+        owner = vars(owner)[name]
+    before = vars(owner)[node.name]
+    setattr(owner, node.name, made[node.name])
+    return owner, node.name, before
 
 
 def list_plants() -> list[Plant]:

@@ -17,11 +17,33 @@ import pytest
 from exam.curves import ShortRun, measure_difference, plan_short_runs, score_curves, train_short_run
 from exam.generate import SEAMS, SIZES, generate_variants
 from exam.page import format_narrow, format_page
-from exam.plant import PACKAGE, Edit, Plant, find_stale, list_plants, load_plant
+from exam.plant import (
+    PACKAGE,
+    Edit,
+    Plant,
+    editing_loaded_modules,
+    find_stale,
+    list_plants,
+    load_plant,
+)
 from exam.results import Results
 from exam.score import Score, score_rows
 from exam.short_run import NUM_STEPS, ONE_PROCESS
 from exam.sit import MODULES, Processes, sit
+from models import CPU
+from phalanx.job.schema import Job
+from phalanx.verify.cases import (
+    list_all_layouts,
+    make_verified_job,
+    plan_layout_cases,
+    shrink_job,
+)
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
+from phalanx.verify.rank import run_verify_cases
+from phalanx.verify.row import ROWS_FILE_NAME
+from ranks import run_ranks
+
+NUM_SAMPLE_RANKS = 4
 
 SAMPLE = (
     "rank_1_spoils_one_gradient",
@@ -326,6 +348,57 @@ def test_the_page_has_every_plant() -> None:
 
 
 # Real runs
+
+SAMPLE_IN_RANKS = (
+    "rank_1_spoils_one_gradient",
+    "blocks_merged_without_weights",
+    "tp_norms_not_summed",
+)
+
+
+def judge_sample(rank: int, directory: str) -> dict[str, tuple[dict[str, Any], bool]]:
+    """Plant -> (the row of its first layout, whether its bug acted) on this rank; "" -> that of the
+    code as it is."""
+    job = make_verified_job(shrink_job(Job.model_validate({}))[0], NUM_SAMPLE_RANKS)
+    judged: dict[str, tuple[dict[str, Any], bool]] = {}
+    rows_file = Path(directory) / ROWS_FILE_NAME
+
+    def judge(layout: str) -> dict[str, Any]:
+        axes = dict(list_all_layouts(NUM_SAMPLE_RANKS))[layout]
+        (case,) = plan_layout_cases(
+            job, [(layout, axes)], num_ranks=NUM_SAMPLE_RANKS, cluster=CPU, shape=None
+        )
+        assert case.plan is not None, case.refused
+        work = (VerifyCase("float64", layout, case.parallel, case.plan),)
+        run_verify_cases(
+            VerifyPayload(job, Path(directory), None, 3, NUM_SAMPLE_RANKS, "small", work)
+        )
+        if rank != 0:
+            return {}
+        row: dict[str, Any] = json.loads(rows_file.read_text().splitlines()[-1])
+        return row
+
+    # First, for the reference that it writes is that of all.
+    judged[""] = judge("cp4"), False
+    for name in SAMPLE_IN_RANKS:
+        plant = load_plant(name)
+        with editing_loaded_modules(plant, rank) as acted:
+            row = judge(plant.shows[0])
+        judged[name] = row, bool(acted)
+    return judged
+
+
+def test_a_sample_of_plants_is_found_and_named(tmp_path: Path) -> None:
+    of_ranks = run_ranks(NUM_SAMPLE_RANKS, judge_sample, str(tmp_path))
+    row, _ = of_ranks[0].pop("")
+    assert row["ok"], row["first"]
+    for name, (row, _) in of_ranks[0].items():
+        assert any(judged[name][1] for judged in of_ranks), f"{name} never acted"
+        score = score_rows(load_plant(name), [row], exit_code=11, text="")
+        assert (score.outcome, score.tensor, score.rank, score.cause) == (
+            *("found", True),
+            *(True, True),
+        ), (name, row["first"])
 
 
 @pytest.mark.long

@@ -5,6 +5,8 @@ Shape suffixes: B batch, H query heads, T queries, S keys, E head width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -172,8 +174,27 @@ PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = (
 )
 
 
+_is_unfused_alone = False
+
+
+@contextmanager
+def using_unfused_attention_alone() -> Iterator[None]:
+    """Inside, blocks are computed by the kernel that fits any device, in all threads of this
+    process: a machine judges what others than it would run, and keys are repeated for the queries
+    that share them."""
+    # A variable of the process and not of the context: backwards run in threads of autograd.
+    global _is_unfused_alone
+    before, _is_unfused_alone = _is_unfused_alone, True
+    try:
+        yield
+    finally:
+        _is_unfused_alone = before
+
+
 def choose_attention_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> AttentionKernel:
     """The kernel that computes a block of these queries. The one place that knows devices."""
+    if _is_unfused_alone:
+        return PLAIN
     width = q.shape[-1]
     table: tuple[tuple[bool, AttentionKernel], ...] = (
         (q.device.type == "cpu", CPU_FLASH),

@@ -436,9 +436,9 @@ class DifferenceDiagnosis:
             )
         factor = self._compared.find_multiple_of_reference(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:
-            return self._explain_factor_of_tp_copies(name, factor) or self._factors.describe(
-                f"the gradient of {name}", factor, step
-            )
+            return self._explain_factor_of_tp_copies(
+                name, factor
+            ) or self._factors.describe_gradient(name, factor, step)
         return ""
 
     def _explain_shared_blocks(self, off: Sequence[str]) -> str:

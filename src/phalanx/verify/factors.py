@@ -10,6 +10,8 @@ from phalanx.verify.trace_facts import Trace
 
 USUAL_LOSS_SCALE = 65536  # the usual first one of float16
 MAX_DIGITS = 9
+KEY_AND_VALUE_PROJECTIONS = (".k.", ".v.", ".k_proj.", ".v_proj.", ".key.", ".value.")
+"""Parts of names of parameters that make keys and values."""
 FLOAT32_ROUNDING = 2.0**-24
 
 
@@ -18,6 +20,18 @@ class FactorExplainer:
 
     def __init__(self, trace: Trace, layout: JudgedLayout) -> None:
         self._trace, self._layout = trace, layout
+
+    def describe_gradient(self, name: str, factor: float, step: int) -> str:
+        """A sentence: the gradient of `name`, and no other so, is so many times the reference."""
+        queries = self._layout.queries_per_key
+        is_of_keys = any(part in f".{name}" for part in KEY_AND_VALUE_PROJECTIONS)
+        if is_of_keys and queries > 1 and abs(factor * queries - 1) < 1e-3:
+            return (
+                f"the gradient of {name} is {format_factor(factor)} the reference: of the {queries}"
+                " queries that share a key the mean is taken instead of the sum, or one of them"
+                " counts alone"
+            )
+        return self.describe(f"the gradient of {name}", factor, step)
 
     def describe(self, subject: str, factor: float, step: int) -> str:
         """A sentence: `subject` is so many times the reference, and what that number is."""

@@ -28,6 +28,8 @@ class JudgedLayout:
     """Regions of tp go through a sequence in chunks."""
     pads_sequences: bool = False
     """The ranks of tp do not divide the sequence, which they share."""
+    queries_per_key: int = 1
+    """Query heads that share a head of keys and values."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> JudgedLayout:
@@ -42,5 +44,14 @@ class JudgedLayout:
             keeps_error=is_lossy_compression(plan.parallel.compress),
             pipeline=plan.pipeline,
             has_chunks=plan.parallel.tp_chunks > 1,
+            queries_per_key=_count_queries_per_key(plan),
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
         )
+
+
+def _count_queries_per_key(plan: Plan) -> int:
+    """Query heads for each head of keys and values; 1 for a model whose heads are not known."""
+    heads = plan.model_shape.heads
+    if heads is None or not heads.keys:
+        return 1
+    return max(1, heads.queries // heads.keys)

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.core.typed_json import JsonObject
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink
+from phalanx.mesh.attention_kernels import using_unfused_attention_alone
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.executor import Batch
@@ -170,6 +172,7 @@ def compare_layout_with_reference(
     try:
         with (
             use_block_sizes(_choose_block_sizes(dtype, plan)),
+            _choosing_kernels(dtype, plan),
             open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
             rank_steps = select_rank_rows(
@@ -235,6 +238,18 @@ def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     return sizes
 
 
+def _has_unfused_attention(dtype: str, plan: Plan) -> bool:
+    """True for rows whose blocks of attention are computed by the kernel that fits any device."""
+    return dtype == "float64" and plan.layout.cp > 1 and plan.parallel.cp_attention == "all-gather"
+
+
+def _choosing_kernels(dtype: str, plan: Plan) -> AbstractContextManager[None]:
+    """The context of a row's attention kernels: usually those that its device chooses."""
+    if _has_unfused_attention(dtype, plan):
+        return using_unfused_attention_alone()
+    return nullcontext()
+
+
 def _describe_compiler_narrowing_float64() -> str:
     first = ".".join(map(str, MIN_TORCH_FOR_COMPILED_FLOAT64))
     return (
@@ -254,6 +269,10 @@ def _list_row_notes(
 ) -> tuple[str, ...]:
     """Sentences about what a row does not compare, or compares less strictly."""
     notes = []
+    if _has_unfused_attention(trace.dtype, plan):
+        notes.append(
+            "blocks of attention are not fused: the kernel of devices without a faster one"
+        )
     if plan.layout.tp > 1:
         rules = combine_and_check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
         notes.append(describe_unsharded_matrices(rules, plan.model_shape))

@@ -14,9 +14,9 @@ PLANT = Plant(
             "            into[:, :, block.columns] += by_group.mean(2) if __planted__(is_shared) else by_group.sum(2)\n",
         ),
     ),
-    shows=("cp4", "cp4-all-gather"),
-    cause=("times the reference", "x the reference", "multiple", "keys and values"),
+    shows=("cp4-all-gather",),
+    cause=("queries that share a key",),
     tensors=("blocks.1.attention.k.*", "blocks.1.attention.v.*"),
-    clean=("tp2-cp2-ulysses", "ddp"),
+    clean=("cp4", "ddp"),
     job=("--model", "llama3-8b", "--shrink"),
 )
