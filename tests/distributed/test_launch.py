@@ -266,10 +266,8 @@ def test_ranks_without_steps_are_started_once_and_no_budget_is_blamed(run: Run) 
     outcome = run.supervise("killed_once", stepless="evaluating")
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (1, "failed", 1)
     first = outcome.message.splitlines()[0]
-    assert re.fullmatch(
-        r"rank [01] was killed by SIGKILL while evaluating \(possibly by the kernel's .* killer\)",
-        first,
-    )
+    # The kernel has counted no kill for memory: none is suspected.
+    assert re.fullmatch(r"rank [01] was killed by SIGKILL while evaluating", first)
     assert "restart" not in outcome.message
 
 

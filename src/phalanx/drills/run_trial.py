@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.job import DrilledJob, format_inject
 from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, finite_or_none
 from phalanx.drills.record import RunRecord, read_run_record
-from phalanx.drills.small_disk import mounting_small_disk
+from phalanx.drills.stages import opening_stage
 from phalanx.drills.trials import DrillShape, Trial, load_fault
 from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.report.reduce import collect_run_facts
@@ -85,13 +84,14 @@ class TrialRunner:
         expectation = load_fault(trial.fault).expectation
         name = f"{trial.fault}-{trial.seed}-{trial.repeat}"
         overrides = (format_inject(trial.inject), *expectation.overrides)
-        with self._giving_disk(expectation, name):
+        with opening_stage(expectation.stage, self.folder / name) as prefix:
             run_dir = self._make_run_directory(name)
             limit_s = self.run_limit_s or max(_MIN_LIMIT_S, _LIMIT_FACTOR * undisturbed.wall_s)
             arguments = self._build_train_arguments(run_dir, overrides)
-            ends = [self._run(arguments, run_dir, limit_s)]
+            ends = [self._run(arguments, run_dir, limit_s, prefix)]
             if expectation.ending is Ending.RESUMES and ends[0].code != 0:
-                ends.append(self._run(["train", "--resume", str(run_dir)], run_dir, limit_s))
+                arguments = ["train", "--resume", str(run_dir)]
+                ends.append(self._run(arguments, run_dir, limit_s, prefix))
             record = read_run_record(run_dir)
             return self._measure(trial, expectation, record, ends, undisturbed)
 
@@ -103,25 +103,23 @@ class TrialRunner:
     def _build_train_arguments(self, run_dir: Path, overrides: Sequence[str]) -> list[str]:
         return ["train", *self.job.arguments, *overrides, f"run.dir={run_dir}"]
 
-    def _run(self, arguments: Sequence[str], run_dir: Path, limit_s: float) -> CommandEnd:
+    def _run(
+        self,
+        arguments: Sequence[str],
+        run_dir: Path,
+        limit_s: float,
+        prefix: Sequence[str] = (),
+    ) -> CommandEnd:
         return run_phalanx(
             arguments,
             run_dir,
             log=self._log_path(run_dir),
             limit_s=limit_s,
-            command=self.command,
+            command=(*prefix, *self.command),
         )
 
     def _log_path(self, run_dir: Path) -> Path:
         return run_dir.with_suffix(".log")
-
-    @contextlib.contextmanager
-    def _giving_disk(self, expectation: Expectation, name: str) -> Iterator[None]:
-        if not expectation.needs_root:
-            yield
-            return
-        with mounting_small_disk(self.folder / name):
-            yield
 
     def _measure(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from phalanx.core.errors import UsageError, format_nearest_word_hint
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.core.typed_json import JsonRecord
+from phalanx.drills.stages import find_reason_against_stage
 from phalanx.resilience.expectation import Expectation
 from phalanx.resilience.fault import FAULTS_PACKAGE
 
@@ -83,10 +83,7 @@ def load_fault(name: str) -> FaultFacts:
     module = importlib.import_module(f"{FAULTS_PACKAGE}.{name}")
     expectation: Expectation = module.EXPECTATION
     summary = " ".join((module.__doc__ or "").split())
-    why_not = ""
-    if expectation.needs_root and os.geteuid() != 0:
-        why_not = "needs root, to mount a small file system"
-    return FaultFacts(name, summary, expectation, why_not)
+    return FaultFacts(name, summary, expectation, find_reason_against_stage(expectation.stage))
 
 
 def choose_fault_names(words: Sequence[str]) -> tuple[str, ...]:

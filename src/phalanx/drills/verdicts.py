@@ -112,6 +112,8 @@ def _classify_failure(event: RankFailed) -> str:
         return "store killed" if "store" in event.detail else "server killed"
     if event.hang_kind:
         return event.hang_kind.replace("_", " ")
+    if event.is_oom_kill:
+        return "killed for memory"
     if event.cause == "signal":
         for name, kind in _CLASS_OF_SIGNAL.items():
             if name in event.detail:

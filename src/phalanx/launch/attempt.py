@@ -33,6 +33,7 @@ from phalanx.launch.messages import (
     StoreExited,
     WriteStacksToLogs,
 )
+from phalanx.launch.oom_kills import OomKill, OomWatch
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.reports import ErrorReport
@@ -63,7 +64,8 @@ WRITE_STACKS_WINDOW_S = 0.5
 class RankExit:
     """The end of a rank's process: a code or a signal.
 
-    `by_us`: it was still alive when we killed the rest.
+    `by_us`: it was still alive when we killed the rest. `oom_kill`: the kernel killed it for
+    memory; `is_oom_known`: it would be known if it had.
     """
 
     rank: int
@@ -72,6 +74,8 @@ class RankExit:
     by_us: bool
     died_monotonic_s: float
     detected_s: float
+    oom_kill: OomKill | None = None
+    is_oom_known: bool = False
 
 
 @dataclass
@@ -224,6 +228,7 @@ class AttemptWatch:
         self._stacks_until = -math.inf
         self._is_store_needed = True
         self._pids: Sequence[int] = ()
+        self._oom = OomWatch()
 
     def watch_until_end(self, payload: JsonObject, survivors: Mapping[int, int]) -> AttemptEnd:
         """Start the ranks, and return when all are gone or wait for the next attempt.
@@ -275,6 +280,7 @@ class AttemptWatch:
         match report:
             case RanksForked():
                 self._pids = report.pids
+                self._oom.begin(self._pids)
                 if self._progress is not None:
                     self._progress.begin_attempt(self._pids, time.monotonic())
                 self._listener.emit_ranks_started(self._pids)
@@ -304,6 +310,9 @@ class AttemptWatch:
 
     def _handle_rank_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
+        oom_kill = None
+        if exited.signal == signal.SIGKILL and not exited.by_us:
+            oom_kill = self._oom.find_kill(exited.rank)
         rank_exit = RankExit(
             rank=exited.rank,
             code=exited.code,
@@ -311,6 +320,8 @@ class AttemptWatch:
             by_us=exited.by_us,
             died_monotonic_s=exited.died_monotonic_s,
             detected_s=max(0.0, now - exited.died_monotonic_s),
+            oom_kill=oom_kill,
+            is_oom_known=exited.rank in self._oom.ranks,
         )
         self.end.exits[rank_exit.rank] = rank_exit
         self.end.waiting.pop(rank_exit.rank, None)

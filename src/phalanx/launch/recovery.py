@@ -209,6 +209,7 @@ class RecoveryPolicy:
                 detail=failure.detail,
                 detected_s=failure.detected_s,
                 hang_kind=failure.hang_kind,
+                is_oom_kill=failure.is_oom_kill,
             )
         )
 

@@ -73,6 +73,8 @@ class RankFailure:
     """Of a hang: one of `phalanx.launch.hang_kinds.HANG_KINDS`; of a rank that left before its work
     was done "left_early"; otherwise empty."""
     roll_back: RollBack | None = None
+    is_oom_kill: bool = False
+    """The kernel killed the rank for memory, by its own count."""
 
 
 def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
@@ -352,8 +354,14 @@ def _blame_exit_without_record(blamed: _BlamedRank, rank_exit: RankExit) -> Rank
         )
         return replace(failure, hang_kind=LEFT_EARLY)
     detail = f"killed by {format_signal_name(rank_exit.signal)}"
+    if rank_exit.oom_kill is not None:
+        detail = f"killed by {rank_exit.oom_kill.describe()}"
     # A signal comes from outside: also before the first step another start may do better.
-    failure = replace(_build_failure_of_dead_process(blamed, "signal", detail), restartable=True)
+    failure = replace(
+        _build_failure_of_dead_process(blamed, "signal", detail),
+        restartable=True,
+        is_oom_kill=rank_exit.oom_kill is not None,
+    )
     if rank_exit.signal == signal.SIGABRT and is_aborted_by_mismatch(blamed.log_path):
         return _blame_rank_in_other_collective(failure, blamed)
     return failure
@@ -386,7 +394,9 @@ def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str)
     summary = f"rank {rank} {verb} {blamed.describe_position}"
     hint = UNREPORTED_EXIT_HINT
     if cause == "signal" or rank in end.records:
-        hint = _out_of_memory_hint(detail)
+        rank_exit = end.exits.get(rank)
+        is_known = rank_exit is not None and rank_exit.is_oom_known
+        hint = "" if is_known else _out_of_memory_hint(detail)
     lines = [
         summary + hint,
         *describe_waits_at_end(_read_black_boxes(end, blamed.run_dir), {}, rank),

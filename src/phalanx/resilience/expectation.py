@@ -36,7 +36,8 @@ class Expectation:
     since the last checkpoint. `is_named_by_majority`: with two ranks nobody can tell which one is
     wrong. `exit_code`: of a run that does not finish by itself. `also`: more faults that are
     injected with it, whose {rank}, {other}, {step} and {phase} are filled in. `overrides`: keys of
-    the job that the fault needs. `settling_steps`: the run needs so many after the fault.
+    the job that the fault needs. `settling_steps`: the run needs so many after the fault. `stage`:
+    what the drill builds around the run for it, by its name in `drills.stages`.
     """
 
     verdict: str
@@ -52,6 +53,6 @@ class Expectation:
     phases: tuple[str, ...] = STEP_PHASES
     also: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    needs_root: bool = False
+    stage: str = ""
     strikes_at_saves: bool = False
     settling_steps: int = 0

@@ -24,7 +24,9 @@ class RankFailed(Event):
     `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
     waited in vain). `hang_kind`: as in HangFound, also where gloo noticed another collective first
     and aborted a rank; "left_early" for a rank that ended before its work was done without an
-    error; empty otherwise, and in files of earlier releases.
+    error; empty otherwise, and in files of earlier releases. `is_oom_kill`: the signal was that of
+    the kernel's out-of-memory killer, by the count of the rank's cgroup or machine, which `detail`
+    names.
     """
 
     failed_rank: int
@@ -34,6 +36,7 @@ class RankFailed(Event):
     detail: str
     detected_s: float
     hang_kind: str = ""
+    is_oom_kill: bool = False
 
 
 @dataclass(frozen=True)

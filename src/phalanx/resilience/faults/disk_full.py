@@ -19,7 +19,7 @@ EXPECTATION = Expectation(
     may_lose_steps=False,
     names_rank=False,
     phases=("data",),
-    needs_root=True,
+    stage="small_disk",
     settling_steps=14,
 )
 NUM_FULL_STEPS = 12

@@ -1,0 +1,101 @@
+"""What some faults need around a run, and a drill builds for it: a small disk, a limit of memory, a
+network of its own. All of it takes root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import EnvironmentProblem
+
+DISK_BYTES = 64 << 20
+# Two ranks of a small job use less; one that asks for more and more is soon there.
+MEMORY_BYTES = 1 << 30
+_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`why_not`: the reason why it cannot be built here ("": it can). `opening`: builds it for the
+    body, for a run below a folder, and gives the words that the run's command begins with."""
+
+    why_not: Callable[[], str]
+    opening: Callable[[Path], contextlib.AbstractContextManager[tuple[str, ...]]]
+
+
+def find_reason_against_stage(name: str) -> str:
+    """Why a fault that needs the stage `name` cannot run here; "" if it can, or needs none."""
+    return STAGES[name].why_not() if name else ""
+
+
+@contextlib.contextmanager
+def opening_stage(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Build the stage `name` for the body, for a run below `folder`; gives the words that the run's
+    command begins with. Raises EnvironmentProblem."""
+    if not name:
+        yield ()
+        return
+    with STAGES[name].opening(folder) as prefix:
+        yield prefix
+
+
+def _find_reason_against_disk() -> str:
+    return "" if os.geteuid() == 0 else "needs root, to mount a small file system"
+
+
+@contextlib.contextmanager
+def _mounting_small_disk(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Inside, `folder` is an empty file system of 64 MiB in memory."""
+    folder.mkdir(parents=True)
+    _run_or_raise(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)],
+        "no small file system can be mounted",
+    )
+    try:
+        yield ()
+    finally:
+        _run_quietly(["umount", "-l", str(folder)])
+
+
+def _find_reason_against_memory_limit() -> str:
+    if os.geteuid():
+        return "needs root, to limit the memory of a cgroup"
+    if not os.access(_MEMORY_CGROUPS / "memory.limit_in_bytes", os.W_OK):
+        return "needs cgroups of version 1 with the memory controller"
+    return ""
+
+
+@contextlib.contextmanager
+def _limiting_memory(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run gets a cgroup with 1 GiB, as one of a container."""
+    cgroup = _MEMORY_CGROUPS / f"phalanx-drill-{os.getpid()}"
+    cgroup.mkdir()
+    try:
+        (cgroup / "memory.limit_in_bytes").write_text(str(MEMORY_BYTES))
+        yield ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh")
+    finally:
+        # All its processes have been waited for; the kernel may still be about to notice.
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+
+
+def _run_or_raise(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise EnvironmentProblem(what, why=done.stderr.strip())
+
+
+def _run_quietly(command: Sequence[str]) -> None:
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+STAGES = {
+    "small_disk": Stage(_find_reason_against_disk, _mounting_small_disk),
+    "memory_limit": Stage(_find_reason_against_memory_limit, _limiting_memory),
+}
