@@ -6,19 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from hf_zoo import write_config
+from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn import build
-from phalanx.nn.build import build_objective, build_own_module
+from phalanx.nn.build import build_large_module, build_objective, build_own_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run.weights import build_training_state
@@ -93,6 +95,78 @@ def find_differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return names + [
         n for n in found.keys() & expected.keys() if not torch.equal(found[n], expected[n])
     ]
+
+
+class OwnGenerator(nn.Module):
+    """What draws from a generator of its own cannot be recorded. Its head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+        self.lookup, self.head = nn.Embedding(90, 32), nn.Linear(32, 90, bias=False)
+        self.head.weight = self.lookup.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.register_buffer("scale", torch.rand(32, generator=generator))
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator, std=0.2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class OtherEachTime(nn.Module):
+    """Its weights are no function of the random state that it finds."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        OtherEachTime.count += 1
+        self.weight = nn.Parameter(torch.full((4,), float(OtherEachTime.count)))
+        torch.manual_seed(0)
+
+
+class KeptBeside(nn.Module):
+    """Another object holds its weight."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4))
+        KeptBeside.kept.append(self.weight.detach())
+
+
+def test_what_cannot_be_recorded_is_built_in_turn_and_has_the_same_numbers() -> None:
+    kind = f"{__name__}:OwnGenerator"
+    assert (
+        get_initial_values_of_module(build_own_module(Model(kind=kind), 0, is_recorded=True))
+        is None
+    )
+    for found in run_ranks(2, compare_starts, kind, ("ddp", "zero3")):
+        for differing in found.values():
+            assert differing["moved"] > 5
+            assert differing["started"] == differing["buffers"] == differing["trained"] == []
+
+
+def test_a_module_that_cannot_be_built_twice_is_refused_and_one_that_is_shared_stays_whole() -> (
+    None
+):
+    module = build_large_module(Model(kind=f"{__name__}:OtherEachTime"), 0)
+    values = get_initial_values_of_module(module)
+    assert module.weight.is_meta
+    assert values is not None
+    with pytest.raises(LayoutError, match="other weights when it is built again"):
+        values.fill_parameter_shards({})
+    module = build_large_module(Model(kind=f"{__name__}:KeptBeside"), 0)
+    assert get_initial_values_of_module(module) is None
+    assert module.weight.untyped_storage().data_ptr() in {
+        kept.untyped_storage().data_ptr() for kept in KeptBeside.kept
+    }
 
 
 # The first one ties its head to its embedding.

@@ -460,8 +460,7 @@ def get_initial_values_of_module(module: nn.Module) -> InitialParameterValues | 
 
 
 def set_initial_values_of_module(module: nn.Module, values: InitialParameterValues) -> None:
-    """Fill the parameters of a module that `build_module_and_record` has made by other values."""
-    assert module in _recorded_inits
+    """Fill the parameters of a module, which are on the meta device, by these values."""
     _recorded_inits[module] = values
 
 

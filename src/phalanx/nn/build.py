@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import nn
 
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import LayoutError
+from phalanx.core.host_lock import holding_host_lock
 from phalanx.core.registry import import_object_of_kind
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
+from phalanx.mesh.rebuilt_init import build_module_in_turn
 from phalanx.mesh.recorded_init import build_module_and_record
 from phalanx.nn.hugging_face.adapter import (
     build_module_without_memory,
@@ -29,17 +32,23 @@ MODELS_PACKAGE = "phalanx.nn.models"
 MIN_RECORDED_INIT_BYTES = 256 * 2**20
 """Of parameters in float32: a smaller module is built sooner than it is recorded."""
 
+BUILD_TIMEOUT_S = 1800.0
+"""A rank that builds a module for longer keeps the others of its machine from it."""
+
 
 def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with
     its own weights.
 
     With `is_recorded` a large module of the user's is on meta, too, and only what building it does
-    to its parameters is recorded, where that is possible.
+    to its parameters is recorded; where that is not possible ranks of a machine build it one at a
+    time.
     """
     if job.model.is_foreign:
         is_large = 4 * shape.num_params >= MIN_RECORDED_INIT_BYTES
-        return build_own_module(job.model, job.run.seed, is_recorded=is_recorded and is_large)
+        if is_recorded and is_large:
+            return build_large_module(job.model, job.run.seed)
+        return build_own_module(job.model, job.run.seed)
     build = import_object_of_kind(shape.kind, MODELS_PACKAGE, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
@@ -58,6 +67,19 @@ def build_own_module(model: Model, seed: int, *, is_recorded: bool = False) -> n
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{model.kind} returned {type(module).__name__}, not an nn.Module")
     return module
+
+
+def build_large_module(model: Model, seed: int) -> nn.Module:
+    """Call the user's factory without memory for parameters, or in turn with other ranks of this
+    machine: what it returns has parameters on the meta device where they can be filled later."""
+    assert model.kind is not None
+    recorded = _build_module_without_memory(resolve_model_factory(model.kind), model, seed)
+    if recorded is not None:
+        return recorded
+    return build_module_in_turn(
+        functools.partial(build_own_module, model, seed),
+        functools.partial(holding_host_lock, "build", BUILD_TIMEOUT_S),
+    )
 
 
 def _call_factory_seeded(factory: Callable[..., Any], model: Model, seed: int) -> Any:
