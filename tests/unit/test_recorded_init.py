@@ -14,14 +14,21 @@ import torch
 from torch import nn
 
 from hf_zoo import ZOO, write_config
+from phalanx.core.errors import LayoutError
+from phalanx.job.load import load_job
 from phalanx.job.schema import Model
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.mesh.logical import Box, LogicalShard, collect_module_shards
 from phalanx.mesh.recorded_init import (
     NotRecordableError,
     build_module_and_record,
     get_initial_values_of_module,
 )
+from phalanx.nn import build as nn_build
 from phalanx.nn.build import build_own_module
+from phalanx.nn.probe import describe_module_for_planner
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
 SEED = 5
@@ -255,6 +262,28 @@ def test_such_a_module_is_built_plainly() -> None:
     assert not any(parameter.is_meta for parameter in found.parameters())
     # What refuses while it records is gone.
     torch.manual_seed(0)
+
+
+def test_a_plan_counts_the_start_of_what_is_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn_build, "MIN_RECORDED_INIT_BYTES", 0)
+    described = {
+        name: describe_module_for_planner(f"{__name__}:{name}", {})["is_built_whole"]
+        for name in ("Reseeding", "Drawn")
+    }
+    assert described == {"Reseeding": True, "Drawn": False}
+    keys = ["model.kind=own:module", "parallel.ranks=4", "parallel.zero_stage=3"]
+    job = load_job(None, [*keys, "cluster.memory_gib=16", "cluster.device=cpu"])
+    shape = MeasuredModule("own:module", 0, 2**28, 2**28, 2**28, 0)
+    plans = [
+        make_plan(job, shape=replace(shape, is_built_whole=whole), cluster=Cluster("cpu", 4, 2**34))
+        for whole in (False, True)
+    ]
+    (line,) = set(plans[1].reasons) - set(plans[0].reasons)
+    assert line.startswith("start: ")
+    assert "1.0 GiB of host memory beside the 1.0 GiB" in line
+    assert plans[1].model_shape.is_built_whole
+    with pytest.raises(LayoutError, match=r"needs 2\.0 GiB of a machine's 1\.0 GiB"):
+        make_plan(job, shape=replace(shape, is_built_whole=True), cluster=Cluster("cpu", 4, 2**30))
 
 
 def test_digests_tell_other_numbers_apart() -> None:

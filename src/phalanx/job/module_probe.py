@@ -211,6 +211,7 @@ def _build_module_from_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredM
         has_attention_seam=bool(answer.get("has_attention_seam", True)),
         traces=parse_traces(answer.get("traces", ())),
         why_untraced=Redactor(os.environ).redact_text(str(answer.get("why_untraced", ""))),
+        is_built_whole=bool(answer.get("is_built_whole", False)),
         **facts,
     )
 

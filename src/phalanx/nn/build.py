@@ -82,6 +82,13 @@ def build_large_module(model: Model, seed: int) -> nn.Module:
     )
 
 
+def can_build_without_memory(model: Model) -> bool:
+    """True if ranks record what building the module does, and False if each builds it whole, in
+    turn."""
+    assert model.kind is not None
+    return _build_module_without_memory(resolve_model_factory(model.kind), model, 0) is not None
+
+
 def _call_factory_seeded(factory: Callable[..., Any], model: Model, seed: int) -> Any:
     torch.manual_seed(hash_to_stable_64_bits("foreign init", seed) % 2**63)
     return factory(**model.args)

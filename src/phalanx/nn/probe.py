@@ -21,10 +21,12 @@ from torch.nn.parameter import is_lazy
 import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.job.schema import Model
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
 from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
+from phalanx.nn import build
 from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, resolve_model_factory
 from phalanx.nn.module_trace import trace_module_for_planner
 
@@ -60,6 +62,9 @@ def describe_module_for_planner(
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
+    if 4 * int(str(description["num_params"])) >= build.MIN_RECORDED_INIT_BYTES:
+        model = Model.model_validate({"kind": kind, "args": args})
+        description["is_built_whole"] = not build.can_build_without_memory(model)
     # Last, for a trace takes the module's weights from it.
     if trace is not None:
         description |= trace_module_for_planner(module, kind, trace)

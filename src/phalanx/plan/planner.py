@@ -40,6 +40,7 @@ from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, co
 from phalanx.plan.precision import require_fp8_is_possible, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
+from phalanx.plan.start import describe_start_of_whole_module
 from phalanx.plan.warnings import (
     NO_EXTRA_REASONS_OR_WARNINGS,
     DataFacts,
@@ -97,10 +98,12 @@ def make_plan(
     ]
     chosen = next(candidate for candidate in alternatives if candidate.chosen)
     parallel = _resolve_parallel(job, evaluator, ranks, chosen)
+    why_start = describe_start_of_whole_module(shape, cluster, chosen)
     if is_explained:
         reasons += [
             *filter(None, [why_precision]),
             *list_plan_notes(job, evaluator, chosen, parallel.reasons),
+            *filter(None, [why_start]),
             *more.reasons,
             *list_headroom_notes(job, cluster, ranks.value),
         ]

@@ -66,6 +66,9 @@ class MeasuredModule:
     """What it does in a microbatch, in each precision that was asked for; none where it could not
     be traced."""
     why_untraced: str = ""
+    is_built_whole: bool = False
+    """A large module, whose building could not be recorded: each rank has all of it for a while
+    when a run starts."""
     column_cut: frozenset[str] = frozenset()
     """The layers of which tensor parallelism has left a part of the outputs."""
 
@@ -283,6 +286,7 @@ class MeasuredModule:
             "has_attention_seam": self.has_attention_seam,
             "traces": format_traces_json(self.traces),
             "why_untraced": self.why_untraced,
+            "is_built_whole": self.is_built_whole,
         }
 
 
