@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.profiles import make_profile
@@ -129,7 +130,7 @@ def test_what_is_no_run_and_what_is_too_short_is_refused(tmp_path: Path) -> None
 # Autotune
 
 
-def list_names(*overrides: str) -> list[tuple[str, dict[str, int]]]:
+def list_names(*overrides: str) -> list[tuple[str, dict[str, Any]]]:
     job = load_job(None, [*SMALL, *overrides])
     return [(layout.name, layout.keys) for layout in autotune.rank_layouts_by_predicted_time(job)]
 
@@ -152,8 +153,21 @@ def test_the_fastest_is_first_where_there_is_a_profile(monkeypatch: pytest.Monke
 
 
 def test_what_the_job_fixes_stays() -> None:
-    assert {name for name, _ in list_names("parallel.tp=2")} == {"as the job says"}
-    assert list_names("parallel.tp=2", "train.micro_batch_size=4") == [("as the job says", {})]
+    assert {name for name, _ in list_names("parallel.tp=2")} == {"tp"}
+    assert len(list_names("parallel.tp=2")) > 1
+    assert list_names("parallel.tp=2", "train.micro_batch_size=4") == [
+        ("tp", {"tp": 2, "micro_batch_size": 4})
+    ]
+
+
+def test_layouts_are_those_of_the_search() -> None:
+    """Experts over ranks, sequences over ranks and combinations were no families of the fixed list
+    that was tried before."""
+    experts = ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=64"]
+    long = ["data.seq_len=8192", "parallel.ranks=4", "cluster.memory_gib=64"]
+    names = {name for name, _ in list_names(*experts, *long)}
+    assert {"ep", "cp", "tp"} <= {axis for name in names for axis in name.split(" + ")}
+    assert any(name.count(" + ") >= 2 for name in names)
 
 
 def test_a_job_without_a_legal_layout_is_refused_with_the_reason() -> None:
@@ -164,5 +178,7 @@ def test_a_job_without_a_legal_layout_is_refused_with_the_reason() -> None:
 
 
 def test_keys_of_a_layout_go_where_they_belong() -> None:
-    job: Job = autotune._copy_job_with_keys(load_job(None, SMALL), {"tp": 2, "micro_batch_size": 4})
-    assert (job.parallel.tp, job.train.micro_batch_size) == (2, 4)
+    job: Job = autotune._copy_job_with_keys(
+        load_job(None, SMALL), {"tp": 2, "micro_batch_size": 4, "recompute": "full"}
+    )
+    assert (job.parallel.tp, job.train.micro_batch_size, job.train.recompute) == (2, 4, "full")

@@ -75,8 +75,10 @@ def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
         yield f"pick    {keys or 'as the job says'}   ({result.winner.name}, by measurement)"
 
 
-def _format_override(key: str, value: int) -> str:
+def _format_override(key: str, value: object) -> str:
+    from phalanx.run.autotune import TRAIN_KEYS
+
     section = "parallel"
-    if key == "micro_batch_size":
+    if key in TRAIN_KEYS:
         section = "train"
     return f"{section}.{key}={value}"

@@ -12,10 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.plan import Plan
+from phalanx.plan.search.finalists import (
+    apply_job_keys,
+    describe_layout_family,
+    list_job_keys_of_row,
+)
+from phalanx.plan.search.search import build_search_task, group_rows_by_family, screen_layouts
 from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
 from phalanx.run.plan_time import predict_step_time_of_plan
@@ -23,19 +31,9 @@ from phalanx.run.scratch import open_scratch_directory
 from phalanx.run.train_job import train_job
 
 STEPS = 8
-DEGREES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "cp", "ep", "pp")
-# Layouts of `ranks` ranks, from the simplest on: keys of [parallel].
-FAMILIES: dict[str, Callable[[int], Mapping[str, int]]] = {
-    "ddp": lambda ranks: {"dp_replicate": ranks},
-    "zero1": lambda ranks: {"dp_shard": ranks, "zero_stage": 1},
-    "zero2": lambda ranks: {"dp_shard": ranks, "zero_stage": 2},
-    "zero3": lambda ranks: {"dp_shard": ranks, "zero_stage": 3},
-    "tp": lambda ranks: {"tp": ranks},
-    "pp": lambda ranks: {"pp": ranks},
-    "tp 2 x ddp": lambda ranks: {"tp": 2, "dp_replicate": ranks // 2},
-    "pp 2 x ddp": lambda ranks: {"pp": 2, "dp_replicate": ranks // 2},
-}
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MAX_LAYOUTS_PER_FAMILY = 6
+"""Of each family so many are planned, with different micro-batches."""
+TRAIN_KEYS = ("micro_batch_size", "recompute", "recompute_every")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TunedLayout:
     step (None without a profile); then what came out: what was measured, or why nothing was."""
 
     name: str
-    keys: dict[str, int]
+    keys: dict[str, Any]
     plan: Plan = field(repr=False)
     predicted_s: float | None
     measured: RecordedSteps | None = None
@@ -129,21 +127,23 @@ def _get_measured_step_s(layout: TunedLayout) -> float:
 
 
 def rank_layouts_by_predicted_time(job: Job) -> list[TunedLayout]:
-    """Legal layouts of the job that fit, the one predicted to be fastest first; without a profile
-    from the simplest on. Each family is there once, with its best micro-batch, before any family's
-    second one. Raises the first LayoutError where none is legal."""
+    """Layouts that the search lets through and that fit, the one predicted to be fastest first;
+    without a profile from the simplest on. Each family is there once, with its best layout, before
+    any family's second one. Raises LayoutError where none is legal."""
     require_layouts_may_be_searched(job)
     candidates: list[TunedLayout] = []
     first_refusal: PhalanxError | None = None
     identities = set()
-    for name, keys in _list_layout_keys_to_try(job):
+    for keys in _list_layout_keys_to_try(job):
         try:
-            plan = plan_job(_copy_job_with_keys(job, keys), checks_initial=False).plan
+            plan = plan_job(apply_job_keys(job, keys), checks_initial=False).plan
         except (LayoutError, JobError) as refusal:
             first_refusal = first_refusal or refusal
             continue
-        # The micro-batch that the plan takes by itself is among those that are tried.
-        identity = name, plan.micro_batch_size, plan.num_microbatches
+        stage, offload = plan.chosen.zero_stage, plan.parallel.offload
+        name = describe_layout_family(plan.layout, stage, offload)
+        identity = plan.layout, stage, plan.micro_batch_size, plan.activations, offload
+        # A plan may settle what the search left open as another row has it.
         if not plan.chosen.fits or identity in identities:
             continue
         identities.add(identity)
@@ -151,7 +151,10 @@ def rank_layouts_by_predicted_time(job: Job) -> list[TunedLayout]:
         predicted_s = None
         if step is not None:
             predicted_s = step.total_s
-        candidates.append(TunedLayout(name, keys, plan, predicted_s))
+        short_keys = {key.partition(".")[2]: value for key, value in keys.items()}
+        if job.parallel.ranks is not None:
+            del short_keys["ranks"]
+        candidates.append(TunedLayout(name, short_keys, plan, predicted_s))
     if not candidates:
         raise first_refusal or LayoutError("no layout of this job fits")
     # A stable sort: what nobody predicted stays in its order.
@@ -174,39 +177,32 @@ def _put_best_of_each_family_first(layouts: Sequence[TunedLayout]) -> list[Tuned
     return [*best, *later]
 
 
-def _list_layout_keys_to_try(job: Job) -> Iterator[tuple[str, dict[str, int]]]:
-    """The keys of each layout that leaves alone what the job fixes."""
-    ranks = plan_job(job, checks_initial=False).plan.world_size
-    is_fixed = any(getattr(job.parallel, name) is not None for name in DEGREES)
-    layouts: dict[str, dict[str, int]] = {"as the job says": {}}
-    if not is_fixed:
-        layouts = {}
-        for name, build in FAMILIES.items():
-            keys = dict(build(ranks))
-            # Of two ranks, say, "tp 2 x ddp" is tp.
-            if 1 not in _list_degrees(keys) and math.prod(_list_degrees(keys)) == ranks:
-                layouts[name] = keys
-        layouts = layouts or {"one rank": {}}
-    sizes: Sequence[int | None] = (None, *MICRO_BATCHES)
-    if job.train.micro_batch_size is not None:
-        sizes = (None,)
-    for name, keys in layouts.items():
-        for size in sizes:
-            if size is None:
-                yield name, keys
-            elif size < job.train.global_batch_size:
-                yield name, {**keys, "micro_batch_size": size}
+def _list_layout_keys_to_try(job: Job) -> Iterator[dict[str, Any]]:
+    """The keys of the best layouts of each family by the search, by dotted key: what the job says
+    stays, and each family has different micro-batches."""
+    planned = plan_job(job, checks_initial=False).plan
+    task = build_search_task(
+        apply_job_keys(job, {"parallel.ranks": planned.world_size}), vocab_size=planned.vocab_size
+    )
+    screened = screen_layouts(task)
+    rows = screened.rows
+    for family in group_rows_by_family(screened):
+        best_of_size: dict[int, int] = {}
+        for row in map(int, family):
+            best_of_size.setdefault(int(rows.micro_batch_size[row]), row)
+        chosen = list(best_of_size.values())
+        if np.isnan(screened.seconds).any():
+            # Nobody says what is fast: few large microbatches have the least overhead.
+            chosen.sort(key=lambda row: int(rows.num_microbatches[row]))
+        for row in chosen[:MAX_LAYOUTS_PER_FAMILY]:
+            yield list_job_keys_of_row(job, rows, row)
 
 
-def _list_degrees(keys: Mapping[str, int]) -> list[int]:
-    return [degree for key, degree in keys.items() if key != "zero_stage"]
-
-
-def _copy_job_with_keys(job: Job, keys: Mapping[str, int], **sections: Mapping[str, Any]) -> Job:
-    """The job with `keys` of [parallel] and train.micro_batch_size, and more by section."""
+def _copy_job_with_keys(job: Job, keys: Mapping[str, Any], **sections: Mapping[str, Any]) -> Job:
+    """The job with `keys` of [parallel], or of [train] where they are its, and more by section."""
     body = job.to_json()
     for key, value in keys.items():
-        section = "train" if key == "micro_batch_size" else "parallel"
+        section = "train" if key in TRAIN_KEYS else "parallel"
         body[section][key] = value
     for section, values in sections.items():
         body[section] |= values

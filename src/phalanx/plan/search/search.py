@@ -129,7 +129,7 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     screened = screen_layouts(task)
     planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
     best: list[RankedLayout] = []
-    for family in _group_rows_by_family(screened):
+    for family in group_rows_by_family(screened):
         for row in family[:MAX_PLANS_PER_FAMILY]:
             ranked = planner.plan_layout(list_job_keys_of_row(task.job, screened.rows, int(row)))
             if ranked is not None:
@@ -168,7 +168,7 @@ def _describe_uncut_alternative(
     number = count_mechanisms_by_row(screened.rows)
     # The simplest first: what is asked is whether the cut is needed at all.
     firsts = sorted(
-        (int(family[0]) for family in _group_rows_by_family(screened)), key=lambda row: number[row]
+        (int(family[0]) for family in group_rows_by_family(screened)), key=lambda row: number[row]
     )
     for row in firsts:
         ranked = planner.plan_layout(list_job_keys_of_row(opened, screened.rows, row))
@@ -253,7 +253,7 @@ def count_mechanisms_by_row(rows: LayoutRows) -> npt.NDArray[np.int64]:
     return number + (rows.recompute > 0) + (rows.offload > 0)
 
 
-def _group_rows_by_family(screened: ScreenedLayouts) -> Iterator[npt.NDArray[np.intp]]:
+def group_rows_by_family(screened: ScreenedLayouts) -> Iterator[npt.NDArray[np.intp]]:
     """The rows of each family, the best of each first, families by their best."""
     rows = screened.rows
     if not len(rows):
