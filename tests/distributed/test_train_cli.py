@@ -185,7 +185,7 @@ def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
         "peak",
         "parameters",
     }
-    # Of the first step; no 51st follows.
+    # Of the first step; no 101st follows.
     (norms,) = [e for e in found if isinstance(e, BlockNormsMeasured)]
     (first,) = [e for e in found if isinstance(e, StepFinished) and e.step == 1][:1]
     assert norms.step == 1

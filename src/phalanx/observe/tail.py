@@ -20,6 +20,7 @@ from phalanx.observe.order import AttemptCounter, is_after_attempt, sort_events
 RANK_FILE_PATTERN = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE_NAME = "supervisor.jsonl"
 
+_MAX_PLAIN_INT = 2**63
 _MAX_COUNTABLE_NUMBER = 1e300  # a longer whole number would overflow in the first division
 
 
@@ -60,29 +61,34 @@ def _has_valid_fields(envelope: Envelope) -> bool:
         return False
     event = envelope.event
     values = vars(event)
-    for name, is_float, is_valid in _list_field_checks(type(event)):
+    for name, plain_type, is_valid in _list_field_checks(type(event)):
         value = values[name]
-        if is_float and type(value) is float:  # most of what there is
+        # Most of what there is: any float, and whole numbers that can be counted with.
+        kind = type(value)
+        if kind is plain_type and (kind is not int or -_MAX_PLAIN_INT < value < _MAX_PLAIN_INT):
             continue
         if not is_valid(value):
             return False
     return True
 
 
-def _list_field_checks(kind: type[Event]) -> list[tuple[str, bool, Callable[[Any], bool]]]:
-    """(name, whether it is a float, check) of each field of a kind of event, made once: a large
-    run has hundreds of thousands of events."""
+def _list_field_checks(
+    kind: type[Event],
+) -> list[tuple[str, type | None, Callable[[Any], bool]]]:
+    """(name, type of a value that needs no check, check) of each field of a kind of event, made
+    once: a large run has hundreds of thousands of events."""
     checks = _CHECKS_OF_KIND.get(kind)
     if checks is None:
         checks = []
         for name, field in kind.__dataclass_fields__.items():
             annotation = str(field.type)
-            checks.append((name, annotation == "float", _VALIDATOR_OF_ANNOTATION[annotation]))
+            plain_type = {"float": float, "int": int, "str": str}.get(annotation)
+            checks.append((name, plain_type, _VALIDATOR_OF_ANNOTATION[annotation]))
         _CHECKS_OF_KIND[kind] = checks
     return checks
 
 
-_CHECKS_OF_KIND: dict[type[Event], list[tuple[str, bool, Callable[[Any], bool]]]] = {}
+_CHECKS_OF_KIND: dict[type[Event], list[tuple[str, type | None, Callable[[Any], bool]]]] = {}
 
 
 def _is_finite_bounded_number(value: Any) -> bool:

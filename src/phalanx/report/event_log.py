@@ -17,6 +17,7 @@ from phalanx.observe.events import Envelope, MonotonicClockReading, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
 from phalanx.report.block_norm_facts import BlockNormLog
+from phalanx.report.bottleneck.rank_tail import RankTail, choose_tail_bytes
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
@@ -73,6 +74,8 @@ class EventLog:
     num_unreadable: int = 0
     times: TimelineBuilder = field(default_factory=TimelineBuilder)
     ledger: LedgerBuilder = field(default_factory=lambda: LedgerBuilder({}))
+    tails: dict[int, RankTail] = field(default_factory=dict)
+    """By rank the newest steps of the newest attempt; empty unless they were asked for."""
     # First and last event of each (attempt, rank).
     by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)
 
@@ -84,11 +87,12 @@ class EventLog:
             self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,
         # however long a run is.
-        ends = self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])
-        if len(ends) > 1:
-            ends[1] = envelope
+        stream = envelope.attempt, envelope.rank
+        ends = self.by_stream.get(stream)
+        if ends is None:
+            self.by_stream[stream] = [envelope, envelope]
         else:
-            ends.append(envelope)
+            ends[1] = envelope
         if isinstance(event, StepFinished):
             groups_s = _sum_phases_by_group(event)
             self._times_of(envelope.rank).add_steps(event.step_s, 1, groups_s)
@@ -145,7 +149,7 @@ class EventLog:
 
 def read_event_log(run_dir: Path) -> EventLog:
     """All that the event files of a run hold now."""
-    reader = EventLogReader(run_dir)
+    reader = EventLogReader(run_dir, keeps_tails=True)
     reader.read_new_events(with_torn_lines=True)
     return reader.log
 
@@ -154,8 +158,8 @@ class EventLogReader:
     """Reads the event files of a run into `log`, again and again while they grow: each byte
     once."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "events"
+    def __init__(self, run_dir: Path, *, keeps_tails: bool = False) -> None:
+        self._directory, self._keeps_tails = run_dir / "events", keeps_tails
         self.log = EventLog(lead_rank=0)
         self._first_steps: dict[int, int] = {}
         # By the path of each file: bytes that were read, and its clock.
@@ -175,8 +179,14 @@ class EventLogReader:
             self.log, self._first_steps = EventLog(lead_rank), first_steps
             self.log.ledger = LedgerBuilder(first_steps)
             self._offsets, self._clocks = {}, {}
-        for _, _, path in files:
+        tail_bytes = choose_tail_bytes(files) if self._keeps_tails else {}
+        for rank, _, path in files:
+            tail, num_left = None, math.inf
+            if path in tail_bytes:
+                tail = self.log.tails.setdefault(rank, RankTail())
+                num_left = path.stat().st_size
             for line in self._read_new_lines(path, with_torn_lines):
+                num_left -= len(line)
                 # A file is one process's (the supervisor's: of one after another), and names its
                 # own clock.
                 envelope = parse_valid_event_line(line, self._clocks.get(path))
@@ -185,6 +195,8 @@ class EventLogReader:
                 else:
                     self._clocks[path] = envelope.clock
                     self.log.add_event(envelope)
+                    if tail is not None and num_left < tail_bytes[path]:
+                        tail.add_event(envelope.event)
 
     def _read_new_lines(self, path: Path, with_torn_line: bool) -> Iterator[bytes]:
         offset, num_torn_bytes = self._offsets.get(path, 0), 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass, field
 
 from phalanx.observe import events
@@ -28,6 +30,13 @@ def select_steps_not_redone(log: EventLog) -> tuple[StepColumns, StepHistory]:
     What an attempt did at or after the next one's first step is undone.
     """
     history = StepHistory()
+    if len(log.lead_steps) == 1:
+        ((attempt, steps),) = log.lead_steps.items()
+        if all(map(operator.lt, steps.step, itertools.islice(steps.step, 1, None))):
+            # Nothing was done twice: most runs, and no row is copied.
+            history.first_step[attempt] = steps.step[0]
+            history.attempt_of = dict.fromkeys(steps.step, attempt)
+            return steps, history
     location: dict[int, tuple[int, int]] = {}  # step -> (attempt, row)
     done: set[int] = set()
     for attempt in sorted(log.lead_steps):

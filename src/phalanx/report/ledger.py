@@ -142,16 +142,14 @@ class LedgerBuilder:
         self._ends: dict[int, _CommandEnd] = {}
 
     def add_event(self, envelope: Envelope) -> None:
-        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
-            self._restarted.add(self._counter.attempt_of_event(envelope))
-        elif isinstance(envelope.event, RunFinished):
-            self._add_end(envelope, envelope.event)
-        elif isinstance(envelope.event, RanksStarted):
-            self._supervised.add(self._counter.attempt_of_event(envelope))
+        if not isinstance(envelope.event, StepFinished | StepsSummed):
+            self._add_event_of_supervision(envelope)
         if envelope.rank < 0 or not math.isfinite(envelope.monotonic_s):
             return
         of_rank = self._attempts.setdefault(envelope.rank, {})
-        attempt = of_rank.setdefault(envelope.attempt, _RankAttempt())
+        attempt = of_rank.get(envelope.attempt)
+        if attempt is None:
+            attempt = of_rank[envelope.attempt] = _RankAttempt()
         attempt.last_s = envelope.monotonic_s
         if math.isnan(attempt.began_s):
             attempt.began_s, attempt.clock = envelope.monotonic_s, _get_clock_name(envelope)
@@ -164,6 +162,14 @@ class LedgerBuilder:
             summed = envelope.event
             borders = summed.first_step, summed.last_step
             self._add_steps(attempt, envelope.attempt, summed, borders, summed.num_steps)
+
+    def _add_event_of_supervision(self, envelope: Envelope) -> None:
+        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
+            self._restarted.add(self._counter.attempt_of_event(envelope))
+        elif isinstance(envelope.event, RunFinished):
+            self._add_end(envelope, envelope.event)
+        elif isinstance(envelope.event, RanksStarted):
+            self._supervised.add(self._counter.attempt_of_event(envelope))
 
     def _add_end(self, envelope: Envelope, event: RunFinished) -> None:
         number = self._counter.attempt_of_event(envelope)
@@ -186,14 +192,21 @@ class LedgerBuilder:
     ) -> None:
         """A step, or a window of steps from the first to the last of `borders`."""
         undone = self._share_undone(number, borders)
-        attempt.add_seconds("steps done again", undone * event.step_s)
+        if undone:
+            attempt.add_seconds("steps done again", undone * event.step_s)
         stands = 1.0 - undone
         attempt.num_steps += round(stands * finite_or_zero(num_steps))
+        parts_s, communication_s = attempt.parts_s, attempt.communication_s
+        # Without a call for each: a large run has millions of these numbers.
         for phase, seconds in event.phases_s.items():
-            attempt.add_seconds(_PART_OF_PHASE.get(phase, "other phases"), stands * seconds)
+            if not 0.0 <= seconds <= _MAX_SECONDS:
+                seconds = _clip_seconds(seconds)
+            part = _PART_OF_PHASE.get(phase, "other phases")
+            parts_s[part] = parts_s.get(part, 0.0) + stands * seconds
         for name, seconds in event.communication_s.items():
-            before_s = attempt.communication_s.get(name, 0.0)
-            attempt.communication_s[name] = before_s + stands * _clip_seconds(seconds)
+            if not 0.0 <= seconds <= _MAX_SECONDS:
+                seconds = _clip_seconds(seconds)
+            communication_s[name] = communication_s.get(name, 0.0) + stands * seconds
 
     def _share_undone(self, number: int, borders: tuple[float, float]) -> float:
         """The share (0 to 1) of some steps of an attempt that a later one did again."""

@@ -83,7 +83,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)
-    table = read_step_table(run_dir)
+    table = read_step_table(run_dir, log.tails or None)
     num_stages = int(identity.layout.get("pp", 1))
     # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None

@@ -30,7 +30,7 @@ class Observe(Section):
     The first step and the last are checked, too, and sums of targets and of experts' loads in
     every step. 0 checks nothing.
     """
-    norms_every: Count = 50
+    norms_every: Count = 100
     """Steps between measurements of the norms of gradients, updates and weights by block of the
     model (docs/numerics.md); the first step is measured, too. 0 measures none."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from phalanx.observe.events import (
     checkpoints,
@@ -45,6 +46,19 @@ def _map_kinds_to_classes() -> dict[str, type[Event]]:
 
 
 EVENT_CLASS_OF_KIND = _map_kinds_to_classes()
+_ENVELOPE_KEYS = frozenset(
+    ("event", "schema", "time_unix_s", "rank", "attempt", "seq", "monotonic_s", "clock")
+)
+_decode_beginning = json.JSONDecoder().raw_decode
+
+
+def _parse_json(line: str) -> Any:
+    """As `json.loads`, faster for what begins with a brace and ends with a newline."""
+    if line.startswith("{"):
+        value, end = _decode_beginning(line)
+        if line[end:] in ("", "\n"):
+            return value
+    return json.loads(line)
 
 
 def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> Envelope | None:
@@ -55,12 +69,15 @@ def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> E
     own.
     """
     try:
-        body = json.loads(line)
+        body = _parse_json(line)
         cls = EVENT_CLASS_OF_KIND[body["event"]]
-        # What a later release added is left out; what an earlier one lacks takes its default.
-        fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
-        fields = {name: math.nan if value is None else value for name, value in fields.items()}
         seq, steady_s = body.get("seq", -1), body.get("monotonic_s", math.nan)
+        fields = {name: value for name, value in body.items() if name not in _ENVELOPE_KEYS}
+        # Most events are of this release, and finite: only the others pay for a look at each value.
+        if fields.keys() != cls.__dataclass_fields__.keys() or None in fields.values():
+            # What a later release added is left out; what an earlier one lacks takes its default.
+            fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
+            fields = {name: math.nan if value is None else value for name, value in fields.items()}
         # Whoever begins in the middle of a file takes the clock of the first line that is read.
         if seq >= 0 and (seq == 0 or clock is None):
             name = body.get("clock")

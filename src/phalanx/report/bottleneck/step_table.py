@@ -11,16 +11,17 @@ from pathlib import Path
 
 from phalanx.observe.events import StepFinished, StepsSummed
 from phalanx.observe.tail import RANK_FILE_PATTERN
-from phalanx.report.bottleneck.rank_tail import RankTail, read_rank_tail
+from phalanx.report.bottleneck.rank_tail import (
+    MAX_LEAD_BYTES,
+    RankTail,
+    choose_tail_bytes,
+    count_steps_per_rank,
+    read_rank_tail,
+)
 from phalanx.report.event_log import find_first_step
 from phalanx.report.facts import TIME_GROUPS, get_time_group_of_phase
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
-MAX_STEPS_PER_RANK = 2_000
-# Rows of all ranks together: what a page may spend on them is about two seconds.
-MAX_ROWS = 200_000
-_BYTES_PER_STEP = 1_024  # of a line that is written today, with room
-_MAX_LEAD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -81,32 +82,34 @@ class StepTable:
         return max((sum(row.step_s for row in rows) for rows in self.rows.values()), default=0.0)
 
 
-def read_step_table(run_dir: Path) -> StepTable | None:
+def read_step_table(run_dir: Path, tails: Mapping[int, RankTail] | None = None) -> StepTable | None:
     """The newest steps of a run's last attempt; None where no rank has recorded any.
 
     Reads the ends of the files alone, so that a long run costs no more than a short one. Ranks
     whose file cannot be read are left out. Where ranks wrote sums of steps, a row is the mean of
-    such a window.
+    such a window. `tails`: those of the last attempt by rank, where they were read already.
     """
     paths = _find_newest_files(run_dir / "events")
     if not paths:
         return None
     attempt = max(number for _, number in paths)
     of_attempt = {rank: path for (rank, number), path in paths.items() if number == attempt}
-    num_steps = max(min(MAX_STEPS_PER_RANK, MAX_ROWS // len(of_attempt)), 1)
-    tails: dict[int, RankTail] = {}
-    for rank in sorted(of_attempt):
-        tail = read_rank_tail(of_attempt[rank], num_steps * _BYTES_PER_STEP)
-        if tail.steps or tail.windows:
-            tails[rank] = tail
+    tail_bytes = choose_tail_bytes([(rank, attempt, path) for rank, path in of_attempt.items()])
+    if tails is None or tails.keys() != of_attempt.keys():
+        tails = {rank: read_rank_tail(path, tail_bytes[path]) for rank, path in of_attempt.items()}
+    tails = {
+        rank: tails[rank] for rank in sorted(tails) if tails[rank].steps or tails[rank].windows
+    }
     if not tails:
         return None
-    first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
+    lead = min(tails)
     if any(tail.windows for tail in tails.values()):
-        # Rank 0 wrote each step of the windows.
-        tails[min(tails)] = read_rank_tail(of_attempt[min(tails)], _MAX_LEAD_BYTES)
+        if tail_bytes[of_attempt[lead]] < MAX_LEAD_BYTES:
+            # Rank 0 wrote each step of the windows.
+            tails[lead] = read_rank_tail(of_attempt[lead], MAX_LEAD_BYTES)
         return align_windows(attempt, tails)
-    return _align_steps(attempt, tails, first_step, num_steps)
+    first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
+    return _align_steps(attempt, tails, first_step, count_steps_per_rank(len(of_attempt)))
 
 
 def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
