@@ -47,6 +47,8 @@ def command(
 
         if facts.bottleneck is not None:
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
+        for drift in facts.drifts:
+            print(drift.describe())
         print(write_report(run_dir, facts))
     return 0
 

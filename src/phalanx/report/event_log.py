@@ -18,6 +18,7 @@ from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
 from phalanx.report.block_norm_facts import BlockNormLog
 from phalanx.report.bottleneck.rank_tail import RankTail, choose_tail_bytes
+from phalanx.report.drift import DriftLog
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
@@ -72,6 +73,7 @@ class EventLog:
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
+    drift: DriftLog = field(default_factory=DriftLog)
     times: TimelineBuilder = field(default_factory=TimelineBuilder)
     ledger: LedgerBuilder = field(default_factory=lambda: LedgerBuilder({}))
     tails: dict[int, RankTail] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class EventLog:
         event = envelope.event
         self.num_events += 1
         self.ledger.add_event(envelope)
+        self.drift.add_event(envelope)
         if envelope.rank in (SUPERVISOR_RANK, self.lead_rank):
             self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,

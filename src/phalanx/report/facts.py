@@ -15,6 +15,7 @@ from phalanx.observe.events import Envelope
 from phalanx.observe.units import MetricUnits
 from phalanx.report.block_norm_facts import BlockNormFacts
 from phalanx.report.bottleneck.cause import BottleneckVerdict
+from phalanx.report.drift import Drift
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.ledger import RankLedger
@@ -230,6 +231,8 @@ class RunFacts:
     kept_best: BestStepRecord | None
     """The checkpoint that RUN/best.json names."""
     units: MetricUnits
+    drifts: list[Drift]
+    """What grew over the newest attempt: step time, memory."""
     warnings: list[str]
     """What was said before the first step or along the way that a person should know."""
     self_times: SelfTimeMap | None = None

@@ -85,6 +85,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     baselines = _select_events(story, events.BaselineMeasured)
     table = read_step_table(run_dir, log.tails or None)
     num_stages = int(identity.layout.get("pp", 1))
+    drifts = log.drift.find_drifts()
     # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None
     if finished is not None:
@@ -139,7 +140,8 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         problems=problems,
         kept_best=read_best_step(run_dir),
         units=choose_metric_units_of_job(job),
-        warnings=_list_warning_texts(story, at_the_end),
+        drifts=drifts,
+        warnings=_list_warning_texts(story, at_the_end) + [drift.describe() for drift in drifts],
         self_times=build_self_time_map(table, num_stages),
     )
 

@@ -58,6 +58,17 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_build_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _build_pipeline_json(facts),
         "experts": _build_experts_json(facts),
+        "drifts": [
+            {
+                "kind": drift.kind,
+                "rank": drift.rank,
+                "per_step": drift.slope.per_step,
+                "at_least_per_step": drift.slope.least,
+                "start": drift.slope.start,
+                "num_steps": round(drift.slope.num_steps),
+            }
+            for drift in facts.drifts
+        ],
         "block_norms": _build_block_norms_json(facts),
         "reliability": {
             name: _number_or_none(value) for name, value in asdict(facts.reliability).items()

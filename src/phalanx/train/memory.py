@@ -26,13 +26,14 @@ class RankMemory:
     """Memory of this rank until now, in bytes.
 
     `peak_bytes`: the most in all, shared pages by their share; on a GPU, the most that its
-    allocator gave out. `reserved_bytes`: the most that a GPU's allocator reserved for that. 0: not
-    known.
+    allocator gave out. `reserved_bytes`: the most that a GPU's allocator reserved for that.
+    `own_bytes`: of those resident now, the pages that no file backs. 0: not known.
     """
 
     rss_bytes: int
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    own_bytes: int = 0
 
 
 class MemoryMeter:
@@ -154,8 +155,11 @@ class MemoryMeter:
         if self._device.type == "cuda":
             # These are of the allocator: nothing is waited for.
             stats = torch.cuda.memory_stats(self._device)
+            resident = self._psutil.memory_info()
+            files = min(getattr(resident, "shared", 0), resident.rss)
             return RankMemory(
-                self._psutil.memory_info().rss,
+                resident.rss,
+                own_bytes=resident.rss - files,
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
                 reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             )
@@ -164,11 +168,13 @@ class MemoryMeter:
         # By now the pages that are written to are no longer shared. Once: it walks the page tables.
         if self._num_steps == 1:
             self._elsewhere_bytes = self._process.measure_bytes_shared_with_others()
-        resident_bytes = 0
+        resident_bytes = own_bytes = 0
         if now is not None:
-            resident_bytes = now.all_bytes
+            resident_bytes, own_bytes = now.all_bytes, now.own_bytes
         return RankMemory(
-            resident_bytes, self._compute_own_share_of_bytes(self._most_resident_bytes)
+            resident_bytes,
+            self._compute_own_share_of_bytes(self._most_resident_bytes),
+            own_bytes=own_bytes,
         )
 
     def _compute_own_share_of_bytes(self, resident_bytes: int) -> int:

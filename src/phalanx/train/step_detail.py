@@ -88,6 +88,7 @@ class _Window:
     phases_s: dict[str, float] = field(default_factory=dict)
     communication_s: dict[str, float] = field(default_factory=dict)
     rss_bytes: int = 0
+    own_bytes: int = 0
     peak_bytes: int = 0
 
     def extend_to(self, step: int) -> None:
@@ -101,6 +102,7 @@ class _Window:
         self.unaccounted_s += event.unaccounted_s
         self.cpu_s += event.cpu_s
         self.rss_bytes = max(self.rss_bytes, event.rss_bytes)
+        self.own_bytes = max(self.own_bytes, event.own_bytes)
         self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
         for sums, seconds_of in (
             (self.phases_s, event.phases_s),
@@ -126,4 +128,5 @@ class _Window:
             cpu_s=round(self.cpu_s, 6),
             rss_bytes=self.rss_bytes,
             peak_bytes=self.peak_bytes,
+            own_bytes=self.own_bytes,
         )

@@ -152,6 +152,7 @@ class StepRecorder:
             sent_pp_bytes=facts.sent_pp_bytes,
             cpu_s=round(seconds.cpu_s, 6),
             communication_s=_round_to_microseconds(seconds.communication_s),
+            own_bytes=memory.own_bytes,
         )
         self.last_finished = finished
         self._emit_finished_step(finished)

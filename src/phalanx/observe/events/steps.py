@@ -23,9 +23,10 @@ class StepFinished(Event):
     `sent_ep_bytes` over ep, of rows of tokens and their gradients; `sent_pp_bytes` over pp, of
     hidden states, their gradients, and gradients of tied parameters.
     `loss_scale` is what fp16 multiplied the loss by (0: nothing did). `rss_bytes` are resident now,
-    pages shared with other processes counted whole; `peak_bytes` the most memory that this rank had
-    so far, shared pages by their share, or what a GPU's allocator gave out, which held
-    `reserved_bytes` for it (phalanx.core.process_memory; 0: nobody knows). `cpu_s`: processor
+    pages shared with other processes counted whole, `own_bytes` of these those that no file backs
+    (0: nobody knows); `peak_bytes` the most memory that this rank had so far, shared pages by their
+    share, or what a GPU's allocator gave out, which held `reserved_bytes` for it
+    (phalanx.core.process_memory; 0: nobody knows). `cpu_s`: processor
     seconds of this rank's process, all its threads, within `step_s` (0: nobody counted); on a CPU
     where these are far fewer than `step_s` times the threads, the rank waited, or had no turn.
 
@@ -54,6 +55,7 @@ class StepFinished(Event):
     sent_pp_bytes: int = 0
     cpu_s: float = 0.0
     communication_s: dict[str, float] = field(default_factory=dict)
+    own_bytes: int = 0
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
@@ -79,7 +81,8 @@ class StepsSummed(Event):
 
     All ranks have the same windows. Steps in between that took unusually long have a
     `step_finished` of their own, and are in no sum. Seconds are sums over the steps, `longest_s` is
-    that of `longest_step`; `rss_bytes` and `peak_bytes` are the largest of them.
+    that of `longest_step`; `rss_bytes`, `own_bytes` and `peak_bytes` are the largest of
+    them.
     """
 
     first_step: int
@@ -94,6 +97,7 @@ class StepsSummed(Event):
     cpu_s: float
     rss_bytes: int
     peak_bytes: int
+    own_bytes: int = 0
 
     @property
     def waiting_s(self) -> float:

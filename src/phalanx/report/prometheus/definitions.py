@@ -153,6 +153,17 @@ METRICS: tuple[MetricDefinition, ...] = (
         "rank",
         "axis",
     ),
+    _gauge(
+        "phalanx_step_drift_ratio",
+        "Part by which steps take longer at the end of the newest attempt than at its beginning, by"
+        " a robust slope; 0 where that is within its noise. From 240 steps on.",
+    ),
+    _gauge(
+        "phalanx_memory_drift_bytes",
+        "Bytes a step by which the rank's memory that no file backs grows, by a robust slope over"
+        " the newest attempt; 0 where that is within its noise. From 240 steps on.",
+        "rank",
+    ),
     # --- numerics
     _gauge("phalanx_loss", "Loss of the newest step, per target over all ranks (nats for text)."),
     _gauge("phalanx_grad_norm", "Global gradient norm of the newest step, before clipping."),

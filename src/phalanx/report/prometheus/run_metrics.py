@@ -15,6 +15,7 @@ from phalanx import __version__
 from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
+from phalanx.report.drift import DriftLog
 from phalanx.report.prometheus.run_state import RunStateMetrics
 from phalanx.report.prometheus.step_metrics import LEAD_RANK, StepMetrics
 from phalanx.report.prometheus.values import MetricSnapshot, MetricValues
@@ -32,6 +33,7 @@ class RunMetrics:
         self._state = RunStateMetrics(self._values)
         self._steps = StepMetrics(self._values)
         self._timeline = TimelineBuilder()
+        self._drift = DriftLog()
         self._newest: Envelope | None = None
         # Monotonic or wall clock seconds since when a crash would cost training.
         self._unsaved_since: Envelope | None = None
@@ -57,6 +59,7 @@ class RunMetrics:
         """Add one event. Those of each process must come in its own order."""
         self._state.add_event(envelope)
         self._steps.add_event(envelope)
+        self._drift.add_event(envelope)
         if envelope.rank in (_SUPERVISOR_RANK, LEAD_RANK):
             self._timeline.add_event(envelope)
             self._newest = envelope
@@ -80,6 +83,7 @@ class RunMetrics:
             values.set("phalanx_last_progress_timestamp_seconds", unix_s, str(rank))
         values.set("phalanx_unreadable_lines_total", num_unreadable)
         values.set("phalanx_refresh_timestamp_seconds", time.time())
+        self._set_drift()
         lifetime_s = self._timeline.build_measured_timeline().alive_s
         if self.is_live and self._newest is not None:
             lifetime_s += _measure_age(self._newest)
@@ -91,6 +95,14 @@ class RunMetrics:
             age_s = _measure_age(self._unsaved_since) + self._unsaved_before_s
             values.set("phalanx_checkpoint_age_seconds", age_s)
         return values.build_snapshot(self._run)
+
+    def _set_drift(self) -> None:
+        slope = self._drift.measure_step_slope()
+        if slope is not None and slope.start > 0:
+            ratio = slope.least * slope.num_steps / slope.start
+            self._values.set("phalanx_step_drift_ratio", ratio)
+        for rank, slope in self._drift.measure_memory_slopes().items():
+            self._values.set("phalanx_memory_drift_bytes", slope.least, str(rank))
 
     def _add_other_event(self, envelope: Envelope) -> None:
         values, event = self._values, envelope.event
