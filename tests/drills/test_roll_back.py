@@ -184,14 +184,21 @@ def test_memory_that_one_rank_alone_holds(folder: Path) -> None:
     without the flip."""
     more = ("parallel.ranks=2", "parallel.dp_shard=2", "train.steps=40")
     checked = ("model.objective=poison:flipping_moment", "resilience.check_memory_every=1")
-    first, second = run_all(
+    stop = "resilience.on_corruption=stop"
+    first, second, stopped = run_all(
         [
             arguments("shards", "model.objective=poison:spiky", *more),
             arguments("flipped shard", *checked, *more),
+            arguments("stopped", *checked, *more, stop),
         ],
         folder,
     )
     assert first.code == second.code == 0, first.err + second.err
+    assert stopped.code == 8, stopped.err
+    assert "step 23: rank 1: the state of 1 rank has changed between the updates" in stopped.err
+    assert "checkpoint not after step 21" in stopped.err
+    assert not events(folder / "stopped", RolledBack)
+    assert max(loss_curve(folder / "stopped")) == 23
     run_dir = folder / "flipped shard"
     (back,) = [e.event for e in events(run_dir, RolledBack)]
     assert (back.cause, back.failed_rank, back.step, back.not_after_step) == (

@@ -45,7 +45,9 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
         "a disk or store refuses or fails (full, read-only, EIO, ...), a worker of data build"
         " dies, or ranks differ"
     ),
-    ExitCode.NUMERICS: "too many steps with non-finite gradients",
+    ExitCode.NUMERICS: (
+        "too many steps with non-finite gradients, or corruption where the job says stop"
+    ),
     ExitCode.RUN_LOCKED: (
         "another job uses or took the run directory, or checkpoint.url is another run's"
     ),

@@ -9,6 +9,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.resilience.guards import LossSpikeGuard, SkippedStepsGuard
+from phalanx.train.invariants import OnCorruption
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
@@ -51,5 +52,12 @@ def build_trainer(
         guards=(*own_guards, *guards),
         stop=stop,
         memory=memory,
-        goes_back_on_corruption=may_roll_back and job.resilience.on_corruption == "rollback",
+        on_corruption=_choose_what_corruption_does(job, may_roll_back=may_roll_back),
     )
+
+
+def _choose_what_corruption_does(job: Job, *, may_roll_back: bool) -> OnCorruption:
+    on_corruption = job.resilience.on_corruption
+    if on_corruption == "rollback" and not may_roll_back:
+        return "warn"
+    return on_corruption

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
 
+from phalanx.core.errors import NumericsError
 from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
@@ -25,6 +27,8 @@ from phalanx.train.memory_checks import MemoryChecks
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
+
+OnCorruption: TypeAlias = Literal["warn", "rollback", "stop"]
 
 MAX_NAMED_PARAMETERS = 20
 NUM_BATCH_COUNT_FLAGS = 2
@@ -332,40 +336,54 @@ class RunInvariants:
             )
 
 
-def request_roll_back_if_corrupted(flags: Sequence[float], step: int) -> None:
-    """Raise RollBackRequest, on all ranks, if rank 0 has found that replicas differ.
+def act_on_corruption(flags: Sequence[float], step: int, on_corruption: OnCorruption) -> None:
+    """Do, on all ranks, what the job says if rank 0 has found that replicas differ or memory has
+    changed. `flags`: the sums over ranks of `build_corruption_flags`.
 
-    `flags`: the sums over ranks of `build_corruption_flags`.
+    Raises RollBackRequest to go back, NumericsError (exit 8) to stop.
     """
+    found = _find_corruption(flags, step)
+    if found is None or on_corruption == "warn":
+        return
+    if on_corruption == "rollback":
+        raise RollBackRequest(found)
+    whose = f"rank {found.rank}: " if found.rank >= 0 else ""
+    raise NumericsError(
+        f"step {step}: {whose}{found.why}",
+        why='resilience.on_corruption = "stop"',
+        fix=(
+            f"continue from a checkpoint not after step {max(found.not_after_step, 0)}: remove the"
+            " later ones, and run again with --resume"
+        ),
+    )
+
+
+def _find_corruption(flags: Sequence[float], step: int) -> RollBack | None:
     code, equal_step, num_changed, sum_of_ranks = flags
     if num_changed:
-        # What was saved of that step may have been written after it had changed.
-        raise RollBackRequest(
-            RollBack(
-                kind="corruption",
-                step=step,
-                not_after_step=step - 2,
-                why=(
-                    f"the state of {plural(int(num_changed), 'rank')} has changed between the"
-                    f" updates of steps {step - 1} and {step}"
-                ),
-                rank=int(sum_of_ranks) if num_changed == 1 else -1,
-            )
+        return RollBack(
+            kind="corruption",
+            step=step,
+            # What was saved of that step may have been written after it had changed.
+            not_after_step=step - 2,
+            why=(
+                f"the state of {plural(int(num_changed), 'rank')} has changed between the updates"
+                f" of steps {step - 1} and {step}"
+            ),
+            rank=int(sum_of_ranks) if num_changed == 1 else -1,
         )
     if not code:
-        return
+        return None
     rank = int(code) - 2
     whose = "replicas hold other bits than each other"
     if rank >= 0:
         whose = "it holds other bits than the other replicas"
-    raise RollBackRequest(
-        RollBack(
-            kind="corruption",
-            step=step,
-            not_after_step=int(equal_step),
-            why=f"{whose}, which were equal in step {int(equal_step)}",
-            rank=max(rank, -1),
-        )
+    return RollBack(
+        kind="corruption",
+        step=step,
+        not_after_step=int(equal_step),
+        why=f"{whose}, which were equal in step {int(equal_step)}",
+        rank=max(rank, -1),
     )
 
 

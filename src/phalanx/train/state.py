@@ -31,6 +31,7 @@ from phalanx.optim.state import (
 )
 from phalanx.parallel.loss_scale import require_valid_loss_scale_state
 from phalanx.parallel.model import ParallelModel
+from phalanx.train.step_statistics import StepStatistics
 
 # Among the facts of a run in fp16.
 LOSS_SCALE_FACT = "loss_scale"
@@ -70,10 +71,16 @@ class TrainState:
         self._built = copy_group_values(self.optimizer)
         self._marks: list[Any] | None = None
         self._is_updating = False
+        self._statistics = StepStatistics(self.model)
 
     def begin_step(self) -> None:
         """Note what forward and backward of a step may change besides gradients."""
         self._marks = self._mark_what_steps_change()
+        self._statistics.hold()
+
+    def undo_forward(self) -> None:
+        """Give statistics of batches the values of before the step: it is left out."""
+        self._statistics.restore()
 
     def begin_update(self) -> None:
         """From here to `end_update` the state changes from that of one step to that of the next:

@@ -39,8 +39,9 @@ from phalanx.train.evaluation import (
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.invariants import (
     NUM_CORRUPTION_FLAGS,
+    OnCorruption,
     RunInvariants,
-    request_roll_back_if_corrupted,
+    act_on_corruption,
 )
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.nonfinite import NonFiniteFinder
@@ -86,9 +87,9 @@ class Trainer:
         guards: Sequence[Guard] = (),
         stop: StopSignalFlags | None = None,
         memory: MemoryMeter | None = None,
-        goes_back_on_corruption: bool = False,
+        on_corruption: OnCorruption = "warn",
     ) -> None:
-        self._goes_back_on_corruption = goes_back_on_corruption
+        self._on_corruption: OnCorruption = on_corruption
         self.job, self.plan, self.state, self.bus = job, plan, state, bus
         self.mesh: Mesh = state.model.mesh
         self.data, self.storage, self.guards = data, storage, tuple(guards)
@@ -164,8 +165,7 @@ class Trainer:
                 # Before a save: the run is another job's by now.
                 if is_fenced and self._get_storage_fence is not None:
                     raise self._get_storage_fence.run_taken_error()
-                if self._goes_back_on_corruption:
-                    request_roll_back_if_corrupted(corruption, self.state.step)
+                act_on_corruption(corruption, self.state.step, self._on_corruption)
                 self._tracer.accept_request(trace_request, self.state.step)
                 if self._schedule is not None:
                     self._schedule.save_if_due(
@@ -233,6 +233,8 @@ class Trainer:
                 self._invariants.digest_before_update()
                 with self._norms.measuring_update(step):
                     model.update(optimizer)
+            else:
+                self.state.undo_forward()
             # Skipped or not. Without gradients their memory is free until the next backward.
             optimizer.zero_grad(set_to_none=True)
         # A skipped step counts, too: its samples are read, and the next step reads others.

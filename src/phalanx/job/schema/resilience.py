@@ -45,9 +45,9 @@ class Resilience(Section):
     on_loss_spike: Literal["warn", "skip", "rollback"] = "warn"
     """With a loss far above the last ones: say so; or leave out the update of that step; or that,
     and after three in a row go back to a checkpoint and read on behind their batches."""
-    on_corruption: Literal["warn", "rollback"] = "rollback"
-    """When replicas that had the same bits have others: say so, or go back to the newest checkpoint
-    of when they were equal."""
+    on_corruption: Literal["warn", "rollback", "stop"] = "rollback"
+    """When replicas that had the same bits have others, or memory has changed: say so, go back to
+    the newest checkpoint of when they were equal, or stop (exit 8) and leave all as it is."""
     check_memory_every: Count = 0
     """Steps between checks that parameters and the optimizer's state have not changed since the
     last update, on each rank, also of what no other rank holds; 0: none. 1 checks all steps."""

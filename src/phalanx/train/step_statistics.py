@@ -1,0 +1,48 @@
+"""Statistics of batches that the forward of a step has moved, such as the running mean of a batch
+norm: they go back where the step is left out."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.parallel.model import ParallelModel
+
+
+class StepStatistics:
+    """Copies of the buffers that steps move, as they were before the step that goes on.
+
+    All buffers that a checkpoint holds are copied before the first step; later only those that a
+    step has moved.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._held: list[torch.Tensor | None] = []
+        self._marks: list[tuple[int, int]] = []
+        self._moving: set[int] = set()
+        self._has_seen_step = False
+
+    def hold(self) -> None:
+        """Copy what a step may move, before it."""
+        buffers = self._model.persistent_buffers()
+        marks = [(id(buffer), buffer._version) for buffer in buffers]
+        if self._has_seen_step and len(marks) == len(self._marks):
+            for index, (now, before) in enumerate(zip(marks, self._marks, strict=True)):
+                if now != before:
+                    self._moving.add(index)
+        self._held = [
+            buffer.clone() if index in self._moving or not self._has_seen_step else None
+            for index, buffer in enumerate(buffers)
+        ]
+        self._marks, self._has_seen_step = marks, True
+
+    def restore(self) -> None:
+        """Write the copies back into what the step has moved."""
+        buffers = self._model.persistent_buffers()
+        if len(buffers) != len(self._held):
+            # A module has made some in its forward: which is which is not known.
+            return
+        with torch.no_grad():
+            for buffer, held, mark in zip(buffers, self._held, self._marks, strict=True):
+                if held is not None and (id(buffer), buffer._version) != mark:
+                    buffer.copy_(held)
