@@ -103,6 +103,8 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             if event.waited_s > 0:
                 text += f"; they waited {format_seconds(event.waited_s)} for it"
             return text
+        case events.ReliabilityMeasured():
+            return _describe_reliability(event)
         case events.RestartScheduled():
             in_memory = ""
             if event.held_step >= 0:
@@ -246,6 +248,17 @@ def find_exception_line_of_traceback(text: str) -> str:
         if line.strip():
             return line
     return "no detail"
+
+
+def _describe_reliability(event: events.ReliabilityMeasured) -> str:
+    text = f"hour {event.hour + 1}: {event.goodput:.1%} of it in steps that stand"
+    if event.participation is not None and event.participation < 1:
+        text += f", with {event.participation:.0%} of the ranks"
+    if event.mean_between_failures_s is not None:
+        text += f"; a failure each {format_seconds(event.mean_between_failures_s)}"
+    if event.best_save_every_s is not None:
+        text += f", for which a save each {format_seconds(event.best_save_every_s)} loses least"
+    return text
 
 
 def _describe_hang(event: events.HangFound) -> str:

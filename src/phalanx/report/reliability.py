@@ -6,8 +6,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.writing.save_clock import compute_optimal_save_interval_s
 from phalanx.observe import events
@@ -25,7 +25,8 @@ class Reliability:
     `goodput`: the share of the run's life in steps that stand. `participation`: over the steps that
     stand, the mean share of all ranks that took part. `mean_between_failures_s`: the run's life by
     the number of its failures. `save_every_s`: the median between two saves; `best_save_every_s`:
-    what Young and Daly want for that rate of failures and the cost of these saves.
+    what Young and Daly want for that rate of failures and the cost of these saves. `hours`: those
+    that the supervisor measured; none of less than one without a failure.
     """
 
     goodput: float
@@ -35,6 +36,15 @@ class Reliability:
     save_stall_s: float
     save_every_s: float
     best_save_every_s: float
+    hours: tuple[events.ReliabilityMeasured, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Facts of `phalanx report --json`, numbers that are not known as null."""
+        values = {name: value for name, value in vars(self).items() if name != "hours"}
+        return {
+            **{name: _number_or_none(value) for name, value in values.items()},
+            "hours": [asdict(hour) for hour in self.hours],
+        }
 
 
 def measure_reliability(
@@ -69,7 +79,12 @@ def measure_reliability(
         save_stall_s=stall_s,
         save_every_s=_find_median(gaps),
         best_save_every_s=best_s,
+        hours=tuple(e.event for e in story if isinstance(e.event, events.ReliabilityMeasured)),
     )
+
+
+def _number_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _measure_participation(

@@ -4,7 +4,6 @@ prints."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
             for drift in facts.drifts
         ],
         "block_norms": _build_block_norms_json(facts),
-        "reliability": {
-            name: _number_or_none(value) for name, value in asdict(facts.reliability).items()
-        },
+        "reliability": facts.reliability.to_json(),
         "ledger": [_build_ledger_json(ledger) for ledger in facts.rank_ledgers],
         "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
         "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],

@@ -42,6 +42,7 @@ from phalanx.run.observer.start import observing_run
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import keeps_ranks
+from phalanx.run.reliability_meter import ReliabilityMeter
 from phalanx.run.resume import ResumedRun
 from phalanx.run.training_attempts import TrainingAttempts
 
@@ -66,6 +67,7 @@ def train_in_supervised_ranks(
     attempt = next_attempt_number(run_dir)
     fence = RunOwnershipWatch(run_dir, run.lock.holder)
     slow_ranks = SlowRankWatch()
+    reliability = ReliabilityMeter(began_s, run.plan.world_size)
     attempts = TrainingAttempts(run, attempt, began_s, fence, slow_ranks)
     spec = LaunchSpec(
         entry=RANK_ENTRY,
@@ -90,11 +92,15 @@ def train_in_supervised_ranks(
             # The ranks end with the process that started them.
             raise fence.run_taken_error()
         for envelope in _print_new_events(console, tail):
+            reliability.add_event(envelope)
             if isinstance(envelope.event, CheckpointSaved):
                 attempts.note_checkpoint()
             if isinstance(envelope.event, StepFinished):
                 for event in slow_ranks.add(envelope.rank, envelope.attempt, envelope.event):
                     bus.emit(event)
+        hour = reliability.take_hour(time.monotonic())
+        if hour is not None:
+            bus.emit(hour)
 
     with (
         observing_run(job, run_dir, attempt, bus, output.say),
@@ -111,7 +117,11 @@ def train_in_supervised_ranks(
         )
         require_run_still_owned(fence)
         # What ranks wrote after the last tick.
-        _print_new_events(console, tail)
+        for envelope in _print_new_events(console, tail):
+            reliability.add_event(envelope)
+        hour = reliability.take_end(time.monotonic())
+        if hour is not None:
+            bus.emit(hour)
         if outcome.status == "finished":
             emit_ngram_baselines(run, bus)
             _print_new_events(console, tail)

@@ -49,6 +49,7 @@ from phalanx.observe.events.supervision import (
     RankSlow,
     RankSlowEnded,
     RanksStarted,
+    ReliabilityMeasured,
     RestartScheduled,
     RolledBack,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "InvariantChecked",
     "NonFiniteFound",
     "RanksStarted",
+    "ReliabilityMeasured",
     "RankFailed",
     "HangFound",
     "RankSlow",

@@ -144,3 +144,25 @@ class LayoutChanged(Event):
     num_ranks: int
     text: str
     why: str
+
+
+@dataclass(frozen=True)
+class ReliabilityMeasured(Event):
+    """From the supervisor, after each hour of a command (`hour` counts from 0) and at its end, if
+    it lasted an hour or a rank failed.
+
+    `goodput`: the share of these `hour_s` seconds in steps that stand, as far as is known by then;
+    `participation`: over these steps, the mean share of all ranks that took part (null: no step).
+    `num_failures` and `mean_between_failures_s` (null: none) are of the command so far;
+    `save_stall_s` is the median of what a save stopped training for, and `best_save_every_s` what
+    Young and Daly want for it and for that rate of failures (null: not known).
+    """
+
+    hour: int
+    hour_s: float
+    goodput: float
+    participation: float | None
+    num_failures: int
+    mean_between_failures_s: float | None
+    save_stall_s: float | None
+    best_save_every_s: float | None

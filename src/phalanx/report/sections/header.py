@@ -22,6 +22,7 @@ _CSS_CLASS_OF_STATUS = {
 }
 _METRIC_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
 MAX_SHOWN_WARNINGS = 10
+MAX_SHOWN_HOURS = 6
 # By tile: the key of the event lines behind its number.
 _KEY_OF_TILE = {
     "Steps done": "loss",
@@ -30,6 +31,7 @@ _KEY_OF_TILE = {
     "Wall time": "wall",
     "Restarts": "restarts",
     "Time between failures": "restarts",
+    "Goodput": "restarts",
     "Resumes": "resumes",
     "Skipped steps": "skips",
     "Layout": "layout",
@@ -157,7 +159,20 @@ def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, st
             f"; {formats.format_percent(reliability.participation, 1.0)} of the ranks took part"
         )
     between = formats.format_seconds_or_missing(reliability.mean_between_failures_s)
-    return [("Time between failures", between, remark)]
+    return [("Time between failures", between, remark), *_list_goodput_tiles(reliability)]
+
+
+def _list_goodput_tiles(reliability: Reliability) -> list[tuple[str, str, str]]:
+    """A tile of the share of the run's life in steps that stand, with its newest hours."""
+    if not math.isfinite(reliability.goodput):
+        return []
+    share = formats.format_percent(reliability.goodput, 1.0)
+    newest = reliability.hours[-MAX_SHOWN_HOURS:]
+    by_hour = ", ".join(formats.format_percent(hour.goodput, 1.0) for hour in newest)
+    remark = "of the run's life in steps that stand"
+    if len(reliability.hours) > 1:
+        remark += f"; its newest hours: {by_hour}"
+    return [("Goodput", share, remark)]
 
 
 def _describe_steps_done(facts: RunFacts) -> str:

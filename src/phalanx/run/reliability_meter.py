@@ -1,0 +1,117 @@
+"""Measures, while a run goes on, what part of each hour counted, how often the run fails, and how
+often it should save because of that. Torch-free."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from phalanx.checkpoint.writing.save_clock import compute_optimal_save_interval_s
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Envelope,
+    RankFailed,
+    ReliabilityMeasured,
+    RunStarted,
+    StepFinished,
+)
+
+HOUR_S = 3600.0
+# Steps that a failure may undo, at most; and saves whose cost is looked at.
+_MAX_STEPS, _MAX_SAVES = 100_000, 100
+
+
+@dataclass
+class _Hour:
+    """`step_s`: seconds of its steps that stand; `ranks` and `num_steps`: of these, the sum of the
+    ranks that took part, and their number."""
+
+    step_s: float = 0.0
+    ranks: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    seconds: float
+    ranks: int
+    hour: _Hour
+
+
+class ReliabilityMeter:
+    """Hears the events of one command, which began at `began_s` (monotonic seconds)."""
+
+    def __init__(self, began_s: float, num_ranks: int) -> None:
+        self._began_s, self._most_ranks, self._ranks = began_s, num_ranks, num_ranks
+        self._hour = _Hour()
+        self._number, self._hour_began_s = 0, began_s
+        self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
+        self._num_failures = 0
+        self._saves: deque[CheckpointSaved] = deque(maxlen=_MAX_SAVES)
+
+    def add_event(self, envelope: Envelope) -> None:
+        """Hear an event of rank 0 or of the supervisor."""
+        match envelope.event:
+            case RunStarted() as event:
+                self._ranks = int(event.world_size)
+                self._most_ranks = max(self._most_ranks, self._ranks)
+                self._undo_steps_after(event.step)
+            case StepFinished() as event if envelope.rank == 0:
+                self._undo_steps_after(event.step - 1)
+                step = _Step(event.step, event.step_s, self._ranks, self._hour)
+                self._steps.append(step)
+                self._count(step, 1)
+            case RankFailed():
+                self._num_failures += 1
+            case CheckpointSaved() as event:
+                self._saves.append(event)
+
+    def take_hour(self, now_s: float) -> ReliabilityMeasured | None:
+        """The event of an hour that is over; None while it goes on."""
+        if now_s < self._hour_began_s + HOUR_S:
+            return None
+        measured = self._measure(now_s)
+        self._number, self._hour_began_s, self._hour = self._number + 1, now_s, _Hour()
+        return measured
+
+    def take_end(self, now_s: float) -> ReliabilityMeasured | None:
+        """The event of the hour in which the command ends; None for less than an hour without a
+        failure, of which nothing could be said."""
+        if not (self._number or self._num_failures):
+            return None
+        return self._measure(now_s)
+
+    def _undo_steps_after(self, step: int) -> None:
+        # A step that is done again stands in the hour of its last time.
+        while self._steps and self._steps[-1].number > step:
+            self._count(self._steps.pop(), -1)
+
+    def _count(self, step: _Step, sign: int) -> None:
+        step.hour.step_s += sign * step.seconds
+        step.hour.ranks += sign * step.ranks
+        step.hour.num_steps += sign
+
+    def _measure(self, now_s: float) -> ReliabilityMeasured:
+        alive_s, hour_s = now_s - self._began_s, now_s - self._hour_began_s
+        between_s = alive_s / self._num_failures if self._num_failures else None
+        stall_s, best_s = None, None
+        if self._saves:
+            stall_s = statistics.median(save.stall_s for save in self._saves)
+        if stall_s is not None and between_s is not None:
+            save_s = statistics.median(save.wall_s for save in self._saves)
+            best_s = compute_optimal_save_interval_s(stall_s, save_s, between_s)
+        participation = None
+        if self._hour.num_steps:
+            participation = self._hour.ranks / (self._hour.num_steps * self._most_ranks)
+        return ReliabilityMeasured(
+            hour=self._number,
+            hour_s=hour_s,
+            goodput=min(max(self._hour.step_s, 0.0) / hour_s, 1.0) if hour_s > 0 else 0.0,
+            participation=participation,
+            num_failures=self._num_failures,
+            mean_between_failures_s=between_s,
+            save_stall_s=stall_s,
+            best_save_every_s=best_s,
+        )

@@ -1,0 +1,97 @@
+"""The hours of a run: what part of each stands, also where a failure undid steps of the hour before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Envelope,
+    Event,
+    RankFailed,
+    ReliabilityMeasured,
+    RunStarted,
+    StepFinished,
+)
+from phalanx.run.reliability_meter import HOUR_S, ReliabilityMeter
+
+BEGAN_S = 100.0
+
+
+def hear(meter: ReliabilityMeter, event: Event, *, rank: int = 0) -> None:
+    meter.add_event(Envelope(event, rank, 0, 1e9, 0, BEGAN_S))
+
+
+def do_steps(meter: ReliabilityMeter, first: int, last: int) -> None:
+    """Steps of 10 s each."""
+    for step in range(first, last + 1):
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": 5.0,
+            "num_targets": 1,
+            "tokens_seen": step,
+            "learning_rate": 0.1,
+            "grad_norm": 1.0,
+            "step_s": 10.0,
+            "tokens_per_s": 1.0,
+            "phases_s": {},
+            "unaccounted_s": 0.0,
+            "rss_bytes": 1,
+        }
+        # What other ranks say of the same step counts once.
+        for rank in (0, 1):
+            hear(meter, StepFinished(**values), rank=rank)
+
+
+def start(num_ranks: int, step: int) -> RunStarted:
+    return RunStarted("run", "digest", num_ranks, step, 1000, "cpu", {})
+
+
+def test_hours_have_the_steps_that_stand() -> None:
+    meter = ReliabilityMeter(BEGAN_S, 4)
+    hear(meter, start(4, 0))
+    do_steps(meter, 1, 300)
+    assert meter.take_hour(BEGAN_S + HOUR_S - 1.0) is None
+    hour = meter.take_hour(BEGAN_S + HOUR_S)
+    assert hour is not None
+    assert (hour.hour, hour.goodput, hour.participation) == (0, 3000 / 3600, 1.0)
+    assert hour.mean_between_failures_s is None
+    # A failure undoes steps of this hour; half of the ranks go on.
+    do_steps(meter, 301, 340)
+    hear(meter, RankFailed(1, 340, "forward", "signal", "killed", 0.01), rank=-1)
+    hear(meter, CheckpointSaved(330, "step-330", 100, wall_s=1.0, stall_s=0.5))
+    hear(meter, start(2, 330))
+    do_steps(meter, 331, 360)
+    end = meter.take_end(BEGAN_S + HOUR_S + 1200.0)
+    assert end is not None
+    assert (end.hour, end.hour_s, end.goodput) == (1, 1200.0, 0.5)
+    assert end.participation == pytest.approx((30 * 4 + 30 * 2) / (60 * 4))
+    assert (end.num_failures, end.mean_between_failures_s) == (1, 4800.0)
+    assert end.best_save_every_s == pytest.approx(math.sqrt(2 * 0.5 * 4800.0))
+
+
+def test_steps_of_the_hour_before_that_are_done_again_count_where_they_stand() -> None:
+    meter = ReliabilityMeter(BEGAN_S, 2)
+    hear(meter, start(2, 0))
+    do_steps(meter, 1, 300)
+    first = meter.take_hour(BEGAN_S + HOUR_S)
+    hear(meter, start(2, 290))
+    do_steps(meter, 291, 310)
+    second = meter.take_end(BEGAN_S + 2 * HOUR_S)
+    assert isinstance(first, ReliabilityMeasured)
+    assert second is not None
+    assert second.goodput == 200 / 3600
+
+
+def test_a_short_run_without_a_failure_says_nothing() -> None:
+    meter = ReliabilityMeter(BEGAN_S, 2)
+    hear(meter, start(2, 0))
+    do_steps(meter, 1, 3)
+    assert meter.take_end(BEGAN_S + 60.0) is None
+    hear(meter, RankFailed(1, 3, "forward", "signal", "killed", 0.01), rank=-1)
+    end = meter.take_end(BEGAN_S + 60.0)
+    assert end is not None
+    assert end.goodput == 0.5
