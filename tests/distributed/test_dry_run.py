@@ -45,6 +45,8 @@ SMALL = (
 EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=32")
 LAYOUTS = {
     "ddp": ("train.global_batch_size=16",),
+    "ddp int8": ("train.global_batch_size=16", "parallel.compress=int8"),
+    "ddp powersgd": ("train.global_batch_size=16", "parallel.compress=powersgd"),
     "zero1": ("train.global_batch_size=8", "parallel.dp_shard=4", "parallel.zero_stage=1"),
     "zero2": ("train.global_batch_size=16", "parallel.dp_shard=4", "parallel.zero_stage=2"),
     "zero3": ("train.global_batch_size=16", "parallel.dp_shard=4"),

@@ -27,7 +27,8 @@ class DdpBucketReductions:
     """
 
     def __init__(self, ddp: DistributedDataParallel, model: ParallelModel) -> None:
-        self._group = model.mesh.data_parallel_group()
+        self._group, self._compression = model.mesh.data_parallel_group(), model.compression
+        self._traffic = model._context.traffic
         self._limit = choose_bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
         ddp.register_comm_hook(None, _return_bucket_unreduced)
@@ -39,12 +40,20 @@ class DdpBucketReductions:
     def _record_gradient_arrival(self, parameter: nn.Parameter) -> None:
         self._arrived.append(parameter)
 
-    def record_bucket_reductions(self, log: CollectiveLog) -> None:
-        """Add the all-reduces of one step, of the gradients that came in the last backward."""
+    def reduce_buckets(self, log: CollectiveLog) -> None:
+        """Reduce the gradients that came in the last backward: by the job's compression, or as the
+        all-reduces of one step, which are added to `log`. It stands at the end of the backward,
+        beside which DDP does it."""
         # Of several microbatches the last one reduces.
         last = list(dict.fromkeys(reversed(self._arrived)))[::-1]
         self._arrived.clear()
-        for num_bytes in list_ddp_bucket_bytes(last, self._limit):
+        for bucket in split_into_ddp_buckets(last, self._limit):
+            if self._compression is not None:
+                gradients = [p.grad for p in bucket if p.grad is not None]
+                with self._traffic.counting_step_traffic():
+                    self._compression.average_gradients_over_ranks(bucket, gradients)
+                continue
+            num_bytes = sum(parameter.nbytes for parameter in bucket)
             log.add(
                 ALL_REDUCE,
                 self._group,
@@ -56,21 +65,23 @@ class DdpBucketReductions:
 
 
 def watch_ddp_buckets(model: ParallelModel) -> DdpBucketReductions | None:
-    """The stand-in for a model under DDP; None for another, and where a hook of ours compresses."""
+    """The stand-in for a model under DDP, to which no hook was attached; None for another."""
     ddp = model._context.outer
-    if not isinstance(ddp, DistributedDataParallel) or model.compression is not None:
+    if not isinstance(ddp, DistributedDataParallel):
         return None
     return DdpBucketReductions(ddp, model)
 
 
-def list_ddp_bucket_bytes(parameters: Sequence[torch.Tensor], limit: int) -> list[int]:
-    """Bytes of DDP's buckets of at most `limit` bytes, for gradients in this order."""
+def split_into_ddp_buckets(
+    parameters: Sequence[nn.Parameter], limit: int
+) -> list[list[nn.Parameter]]:
+    """DDP's buckets of at most `limit` bytes, for gradients in this order."""
     if not parameters:
         return []
     indices, _ = dist._compute_bucket_assignment_by_size(
         list(parameters), [limit], [], list(range(len(parameters)))
     )
-    return [sum(parameters[index].nbytes for index in bucket) for bucket in indices]
+    return [[parameters[index] for index in bucket] for bucket in indices]
 
 
 # DDP looks up this argument by its name, `bucket`.

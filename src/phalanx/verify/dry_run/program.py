@@ -310,12 +310,12 @@ class DryStepRunner:
         microbatches = make_fake_microbatches(self._job, self._plan, num_microbatches)
         local_loss = model.forward_backward(microbatches, self._objective, step=step)
         self._categorize_gradients()
+        if self.buckets is not None and tracker.collectives is not None:
+            self.buckets.reduce_buckets(tracker.collectives)
         stats = model.reduce_and_clip(
             local_loss, max_norm=self._job.optim.clip_norm, flags=(0.0,) * NUM_FLAGS
         )
         self._categorize_gradients()
-        if self.buckets is not None and tracker.collectives is not None:
-            self.buckets.record_bucket_reductions(tracker.collectives)
         with self._phases(OPTIMIZER):
             model.update(optimizer)
             self._categorize_optimizer_state()
