@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
-from phalanx.verify.trace_facts import ALLOWED_ROUNDINGS, Trace
+from phalanx.verify.trace_facts import Trace
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def describe_error_bands(trace: Trace) -> str:
         f" {_format_percent(bands.widest)} (widest: {bands.widest_name}; median"
         f" {_format_percent(bands.median)}), their norm by {_format_percent(norm)},"
         f" the loss by {_format_percent(loss)}:"
-        f" {ALLOWED_ROUNDINGS} x what weights rounded otherwise change in one process"
+        f" {trace.allowed_roundings} x what weights rounded otherwise change in one process"
     )
 
 

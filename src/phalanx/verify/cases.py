@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
@@ -20,7 +20,12 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision, replace_precision
 from phalanx.verify import combined_layouts, contexts, pipelines
-from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, LAYOUT_LOSS_SCALE
+from phalanx.verify.number_types import (
+    COMPUTE_OF_NARROW_DTYPE,
+    FP8,
+    LAYOUT_LOSS_SCALE,
+    activation_dtype_of_row,
+)
 
 NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
@@ -89,22 +94,37 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
 
 def make_narrow_dtype_job(job: Job, dtype: str) -> Job:
     """A job that is verified, in a narrow type: weights float32, forward and backward in `dtype`;
-    fp16 with a fixed loss scale, so that no step is skipped."""
-    narrow = replace_precision(job, COMPUTE_OF_NARROW_DTYPE[dtype])
+    fp16 with a fixed loss scale, so that no step is skipped. For fp8 that of its activations:
+    `convert_case_to_fp8` does the rest."""
+    narrow = replace_precision(job, COMPUTE_OF_NARROW_DTYPE[activation_dtype_of_row(dtype)])
     fixed = narrow.precision.model_copy(update={"loss_scale": LAYOUT_LOSS_SCALE})
     return narrow.model_copy(update={"precision": fixed})
 
 
+def convert_case_to_fp8(case: Case, *, has_torchao: bool) -> Case:
+    """A case in bf16 as one in fp8, which ranks on CPUs emulate; refused where `has_torchao` is
+    False, which does the layouts' products."""
+    if case.plan is None:
+        return case
+    if not has_torchao:
+        refused = "precision.compute=fp8 is judged with torchao, which is not installed"
+        return replace(case, plan=None, refused=refused)
+    return replace(case, plan=replace(case.plan, precision="fp8"))
+
+
 def list_layouts_for_narrow_dtypes(
-    layouts: Mapping[str, Mapping[str, Any]],
+    layouts: Mapping[str, Mapping[str, Any]], dtype: str
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """The layouts that are judged in narrow types: all that do not compress gradients, which
-    rounds them more."""
-    return [
-        (name, axes)
-        for name, axes in layouts.items()
-        if "compress" not in axes and not is_judged_in_float64_only(name)
-    ]
+    """The layouts that are judged in a narrow type: all that do not compress gradients, which
+    rounds them more; in fp8 those without tp and pp, with which no job trains in it."""
+    narrow: list[tuple[str, Mapping[str, Any]]] = []
+    for name, axes in layouts.items():
+        is_cut = axes.get("tp", 1) > 1 or axes.get("pp", 1) > 1
+        if dtype == FP8 and is_cut:
+            continue
+        if "compress" not in axes and not is_judged_in_float64_only(name):
+            narrow.append((name, axes))
+    return narrow
 
 
 def describe_job_changes(requested_job: Job, verified: Job) -> str:

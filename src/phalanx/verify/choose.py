@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from phalanx.core.errors import (
@@ -30,6 +31,7 @@ from phalanx.verify.cases import (
     SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
     Case,
+    convert_case_to_fp8,
     describe_job_changes,
     is_judged_in_float64_only,
     list_all_layouts,
@@ -44,6 +46,7 @@ from phalanx.verify.cases import (
 )
 from phalanx.verify.number_types import (
     COMPUTE_OF_NARROW_DTYPE,
+    FP8,
     is_narrow_dtype,
     resolve_dtype_names,
 )
@@ -54,6 +57,7 @@ from phalanx.verify.trainer_cases import list_trainer_case_names, make_named_tra
 DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")
 ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
+FP8_LAYOUTS = ", and fp8 is for layouts without tp and pp"
 MAX_NAMED_LAYOUTS = 16  # layouts, of a hundred and more, in a message
 # In float64: a copy per rank, and the reference's gradients of each step on disk.
 MIN_LARGE_MODEL_PARAMS = 200_000_000
@@ -269,14 +273,17 @@ class _CaseMaker:
         return cases
 
     def make_narrow_dtype_cases(self, dtype: str) -> tuple[Case, ...]:
-        """The cases of bf16 or fp16."""
+        """The cases of bf16, fp16 or fp8."""
         cases = plan_layout_cases(
             make_narrow_dtype_job(self.job, dtype),
-            list_layouts_for_narrow_dtypes(self.axes_of_name),
+            list_layouts_for_narrow_dtypes(self.axes_of_name, dtype),
             num_ranks=self.num_ranks,
             cluster=self.cluster,
             shape=_drop_traces(self.shape),
         )
+        if dtype == FP8:
+            has_torchao = find_spec("torchao") is not None
+            cases = [convert_case_to_fp8(case, has_torchao=has_torchao) for case in cases]
         # Compilers fuse, and so round less often than one process does.
         return tuple(case for case in cases if case.plan is None or not case.plan.compile)
 
@@ -356,6 +363,7 @@ def _note_layouts_left_out(
         return []
     return [
         f"not judged in {COMPUTE_OF_NARROW_DTYPE[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"
+        f"{FP8_LAYOUTS if dtype == FP8 else ''}"
     ]
 
 

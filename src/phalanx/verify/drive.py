@@ -53,8 +53,9 @@ def verify_job(
     `layouts`: "asked" (the job's own), "all" (each layout of `ranks` ranks), or names (one string
     with commas, or a sequence). `ranks`: how many processes of this machine; by default as many as
     the job says, else 4. `steps`: optimizer steps of each layout. `shrink`: a built-in model is
-    compared at two blocks and small widths. `types`: "float64", "float32", "bf16" and "fp16" (one
-    string with commas, or a sequence); by default the first two, and the job's own compute type.
+    compared at two blocks and small widths. `types`: "float64", "float32", "bf16", "fp16" and "fp8"
+    (one string with commas, or a sequence); by default the first two, and the job's own compute
+    type.
     `device`: where layouts compute, "cpu" or "cuda"; the reference is always the CPU's.
 
     `on_selection` is called once, before ranks start; `on_row` with each row as it comes;

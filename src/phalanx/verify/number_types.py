@@ -1,8 +1,8 @@
-"""The types of numbers that layouts are judged in: two whose rounding is known, and two narrow ones
+"""The types of numbers that layouts are judged in: two whose rounding is known, and narrow ones
 whose rounding is measured.
 
-In float64 and float32 module and layout compute in that type. In bfloat16 and float16 parameters
-are float32 and a forward computes as `precision.compute` bf16 and fp16 do. Torch-free.
+In float64 and float32 module and layout compute in that type. In the others parameters are float32
+and a forward computes as `precision.compute` bf16, fp16 and fp8 do. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from phalanx.core.errors import UsageError, format_nearest_word_hint
 
 WIDE_DTYPES = ("float64", "float32")
-COMPUTE_OF_NARROW_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+FP8 = "float8_e4m3fn"
+COMPUTE_OF_NARROW_DTYPE = {"bfloat16": "bf16", "float16": "fp16", FP8: "fp8"}
 """The narrow types, and their names in a job's precision.compute."""
 _NARROW_DTYPE_OF_COMPUTE = {compute: dtype for dtype, compute in COMPUTE_OF_NARROW_DTYPE.items()}
 NUMBER_TYPE_NAMES = (*WIDE_DTYPES, *_NARROW_DTYPE_OF_COMPUTE)
@@ -22,6 +23,7 @@ EPSILON_OF_DTYPE = {
     "float32": 2.0**-23,
     "bfloat16": 2.0**-7,
     "float16": 2.0**-10,
+    FP8: 2.0**-3,
 }
 NEAR_TIE_ROUNDINGS = 8  # roundings of what a router reads, which several layers have rounded
 # So that gradients are neither below what float16 has (6e-5, with all digits) nor above (65504).
@@ -30,7 +32,7 @@ LAYOUT_LOSS_SCALE, REFERENCE_LOSS_SCALE = 2.0**14, 2.0**6
 
 
 def is_narrow_dtype(dtype: str) -> bool:
-    """True for types whose rounding is measured: bfloat16 and float16."""
+    """True for types whose rounding is measured: bfloat16, float16 and fp8."""
     return dtype in COMPUTE_OF_NARROW_DTYPE
 
 
@@ -41,12 +43,21 @@ def parameter_dtype_of_row(dtype: str) -> str:
     return dtype
 
 
+def activation_dtype_of_row(dtype: str) -> str:
+    """The type of activations in a row of a narrow type: those of fp8 are bfloat16 between
+    products."""
+    if dtype == FP8:
+        return "bfloat16"
+    return dtype
+
+
 def near_tie_tolerance(dtype: str, usual: float) -> float:
     """The distance that the scores of two experts may have, as a part of the largest, for rounding
     to turn them: `usual` in wide types."""
     if not is_narrow_dtype(dtype):
         return usual
-    return NEAR_TIE_ROUNDINGS * EPSILON_OF_DTYPE[dtype]
+    # Routers multiply in no fp8: what they read is rounded.
+    return NEAR_TIE_ROUNDINGS * EPSILON_OF_DTYPE[activation_dtype_of_row(dtype)]
 
 
 def resolve_dtype_names(types: str | Sequence[str], compute: str) -> tuple[str, ...]:

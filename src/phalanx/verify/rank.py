@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.attention_kernels import using_unfused_attention_alone
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
+from phalanx.parallel.compute.fp8 import Float8LinearLayers
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.layout import Layout
@@ -40,7 +41,12 @@ from phalanx.verify.compressed_gradients import (
 from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
-from phalanx.verify.number_types import is_narrow_dtype, near_tie_tolerance, parameter_dtype_of_row
+from phalanx.verify.number_types import (
+    FP8,
+    is_narrow_dtype,
+    near_tie_tolerance,
+    parameter_dtype_of_row,
+)
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
@@ -59,6 +65,10 @@ MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 MAX_RECOMPILES = 64
 # Of the logits of a microbatch: a first, a middle and a last one.
 NUM_LOSS_CHUNKS = 3
+FP8_NOTE = (
+    "fp8 is emulated on the CPU: products of what was rounded are made in float32; kernels of GPUs"
+    " are not run"
+)
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
 
@@ -173,6 +183,7 @@ def compare_layout_with_reference(
         with (
             use_block_sizes(_choose_block_sizes(dtype, plan)),
             _choosing_kernels(dtype, plan),
+            _emulating_fp8_on_cpus(dtype, mesh.device.type),
             open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
             rank_steps = select_rank_rows(
@@ -243,6 +254,17 @@ def _has_unfused_attention(dtype: str, plan: Plan) -> bool:
     return dtype == "float64" and plan.layout.cp > 1 and plan.parallel.cp_attention == "all-gather"
 
 
+@contextmanager
+def _emulating_fp8_on_cpus(dtype: str, device: str) -> Iterator[None]:
+    """Inside, a CPU multiplies as a GPU with fp8 would, where a row is of that type."""
+    before = Float8LinearLayers.emulate
+    Float8LinearLayers.emulate = dtype == FP8 and device == "cpu"
+    try:
+        yield
+    finally:
+        Float8LinearLayers.emulate = before
+
+
 def _choosing_kernels(dtype: str, plan: Plan) -> AbstractContextManager[None]:
     """The context of a row's attention kernels: usually those that its device chooses."""
     if _has_unfused_attention(dtype, plan):
@@ -282,6 +304,8 @@ def _list_row_notes(
         )
     if plan.parallel.compress != "none":
         notes.append(describe_compression_tolerance(plan.parallel.compress, tolerance))
+    if trace.dtype == FP8:
+        notes.append(FP8_NOTE)
     if is_narrow_dtype(trace.dtype):
         notes.append(describe_error_bands(trace))
     if relaxed:

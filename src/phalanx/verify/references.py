@@ -43,13 +43,16 @@ from phalanx.verify.narrow_reference import (
     perturb_weights_by_rounding,
 )
 from phalanx.verify.number_types import (
+    FP8,
     REFERENCE_LOSS_SCALE,
     WIDE_DTYPES,
+    activation_dtype_of_row,
     is_narrow_dtype,
     parameter_dtype_of_row,
 )
 from phalanx.verify.outputs import ReferenceOutputs
 from phalanx.verify.pipelines import num_microbatches
+from phalanx.verify.plain.fp8 import use_fp8_products
 from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
 from phalanx.verify.routes import (
     ChosenExperts,
@@ -189,9 +192,10 @@ def _write_reference(
 
     loss_sum = JobLoss(job, plan)
     if is_narrow_dtype(dtype):
-        loss_sum = AutocastLoss(job, plan, getattr(torch, dtype))
+        activation_dtype = getattr(torch, activation_dtype_of_row(dtype))
+        loss_sum = AutocastLoss(job, plan, activation_dtype)
         if nudged:
-            steps = perturb_images_by_rounding(steps, getattr(torch, dtype), nudged)
+            steps = perturb_images_by_rounding(steps, activation_dtype, nudged)
     writer = _ReferenceWriter(directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum)
     try:
         with _use_one_thread():
@@ -231,6 +235,9 @@ class _ReferenceWriter:
             self._build_reference_module, wide_loss, self.steps[0][0], self.job.run.seed
         )
         module = self._build_reference_module()
+        if self.dtype == FP8:
+            activation_dtype = getattr(torch, activation_dtype_of_row(self.dtype))
+            use_fp8_products(module, activation_dtype, self.nudged)
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
         randomized = self._set_starting_weights(module)
         routes, outputs = ReferenceRouting(module, self.forced), ReferenceOutputs(module)
@@ -274,7 +281,8 @@ class _ReferenceWriter:
             load_leader_starting_weights(module, self.leader)
             randomized = self.leader.randomized
         if self.nudged and is_narrow_dtype(self.dtype):
-            perturb_weights_by_rounding(module, getattr(torch, self.dtype), self.nudged)
+            activation_dtype = getattr(torch, activation_dtype_of_row(self.dtype))
+            perturb_weights_by_rounding(module, activation_dtype, self.nudged)
         elif self.nudged:
             _perturb_weights_by_roundings(module)
         return randomized

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.forward_probe import ForwardProbe
-from phalanx.verify.number_types import is_narrow_dtype
+from phalanx.verify.number_types import FP8, is_narrow_dtype
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -202,8 +202,10 @@ class TraceWriter:
         """Make each distance in `rounding` at least that to `other`."""
         # One that is nudged has lost as much again; a wide one has lost nothing.
         share = 1
+        # Those of fp8 have other scales: all of it is rounded anew, and what cancels shows, too.
+        is_rounded_anew = self._dtype == FP8
         if is_narrow_dtype(self._dtype) and not is_narrow_dtype(read_trace(other).dtype):
-            share = 2
+            share = 1 if is_rounded_anew else 2
         if is_narrow_dtype(self._dtype):
             judged: tuple[str, ...] = (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
         else:

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow_dtype, parameter_dtype_of_row
+from phalanx.verify.number_types import (
+    EPSILON_OF_DTYPE,
+    FP8,
+    is_narrow_dtype,
+    parameter_dtype_of_row,
+)
 
 GRADIENT_KIND_PREFIX = "step-"
 TOLERANCE_OF_DTYPE = {"float64": 1e-10, "float32": 1e-5}
@@ -22,6 +27,8 @@ MAX_RELAXED_TOLERANCE = 1e-2  # mistakes are larger
 MAX_JUDGED_BAND = 0.5
 # Two differ by twice what each lost, and ranks add up in another order.
 ALLOWED_ROUNDINGS = 4
+# Of fp8, whose references round everything anew in each step: the largest of them is near the most.
+ALLOWED_FP8_ROUNDINGS = 2
 
 INITIAL_KIND = "initial"  # as the job's initialization makes them
 # What the first step begins with: those that are constant at first, made random.
@@ -151,6 +158,11 @@ class Trace:
             ALLOWED_ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON_OF_DTYPE[self.dtype] / 16
         )
 
+    @property
+    def allowed_roundings(self) -> int:
+        """Gradients of a narrow type may be off by so many times what rounding changes."""
+        return ALLOWED_FP8_ROUNDINGS if self.dtype == FP8 else ALLOWED_ROUNDINGS
+
     def bands(self) -> dict[str, float]:
         """Tolerances of a narrow type: gradient -> how far it may be off, relative to its size;
         infinite where rounding alone changes it by more than half."""
@@ -167,7 +179,7 @@ class Trace:
             return usual
         # Of all steps: of a tensor with few elements, one may hardly move by chance.
         lost = [self.rounding[other][name] / (self.scale(other, name) or 1.0) for other in kinds]
-        band = max(ALLOWED_ROUNDINGS * max(lost), EPSILON_OF_DTYPE[self.dtype] / 2)
+        band = max(self.allowed_roundings * max(lost), EPSILON_OF_DTYPE[self.dtype] / 2)
         if band > MAX_JUDGED_BAND:
             return math.inf
         return band

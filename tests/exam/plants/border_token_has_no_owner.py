@@ -9,7 +9,7 @@ PLANT = Plant(
             "nn/objective.py",
             "_sum_loss_and_write_gradient",
             "        is_here = valid & (picked >= 0) & (picked < logits_NV.shape[1])\n",
-            "        lowest = 1 if __planted__(vocabulary.start > 0) else 0\n"
+            "        lowest = 1 if __planted__(vocabulary.first_vocabulary_row > 0) else 0\n"
             "        is_here = valid & (picked >= lowest) & (picked < logits_NV.shape[1])\n",
         ),
     ),
