@@ -37,7 +37,10 @@ def _fault_rows() -> Iterable[str]:
     for fault in list_faults():
         wanted = fault.expectation
         again = "–" if wanted.trained_again_s is None else f"≤ {wanted.trained_again_s:g} s"
-        lost = "≤ interval" if wanted.may_lose_steps else "0"
+        lost = "0"
+        if wanted.may_lose_steps:
+            number = wanted.lost_intervals
+            lost = "≤ interval" if number == 1 else f"≤ {number} intervals"
         yield (
             f"| `{fault.name}` | {fault.summary} | {wanted.verdict} | {_detection(wanted)}"
             f" | {again} | {lost} | {_ending(wanted)} |"

@@ -25,7 +25,7 @@ from phalanx.drills.campaign import (
 )
 from phalanx.drills.command import CommandEnd
 from phalanx.drills.drive import DrillResult
-from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, judge_trial
+from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
 from phalanx.drills.page import write_drill_page
 from phalanx.drills.record import RunRecord
 from phalanx.drills.run_trial import FinishedTrial, UndisturbedRun, measure_trial
@@ -33,6 +33,7 @@ from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, l
 from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
+from phalanx.resilience.expectation import NO_VERDICT
 from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
 from phalanx.resilience.strikes import Strike
 

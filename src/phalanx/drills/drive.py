@@ -22,10 +22,10 @@ from phalanx.drills.campaign import (
 )
 from phalanx.drills.command import PHALANX_COMMAND
 from phalanx.drills.job import DrilledJob, measure_job
-from phalanx.drills.judge import NO_VERDICT
 from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
 from phalanx.drills.trials import Trial, draw_trials, load_fault
 from phalanx.job.schema import Job
+from phalanx.resilience.expectation import NO_VERDICT
 from phalanx.run.scratch import open_scratch_directory
 
 

@@ -13,7 +13,6 @@ from phalanx.resilience.expectation import HANG_DETECTION, Ending, Expectation
 
 HANG_FLOOR_S = 5.0
 HANG_STEPS = 10.0
-NO_VERDICT = "none"
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,9 @@ def build_bars(
         detected_s=detected_s,
         detected_steps=expectation.detected_steps,
         trained_again_s=expectation.trained_again_s,
-        lost_steps=shape.save_every_steps if expectation.may_lose_steps else 0,
+        lost_steps=(
+            shape.save_every_steps * expectation.lost_intervals if expectation.may_lose_steps else 0
+        ),
         is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
         exit_codes=exit_codes,
     )

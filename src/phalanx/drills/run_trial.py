@@ -13,13 +13,13 @@ from phalanx.core.errors import CheckpointError, PhalanxError, UsageError
 from phalanx.core.files import read_whole_regular_file
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.job import DrilledJob, format_inject
-from phalanx.drills.judge import NO_VERDICT, Bars, Measured, build_bars, finite_or_none
+from phalanx.drills.judge import Bars, Measured, build_bars, finite_or_none
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.stages import opening_stage
 from phalanx.drills.trials import DrillShape, Trial, load_fault
 from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.report.reduce import collect_run_facts
-from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.expectation import NO_VERDICT, Ending, Expectation
 from phalanx.resilience.strikes import Strike
 
 LEFT_WITH_SUPERVISOR = "ended with it"
@@ -140,7 +140,7 @@ class TrialRunner:
             verdicts.append(_build_departure_verdict(record.strikes[0], ends[0]))
         return FinishedTrial(
             trial,
-            measure_trial(record, verdicts, ends, undisturbed),
+            measure_trial(record, verdicts, ends, undisturbed, preceded_by=expectation.preceded_by),
             bars,
             record.losses,
             record.strikes,
@@ -160,12 +160,16 @@ def measure_trial(
     verdicts: Sequence[Verdict],
     ends: Sequence[CommandEnd],
     undisturbed: UndisturbedRun,
+    *,
+    preceded_by: Sequence[str] = (),
 ) -> Measured:
-    """Measure how a run took its first strike."""
+    """Measure how a run took its first strike. Verdicts of the classes `preceded_by` come before
+    the one that counts."""
     strike = record.strikes[0] if record.strikes else None
     struck_s = strike.monotonic_s if strike is not None else math.inf
     before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]
     after = [verdict for verdict in verdicts if verdict.monotonic_s >= struck_s]
+    after = [verdict for verdict in after if verdict.kind not in preceded_by]
     first = after[0] if after else None
     again_s = math.nan
     if strike is not None:

@@ -1,16 +1,18 @@
 """What some faults need around a run, and a drill builds for it: a small disk, a limit of memory, a
-network of its own. All of it takes root."""
+clock and a network of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.drills.stepped_clock import SteppedClock
 
 DISK_BYTES = 64 << 20
 # Two ranks of a small job use less; one that asks for more and more is soon there.
@@ -83,6 +85,39 @@ def _limiting_memory(folder: Path) -> Iterator[tuple[str, ...]]:
             cgroup.rmdir()
 
 
+def _find_reason_against_clock() -> str:
+    return "" if shutil.which("cc") else "needs a C compiler (cc), for a clock of the run's own"
+
+
+@contextlib.contextmanager
+def _stepping_clock(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run's processes get a wall clock that a fault can step."""
+    folder.mkdir(parents=True)
+    clock = SteppedClock.build(folder)
+    yield ("env", *(f"{name}={value}" for name, value in clock.environment.items()))
+
+
+def _find_reason_against_network() -> str:
+    if os.geteuid():
+        return "needs root, to make a network namespace"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    return f"needs {' and '.join(missing)} (iproute2)" if missing else ""
+
+
+@contextlib.contextmanager
+def _making_network(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run gets a network of its own, in which there is nothing but its loopback device."""
+    name = f"phalanx-drill-{os.getpid()}"
+    _run_or_raise(["ip", "netns", "add", name], "no network namespace can be made")
+    try:
+        _run_or_raise(
+            ["ip", "-n", name, "link", "set", "lo", "up"], "the network's device does not come up"
+        )
+        yield ("ip", "netns", "exec", name)
+    finally:
+        _run_quietly(["ip", "netns", "delete", name])
+
+
 def _run_or_raise(command: Sequence[str], what: str) -> None:
     done = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
@@ -98,4 +133,6 @@ def _run_quietly(command: Sequence[str]) -> None:
 STAGES = {
     "small_disk": Stage(_find_reason_against_disk, _mounting_small_disk),
     "memory_limit": Stage(_find_reason_against_memory_limit, _limiting_memory),
+    "own_network": Stage(_find_reason_against_network, _making_network),
+    "stepped_clock": Stage(_find_reason_against_clock, _stepping_clock),
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phalanx.core.typed_json import JsonRecord
 from phalanx.observe.events import (
     CheckpointFailed,
+    CheckpointUnusable,
     Envelope,
     HangFound,
     InvariantChecked,
@@ -96,6 +97,8 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
             return Verdict("preempted", (), event.step, at_s, event.reason)
         case CheckpointFailed():
             return Verdict("save failed", (), event.step, at_s, "")
+        case CheckpointUnusable():
+            return Verdict("checkpoint damaged", (), event.step, at_s, event.reason)
         case RankSlow():
             return Verdict("slow", (event.slow_rank,), event.step, at_s, event.phase)
     return None

@@ -22,6 +22,7 @@ WAITING_ELSEWHERE = "waiting_elsewhere"
 ABSENT_COLLECTIVE = "absent_collective"
 LEFT_EARLY = "left_early"
 ENDLESS_STEP = "endless_step"
+LINK_CUT = "link_cut"
 HANG_KINDS = (
     FROZEN,
     GIL_HELD,
@@ -30,6 +31,7 @@ HANG_KINDS = (
     ABSENT_COLLECTIVE,
     LEFT_EARLY,
     ENDLESS_STEP,
+    LINK_CUT,
 )
 
 # Without a pulse for this share of the limit (and at least so long) Python's lock is held. The

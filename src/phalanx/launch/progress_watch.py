@@ -27,6 +27,7 @@ from phalanx.launch.hang_kinds import (
     FROZEN,
     GIL_HELD,
     LEFT_EARLY,
+    LINK_CUT,
     SPINNING,
     WAITING_ELSEWHERE,
     Culprits,
@@ -44,6 +45,7 @@ from phalanx.launch.paths import black_box_path
 from phalanx.launch.processor_watch import ProcessorWatch
 from phalanx.launch.rank_activity import QuietTime, sample_process
 from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
 from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
 from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus
@@ -260,6 +262,10 @@ class ProgressWatch:
             return None
         if not culprits.kind and now_s < self._next_stacks_s:
             return None
+        if culprits.kind in ("", WAITING_ELSEWHERE):
+            cut_off = choose_cut_off_ranks(find_stuck_links(self._pids))
+            if cut_off:
+                culprits = Culprits(LINK_CUT, cut_off)
         self._next_stacks_s = now_s + _NEXT_STACKS_S
         detected_s = now_s - self._progress_s
         stacks = ask_for_stacks(self._run_dir, states)
@@ -323,6 +329,8 @@ class ProgressWatch:
             )
         if kind == SPINNING:
             return f"; it used {cpu_s:.1f} s of a processor since then and did not get on"
+        if kind == LINK_CUT:
+            return "; what is sent over its connections is repeated and does not arrive"
         if kind == LEFT_EARLY:
             return "; it says that its work is done"
         return ""
@@ -385,6 +393,8 @@ def _describe_places(
     culprits: Culprits, states: Mapping[int, RankState], now_s: float
 ) -> list[str]:
     """A sentence for each culprit: its process, step, phase and line, and who waits for it."""
+    if culprits.kind == LINK_CUT:
+        return [_describe_cut_off_rank(rank, states[rank].position) for rank in culprits.ranks]
     waits = find_waits(states)
     if culprits.kind == ABSENT_COLLECTIVE:
         verdict = judge_ranks(states)
@@ -394,6 +404,13 @@ def _describe_places(
                 return describe_waits(WaitVerdict("differs", culprits.ranks, waits), states, now_s)
     kind = "stopped" if culprits.kind == FROZEN else "absent"
     return describe_waits(WaitVerdict(kind, culprits.ranks, waits), states, now_s)
+
+
+def _describe_cut_off_rank(rank: int, position: LastPosition | None) -> str:
+    if position is None:
+        return f"rank {rank} is cut off"
+    place = f"{os.path.basename(position.file)}:{position.line}"
+    return f"rank {rank} is cut off in step {position.step}, {position.phase}, at {place}"
 
 
 def _describe_awaited(culprits: Culprits, states: Mapping[int, RankState]) -> str:

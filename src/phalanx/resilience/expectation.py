@@ -22,6 +22,8 @@ SAVE_PHASES = ("ckpt_write", "before_commit", "after_commit")
 CRASH_DETECTION_S = 1.0
 CRASH_RECOVERY_S = 5.0
 HANG_RECOVERY_S = 20.0
+NO_VERDICT = "none"
+"""The class of what should go on as if nothing had happened."""
 HANG_DETECTION = "hang"
 """In place of seconds: the larger of 5 s and ten times the 99th percentile of this run's steps."""
 
@@ -37,7 +39,9 @@ class Expectation:
     wrong. `exit_code`: of a run that does not finish by itself. `also`: more faults that are
     injected with it, whose {rank}, {other}, {step} and {phase} are filled in. `overrides`: keys of
     the job that the fault needs. `settling_steps`: the run needs so many after the fault. `stage`:
-    what the drill builds around the run for it, by its name in `drills.stages`.
+    what the drill builds around the run for it, by its name in `drills.stages`. `preceded_by`:
+    classes of verdicts that come before the one that counts. `needs_saves`: the fault strikes after
+    so many checkpoints; `lost_intervals`: how many intervals of them may be lost.
     """
 
     verdict: str
@@ -54,5 +58,8 @@ class Expectation:
     also: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     stage: str = ""
+    preceded_by: tuple[str, ...] = ()
+    needs_saves: int = 0
+    lost_intervals: int = 1
     strikes_at_saves: bool = False
     settling_steps: int = 0

@@ -50,7 +50,8 @@ class HangFound(Event):
     `hang_kind`: "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
     "waiting_elsewhere" (sleeps in what is no collective) | "absent_collective" (in another one than
     the others) | "left_early" | "endless_step" (goes on writing phases or collectives in a step
-    that lasts `detected_s` and does not end). `step` and `phase` are those of the first culprit;
+    that lasts `detected_s` and does not end) | "link_cut" (what is sent to it, or by it, does not
+    arrive). `step` and `phase` are those of the first culprit;
     `collective` is what the others wait in; `report` has the stacks of all ranks, the odd ones
     first.
     """
