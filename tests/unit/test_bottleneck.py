@@ -16,7 +16,11 @@ from phalanx.observe.events import (
     wrap_event_in_envelope,
 )
 from phalanx.report.bottleneck.cause import BottleneckVerdict
-from phalanx.report.bottleneck.describe import describe_bottleneck, list_verdict_lines
+from phalanx.report.bottleneck.describe import (
+    describe_bottleneck,
+    describe_utilization,
+    list_verdict_lines,
+)
 from phalanx.report.bottleneck.of_run import judge_run
 
 COMPUTE_S, TRANSFER_S = 0.100, 0.004
@@ -249,8 +253,17 @@ def test_the_models_flops_are_held_beside_products_as_they_were_measured(tmp_pat
     assert verdict.model_flops_utilization == pytest.approx(0.246, abs=0.01)
     assert verdict.main is not None
     assert any("% of what large products reach" in text for text in verdict.main.evidence)
+    mfu = 100 * verdict.model_flops_utilization
+    assert (
+        describe_utilization(verdict) == f"MFU {mfu:.1f} % of what large products reach on rank 0"
+    )
     unknown = judge(write_run(tmp_path / "unknown", {}))
     assert unknown.to_json()["model_flops_utilization"] is None
+    assert describe_utilization(unknown) == ""
+    recomputed = judge_run(tmp_path / "run", {**PLAN, "hardware_flops_per_token": 6.5e6})
+    assert recomputed is not None
+    assert recomputed.hardware_flops_utilization == pytest.approx(0.246 * 1.3, abs=0.01)
+    assert f"HFU {1.3 * mfu:.1f} % (with what is recomputed)" in describe_utilization(recomputed)
 
 
 def test_a_late_rank_that_leaves_its_processor_to_others_has_an_upper_bound(tmp_path: Path) -> None:

@@ -78,10 +78,33 @@ def test_a_module_that_answers_more_is_planned_like_a_model_of_ours(keys: tuple[
     assert traced.pipeline == ours.pipeline
 
 
+@pytest.mark.parametrize("shape", [DECODER, TRACED], ids=["ours", "traced"])
+@pytest.mark.parametrize(
+    ("keys", "num_blocks_again"),
+    [
+        (("train.recompute=none",), 0),
+        (("train.recompute=selective",), 0),
+        (("train.recompute=full",), 4),
+        (("train.recompute=every-k", "train.recompute_every=2"), 2),
+    ],
+)
+def test_hardware_flops_have_the_forwards_that_are_done_again(
+    shape: DecoderShape | MeasuredModule, keys: tuple[str, ...], num_blocks_again: int
+) -> None:
+    plan = planned(shape, *keys)
+    assert plan.flops_per_token is not None
+    assert plan.hardware_flops_per_token is not None
+    # A block is 2 FLOPs for each of its weights that multiplies, and attention, for each token.
+    block = DECODER.flops(plan.seq_len).blocks[0].forward / plan.seq_len
+    again = plan.hardware_flops_per_token - plan.flops_per_token
+    assert again == pytest.approx(num_blocks_again * block, abs=1)
+
+
 def test_what_is_not_known_is_not_predicted() -> None:
     module = MeasuredModule("mine:build", 4, 1000, 1000, 100, 400)
     plan = planned(module)
     assert plan.flops_per_token is None
+    assert plan.hardware_flops_per_token is None
     assert plan.chosen.predicted_bytes["activations"] == 0
     assert any("activations" in line and "not predicted" in line for line in plan.reasons)
 

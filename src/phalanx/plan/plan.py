@@ -113,6 +113,8 @@ class Plan:
     num_params: int
     flops_per_token: float | None
     capacity_bytes: int
+    hardware_flops_per_token: float | None = None
+    """`flops_per_token` and the forwards that recompute does again in the backward."""
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
     alternatives: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()

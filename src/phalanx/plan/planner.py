@@ -40,6 +40,7 @@ from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, co
 from phalanx.plan.precision import require_fp8_is_possible, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
+from phalanx.plan.segments import Segment
 from phalanx.plan.start import describe_start_of_whole_module
 from phalanx.plan.warnings import (
     NO_EXTRA_REASONS_OR_WARNINGS,
@@ -232,6 +233,7 @@ def _build_plan_without_warnings(
         vocab_size=shape.choose_vocab_size(vocab_size),
         num_params=shape.num_params,
         flops_per_token=_get_training_flops_per_token(shape, job.data.seq_len),
+        hardware_flops_per_token=_count_hardware_flops_per_token(shape, job, work.segments or ()),
         capacity_bytes=evaluator.capacity_bytes,
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
@@ -247,6 +249,22 @@ def _get_training_flops_per_token(shape: ModelCosts, seq_len: int) -> int | None
     if flops is None:
         return None
     return flops["training"]
+
+
+def _count_hardware_flops_per_token(
+    shape: ModelCosts, job: Job, segments: Sequence[Segment]
+) -> float | None:
+    """FLOPs of a token's training as it is computed: blocks that are recomputed in full do their
+    forward again. What is recomputed selectively has no products."""
+    seq_len = job.data.seq_len
+    training, flops = _get_training_flops_per_token(shape, seq_len), shape.flops(seq_len)
+    if training is None or flops is None:
+        return None
+    again = 0
+    for segment in segments:
+        if segment.mode == "full":
+            again += sum(block.forward for block in flops.blocks[segment.start : segment.stop])
+    return training + round(again / shape.count_sample_tokens(seq_len))
 
 
 def _resolve_parallel(

@@ -70,7 +70,8 @@ class BottleneckVerdict:
 
     `causes` is empty where the evidence does not suffice; `why_not` says why. `not_judged`: what
     the events of this run cannot show. `model_flops_utilization`: MFU, 0 to 1, beside products as
-    rank 0 measured them; 0 where it is not known.
+    rank 0 measured them; 0 where it is not known. `hardware_flops_utilization`: HFU, the same with
+    what is recomputed.
     """
 
     first_step: int
@@ -83,6 +84,7 @@ class BottleneckVerdict:
     why_not: str = ""
     not_judged: tuple[str, ...] = ()
     model_flops_utilization: float = 0.0
+    hardware_flops_utilization: float = 0.0
 
     @property
     def main(self) -> Cause | None:
@@ -101,5 +103,6 @@ class BottleneckVerdict:
             "shares": {name: round(share, 4) for name, share in self.shares.items()},
             "why_not": self.why_not or None,
             "model_flops_utilization": round(self.model_flops_utilization, 4) or None,
+            "hardware_flops_utilization": round(self.hardware_flops_utilization, 4) or None,
             "not_judged": list(self.not_judged),
         }

@@ -45,8 +45,22 @@ def list_verdict_lines(verdict: BottleneckVerdict) -> list[str]:
     if verdict.main is not None:
         lines += verdict.main.evidence
         lines.append(f"next: {verdict.main.action}")
+    if utilization := describe_utilization(verdict):
+        lines.append(utilization)
     lines += [f"not judged: {text}" for text in verdict.not_judged]
     return lines
+
+
+def describe_utilization(verdict: BottleneckVerdict) -> str:
+    """ "MFU 31 %, HFU 41 % (with what is recomputed), of what large products reach on rank 0";
+    empty where it is not known."""
+    if not verdict.model_flops_utilization > 0:
+        return ""
+    text = f"MFU {format_percent(verdict.model_flops_utilization, 1)}"
+    if verdict.hardware_flops_utilization > verdict.model_flops_utilization:
+        hardware = format_percent(verdict.hardware_flops_utilization, 1)
+        text += f", HFU {hardware} (with what is recomputed),"
+    return f"{text} of what large products reach on rank 0"
 
 
 def describe_basis(verdict: BottleneckVerdict) -> str:

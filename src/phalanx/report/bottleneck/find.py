@@ -68,6 +68,7 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         study.share_by_group(),
         not_judged=_list_not_judged(outline),
         model_flops_utilization=outline.model_flops_utilization(len(table.ranks)),
+        hardware_flops_utilization=outline.hardware_flops_utilization(len(table.ranks)),
     )
 
 

@@ -66,6 +66,9 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         operators=operators,
         pipeline=MeasuredPipeline.from_event(newest, plan, run_dir),
         flops_per_token=finite_or_zero(number_or_nan(plan.get("flops_per_token"))),
+        hardware_flops_per_token=finite_or_zero(
+            number_or_nan(plan.get("hardware_flops_per_token"))
+        ),
         tokens_per_s=_measure_tokens_per_s(table),
     )
 

@@ -39,6 +39,7 @@ class RunOutline:
     pipeline: MeasuredPipeline | None = None
     operators: OperatorsCounted | None = None
     flops_per_token: float = 0.0
+    hardware_flops_per_token: float = 0.0
     tokens_per_s: float = 0.0
 
     def model_flops_per_s(self, num_ranks: int) -> float:
@@ -51,6 +52,13 @@ class RunOutline:
         if self.operators is None or not self.operators.matmul_flops_per_s > 0:
             return 0.0
         return self.model_flops_per_s(num_ranks) / self.operators.matmul_flops_per_s
+
+    def hardware_flops_utilization(self, num_ranks: int) -> float:
+        """HFU, 0 to 1: as MFU, with what is recomputed; 0 where it is not known."""
+        if not self.flops_per_token > 0:
+            return 0.0
+        share_of_all = self.hardware_flops_per_token / self.flops_per_token
+        return share_of_all * self.model_flops_utilization(num_ranks)
 
 
 class StepStudy:

@@ -6,7 +6,12 @@ from __future__ import annotations
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.bottleneck.cause import Cause
-from phalanx.report.bottleneck.describe import describe_basis, describe_bottleneck, describe_gain
+from phalanx.report.bottleneck.describe import (
+    describe_basis,
+    describe_bottleneck,
+    describe_gain,
+    describe_utilization,
+)
 from phalanx.report.charts import StackChart, draw_stack_chart
 from phalanx.report.facts import TIME_GROUPS, RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
@@ -59,6 +64,8 @@ def _render_bottleneck(facts: RunFacts) -> Html:
         build_tag("p", build_tag("strong", f"{describe_bottleneck(verdict)}.")),
     ]
     children += [_render_cause(cause) for cause in verdict.causes]
+    if utilization := describe_utilization(verdict):
+        children.append(build_tag("p", f"{utilization}.", class_="note"))
     basis = f"Looked at: {describe_basis(verdict)}. “Without it” is the same steps simulated again."
     children.append(build_tag("p", basis, class_="note"))
     for text in verdict.not_judged:
