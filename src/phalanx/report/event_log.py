@@ -30,6 +30,7 @@ NAN = math.nan
 _NOT_FOR_THE_STORY = (
     events.SamplesRead,
     events.TimeBetweenSteps,
+    events.GpuMeasured,
     events.OperatorsCounted,
     events.WorkProgressed,
 )

@@ -20,6 +20,7 @@ from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.experts_record import build_expert_event, should_log_experts
+from phalanx.train.gpu_record import GpuRecorder
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
@@ -56,6 +57,7 @@ class StepRecorder:
         self._list_events = list_events
         self._memory = memory or MemoryMeter()
         self._detail = StepDetail(self._mesh.rank, plan.layout, state.step, job.train.steps)
+        self._gpu = GpuRecorder(self._mesh.device, bus)
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self.last_finished: StepFinished | None = None
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
@@ -69,6 +71,7 @@ class StepRecorder:
         `asked_s`: when the run was asked for (monotonic), where that is known.
         """
         self._phases.discard()
+        self._gpu.start()
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         if asked_s is not None:
             seconds = time.monotonic() - asked_s
@@ -156,6 +159,7 @@ class StepRecorder:
         )
         self.last_finished = finished
         self._emit_finished_step(finished)
+        self._gpu.record_if_due(step)
         self._emit_operator_cost()
         self._warn_of_layout_dependent_draws()
         self._warn_of_unused_parameters()

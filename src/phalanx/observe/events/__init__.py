@@ -28,6 +28,7 @@ from phalanx.observe.events.evaluation import BaselineMeasured, EvalFinished, Te
 from phalanx.observe.events.measurements import (
     BlockNormsMeasured,
     ExpertsLoaded,
+    GpuMeasured,
     MemoryMeasured,
     OperatorsCounted,
     PipelineMeasured,
@@ -79,6 +80,7 @@ __all__ = [
     "PipelineMeasured",
     "ExpertsLoaded",
     "BlockNormsMeasured",
+    "GpuMeasured",
     "InvariantChecked",
     "NonFiniteFound",
     "RanksStarted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,3 +154,19 @@ class BlockNormsMeasured(Event):
             for name, norm in self.update_norms.items()
             if self.weight_norms.get(name, 0.0) > 0
         }
+
+
+@dataclass(frozen=True)
+class GpuMeasured(Event):
+    """A rank's GPU, as the driver's NVML says it: `energy_j` in the `seconds` until `step`, of all
+    that used the GPU; `busy_share` (0 to 1) of the sample period just before, in which any kernel
+    ran, and `memory_busy_share`, in which memory was read or written. NaN: the GPU does not say.
+
+    From every rank with such a GPU, each ten seconds at first and less often later.
+    """
+
+    step: int
+    seconds: float
+    energy_j: float = math.nan
+    busy_share: float = math.nan
+    memory_busy_share: float = math.nan

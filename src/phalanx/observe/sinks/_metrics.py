@@ -20,6 +20,7 @@ from phalanx.observe.events import (
     EvalFinished,
     Event,
     ExpertsLoaded,
+    GpuMeasured,
     InvariantChecked,
     PipelineMeasured,
     RunStarted,
@@ -40,6 +41,7 @@ _LATE_EVENT_CLASSES = (
     BlockNormsMeasured,
     CheckpointSaved,
     ExpertsLoaded,
+    GpuMeasured,
     InvariantChecked,
     PipelineMeasured,
 )
@@ -208,6 +210,7 @@ def _extract_values_told_late(
     event: BlockNormsMeasured
     | CheckpointSaved
     | ExpertsLoaded
+    | GpuMeasured
     | InvariantChecked
     | PipelineMeasured,
 ) -> dict[str, float]:
@@ -226,6 +229,8 @@ def _extract_values_told_late(
             }
             if event.num_new_bytes >= 0:
                 values["checkpoint/written_gib"] = event.num_new_bytes / GIB
+        case GpuMeasured():
+            values = {"gpu/energy_j": event.energy_j, "gpu/busy_ratio": event.busy_share}
         case ExpertsLoaded():
             values = {
                 "experts/busiest_ratio": event.worst[1],

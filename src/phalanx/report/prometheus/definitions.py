@@ -229,6 +229,17 @@ METRICS: tuple[MetricDefinition, ...] = (
     _gauge(
         "phalanx_memory_reserved_bytes", "Memory that a GPU's allocator holds for the rank.", "rank"
     ),
+    _counter(
+        "phalanx_gpu_energy_joules_total",
+        "Energy of the rank's GPU while it trained, of all that used it; where NVML says it.",
+        "rank",
+    ),
+    _gauge(
+        "phalanx_gpu_busy_ratio",
+        "Part (0 to 1) of the driver's last sample period in which any kernel ran on the rank's"
+        " GPU: also one that waits for the network.",
+        "rank",
+    ),
     # --- experts and pipelines
     _gauge(
         "phalanx_expert_busiest_ratio",

@@ -124,6 +124,11 @@ class RunMetrics:
             case events.ExpertsLoaded():
                 values.set("phalanx_expert_busiest_ratio", event.worst[1])
                 values.set("phalanx_expert_dropped_ratio", event.dropped_share)
+            case events.GpuMeasured():
+                rank = str(envelope.rank)
+                values.add("phalanx_gpu_energy_joules_total", event.energy_j, rank)
+                if math.isfinite(event.busy_share):
+                    values.set("phalanx_gpu_busy_ratio", event.busy_share, rank)
             case events.BlockNormsMeasured():
                 for name, norm in event.gradient_norms.items():
                     values.set("phalanx_block_grad_norm", norm, name)
