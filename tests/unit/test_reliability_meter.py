@@ -16,6 +16,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepFinished,
 )
+from phalanx.observe.tail import parse_valid_event_line
 from phalanx.run.reliability_meter import HOUR_S, ReliabilityMeter
 
 BEGAN_S = 100.0
@@ -58,7 +59,12 @@ def test_hours_have_the_steps_that_stand() -> None:
     hour = meter.take_hour(BEGAN_S + HOUR_S)
     assert hour is not None
     assert (hour.hour, hour.goodput, hour.participation) == (0, 3000 / 3600, 1.0)
-    assert hour.mean_between_failures_s is None
+    assert math.isnan(hour.mean_between_failures_s)
+    # As it is read again from the file.
+    line = Envelope(hour, -1, 0, 1e9, 0, BEGAN_S).to_line()
+    read = parse_valid_event_line(line.encode())
+    assert read is not None
+    assert read.event.goodput == hour.goodput
     # A failure undoes steps of this hour; half of the ranks go on.
     do_steps(meter, 301, 340)
     hear(meter, RankFailed(1, 340, "forward", "signal", "killed", 0.01), rank=-1)

@@ -252,11 +252,11 @@ def find_exception_line_of_traceback(text: str) -> str:
 
 def _describe_reliability(event: events.ReliabilityMeasured) -> str:
     text = f"hour {event.hour + 1}: {event.goodput:.1%} of it in steps that stand"
-    if event.participation is not None and event.participation < 1:
+    if event.participation < 1:
         text += f", with {event.participation:.0%} of the ranks"
-    if event.mean_between_failures_s is not None:
+    if math.isfinite(event.mean_between_failures_s):
         text += f"; a failure each {format_seconds(event.mean_between_failures_s)}"
-    if event.best_save_every_s is not None:
+    if math.isfinite(event.best_save_every_s):
         text += f", for which a save each {format_seconds(event.best_save_every_s)} loses least"
     return text
 

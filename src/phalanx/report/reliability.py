@@ -43,7 +43,10 @@ class Reliability:
         values = {name: value for name, value in vars(self).items() if name != "hours"}
         return {
             **{name: _number_or_none(value) for name, value in values.items()},
-            "hours": [asdict(hour) for hour in self.hours],
+            "hours": [
+                {name: _number_or_none(value) for name, value in asdict(hour).items()}
+                for hour in self.hours
+            ],
         }
 
 

@@ -3,6 +3,7 @@ often it should save because of that. Torch-free."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -95,14 +96,13 @@ class ReliabilityMeter:
 
     def _measure(self, now_s: float) -> ReliabilityMeasured:
         alive_s, hour_s = now_s - self._began_s, now_s - self._hour_began_s
-        between_s = alive_s / self._num_failures if self._num_failures else None
-        stall_s, best_s = None, None
+        between_s = alive_s / self._num_failures if self._num_failures else math.nan
+        stall_s = best_s = participation = math.nan
         if self._saves:
             stall_s = statistics.median(save.stall_s for save in self._saves)
-        if stall_s is not None and between_s is not None:
+        if self._saves and self._num_failures:
             save_s = statistics.median(save.wall_s for save in self._saves)
             best_s = compute_optimal_save_interval_s(stall_s, save_s, between_s)
-        participation = None
         if self._hour.num_steps:
             participation = self._hour.ranks / (self._hour.num_steps * self._most_ranks)
         return ReliabilityMeasured(

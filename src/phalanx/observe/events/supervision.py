@@ -153,17 +153,17 @@ class ReliabilityMeasured(Event):
     it lasted an hour or a rank failed.
 
     `goodput`: the share of these `hour_s` seconds in steps that stand, as far as is known by then;
-    `participation`: over these steps, the mean share of all ranks that took part (null: no step).
-    `num_failures` and `mean_between_failures_s` (null: none) are of the command so far;
+    `participation`: over these steps, the mean share of all ranks that took part (NaN: no step).
+    `num_failures` and `mean_between_failures_s` (NaN: none) are of the command so far;
     `save_stall_s` is the median of what a save stopped training for, and `best_save_every_s` what
-    Young and Daly want for it and for that rate of failures (null: not known).
+    Young and Daly want for it and for that rate of failures (NaN: not known).
     """
 
     hour: int
     hour_s: float
     goodput: float
-    participation: float | None
+    participation: float
     num_failures: int
-    mean_between_failures_s: float | None
-    save_stall_s: float | None
-    best_save_every_s: float | None
+    mean_between_failures_s: float
+    save_stall_s: float
+    best_save_every_s: float
