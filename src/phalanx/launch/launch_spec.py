@@ -10,6 +10,7 @@ from typing import Protocol
 from phalanx.core.roll_back import RollBack
 from phalanx.core.typed_json import JsonConvertible
 from phalanx.launch.hang_limits import HangSettings
+from phalanx.launch.server_process import ServerProcess
 
 
 class AttemptPlanner(Protocol):
@@ -126,3 +127,6 @@ class LaunchSpec:
     process when it is started again."""
     hangs: HangSettings | None = None
     """How ranks without progress are found; None: they are not looked for."""
+    server: ServerProcess | None = None
+    """A server that imports `preload` already, and becomes the supervisor's; None: it starts
+    one."""
