@@ -18,9 +18,7 @@ import json
 import os
 import random
 import statistics
-import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from forked_ranks import measure_in_forked_ranks
 from phalanx.core.black_box import BlackBox, PostedCollective, RankIdentity
 from phalanx.core.call_site import CallSite
 from phalanx.core.phases import PhaseTimer
@@ -65,36 +64,9 @@ def main() -> None:
 
 
 def _measure_layout(layout: str, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        # Bound before the ranks are forked: they connect to it, and none of them holds it.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pids = []
-        for rank in range(NUM_RANKS):
-            pid = os.fork()
-            if pid == 0:
-                _run_rank(rank, layout, args, Path(folder), store.port)
-            pids.append(pid)
-        for pid in pids:
-            _, status = os.waitpid(pid, 0)
-            if status:
-                raise SystemExit("a rank failed")
-        return dict(json.loads((Path(folder) / "result.json").read_text()))
-
-
-def _run_rank(rank: int, layout: str, args: argparse.Namespace, folder: Path, port: int) -> None:
-    code = 1
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-        result = _measure(rank, layout, args, folder)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(result))
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Without torch's teardown of groups that other ranks may have left.
-        os._exit(code)
+    return measure_in_forked_ranks(
+        NUM_RANKS, lambda rank, folder: _measure(rank, layout, args, folder)
+    )
 
 
 def _measure(rank: int, layout: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

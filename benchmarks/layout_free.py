@@ -16,17 +16,15 @@ import json
 import os
 import random
 import statistics
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import phalanx
+from forked_ranks import measure_in_forked_ranks
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.optim.build import build_optimizer
@@ -47,42 +45,14 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for micro in map(int, args.micro.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            results.append(_run_ranks(micro, args, Path(folder)))
+        results.append(_measure_microbatch(micro, args))
         print(json.dumps(results[-1]), flush=True)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _run_ranks(micro: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    pids = []
-    for rank in range(NUM_RANKS):
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(rank, micro, args, folder)
-        pids.append(pid)
-    for pid in pids:
-        _, status = os.waitpid(pid, 0)
-        if status:
-            raise SystemExit("a rank failed")
-    return dict(json.loads((folder / "result.json").read_text()))
-
-
-def _run_rank(rank: int, micro: int, args: argparse.Namespace, folder: Path) -> None:
-    code = 1
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
-        )
-        result = _measure(rank, micro, args)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(result))
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Without torch's teardown of groups that other ranks may have left.
-        os._exit(code)
+def _measure_microbatch(micro: int, args: argparse.Namespace) -> dict[str, Any]:
+    return measure_in_forked_ranks(NUM_RANKS, lambda rank, folder: _measure(rank, micro, args))
 
 
 def _measure(rank: int, micro: int, args: argparse.Namespace) -> dict[str, Any]:

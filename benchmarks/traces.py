@@ -16,9 +16,7 @@ import os
 import platform
 import random
 import statistics
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from forked_ranks import measure_in_forked_ranks
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.process_memory import ResidentBytesReader
@@ -50,38 +49,11 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(NUM_RANKS):
-            pid = os.fork()
-            if pid == 0:
-                _run_rank(rank, args, Path(folder))
-            pids.append(pid)
-        for pid in pids:
-            if os.waitpid(pid, 0)[1]:
-                raise SystemExit("a rank failed")
-        results = json.loads((Path(folder) / "result.json").read_text())
+    results = measure_in_forked_ranks(NUM_RANKS, lambda rank, folder: _measure(rank, args, folder))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, value in results.items():
         print(f"{name:<28}{value}")
-
-
-def _run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    code = 1
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
-        )
-        result = _measure(rank, args, folder)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(result))
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Without torch's teardown of groups that other ranks may have left.
-        os._exit(code)
 
 
 def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
