@@ -13,9 +13,15 @@ import pytest
 from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe import events
 from phalanx.observe.bus import Bus, build_event_file_path
-from phalanx.observe.events import Envelope, Event, MonotonicClockReading, StepFinished
+from phalanx.observe.events import (
+    EVENT_CLASS_OF_KIND,
+    Envelope,
+    Event,
+    MonotonicClockReading,
+    StepFinished,
+)
 from phalanx.observe.order import sort_events
-from phalanx.observe.tail import EventTail
+from phalanx.observe.tail import EventTail, _list_field_checks
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -293,3 +299,11 @@ def test_the_clock_of_this_machine_has_one_name() -> None:
         check=True,
     )
     assert others.stdout.strip() == build_monotonic_clock_id()
+
+
+@pytest.mark.parametrize("kind", EVENT_CLASS_OF_KIND)
+def test_a_reader_can_check_every_field(kind: str) -> None:
+    """A type that it does not know would end every report of a run with such an event."""
+    event_class = EVENT_CLASS_OF_KIND[kind]
+    names = [name for name, _, _ in _list_field_checks(event_class)]
+    assert names == list(event_class.__dataclass_fields__)
