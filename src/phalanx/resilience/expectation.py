@@ -63,3 +63,17 @@ class Expectation:
     lost_intervals: int = 1
     strikes_at_saves: bool = False
     settling_steps: int = 0
+
+
+# A process that the run's owner takes back: the run saves, and goes on with --resume.
+PREEMPTION = Expectation(
+    verdict="preempted",
+    ending=Ending.RESUMES,
+    detected_s=None,
+    trained_again_s=None,
+    may_lose_steps=False,
+    names_rank=False,
+    exit_code=75,
+    # A run may finish before it hears of the signal.
+    settling_steps=20,
+)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import signal
 
-from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.expectation import PREEMPTION
 from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.run_processes import find_supervisor
 
-EXPECTATION = Expectation(
-    verdict="preempted",
-    ending=Ending.RESUMES,
-    detected_s=None,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    exit_code=75,
-    # A run may finish before it hears of the signal.
-    settling_steps=20,
-)
+EXPECTATION = PREEMPTION
 
 
 def inject(site: FaultSite) -> None:

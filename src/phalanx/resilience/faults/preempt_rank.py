@@ -5,19 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx.resilience.expectation import Ending, Expectation
+from phalanx.resilience.expectation import PREEMPTION
 
-EXPECTATION = Expectation(
-    verdict="preempted",
-    ending=Ending.RESUMES,
-    detected_s=None,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    exit_code=75,
-    # A run may finish before it hears of the signal.
-    settling_steps=20,
-)
+EXPECTATION = PREEMPTION
 
 
 def inject() -> None:
