@@ -10,7 +10,6 @@ from typing import Protocol
 from phalanx.core.roll_back import RollBack
 from phalanx.core.typed_json import JsonConvertible
 from phalanx.launch.hang_limits import HangSettings
-from phalanx.launch.server_process import ServerProcess
 
 
 class AttemptPlanner(Protocol):
@@ -127,6 +126,3 @@ class LaunchSpec:
     process when it is started again."""
     hangs: HangSettings | None = None
     """How ranks without progress are found; None: they are not looked for."""
-    server: ServerProcess | None = None
-    """A server that imports `preload` already, and becomes the supervisor's; None: it starts
-    one."""

@@ -19,7 +19,6 @@ from phalanx.core.files import (
 from phalanx.launch.messages import (
     SERVER_TO_SUPERVISOR_CODEC,
     SUPERVISOR_TO_SERVER_CODEC,
-    PreloadModules,
     ServerOrder,
     ServerReport,
 )
@@ -145,14 +144,6 @@ def start_server(run_dir: Path) -> ServerProcess:
         log_path,
         log_start,
     )
-
-
-def start_preloading_server(run_dir: Path, modules: tuple[str, ...]) -> ServerProcess:
-    """Start a server that imports `modules` from now on, as this process would find them."""
-    server = start_server(run_dir)
-    search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
-    server.link.send(PreloadModules(run_dir, modules, *search_path))
-    return server
 
 
 def _build_server_environment() -> dict[str, str]:

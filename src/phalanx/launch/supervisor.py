@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,13 +17,14 @@ from phalanx.launch.messages import (
     PreloadBeginsCuda,
     PreloadFailed,
     PreloadFinished,
+    PreloadModules,
 )
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.server_process import ServerProcess, start_preloading_server
+from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import HangFound, Note, RanksStarted
@@ -70,7 +72,6 @@ class _Supervisor:
         self._spec, self._bus, self._waiter = spec, bus, waiter
         self._say, self._on_refused_event = say, on_refused_event
         self._server: ServerProcess | None = None
-        self._early_server = spec.server
         self._stop = StopRequest()
         self._recovery = RecoveryPolicy(spec, bus, say)
         self._preload = spec.preload
@@ -92,9 +93,8 @@ class _Supervisor:
                     return outcome
 
     def close(self) -> None:
-        for server in (self._server, self._early_server):
-            if server is not None:
-                server.kill()
+        if self._server is not None:
+            self._server.kill()
 
     def _redact_secrets_in_logs(self, end: AttemptEnd) -> None:
         # Of a run that another job has taken, only what these ranks wrote is this job's.
@@ -134,12 +134,8 @@ class _Supervisor:
         A module that begins to use CUDA when it is imported is left to the ranks: what forks after
         it could not.
         """
-        early_server, self._early_server = self._early_server, None
         while True:
-            self._server = early_server or start_preloading_server(
-                self._spec.run_dir, self._preload
-            )
-            early_server = None
+            self._server = start_server(self._spec.run_dir)
             num_modules = len(self._preload)
             unready = self._preload_modules_in_server(self._server, end)
             if unready is not None or len(self._preload) == num_modules:
@@ -149,8 +145,10 @@ class _Supervisor:
     def _preload_modules_in_server(
         self, server: ServerProcess, end: AttemptEnd
     ) -> AttemptEnd | None:
-        """Wait until the server has imported what it must; None when it is ready, or when a module
-        is to be left out and another server be started; otherwise how the attempt ended."""
+        """Have the server import what it must; None when it is ready, or when a module is to be
+        left out and another server be started; otherwise how the attempt ended."""
+        search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
+        server.link.send(PreloadModules(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
             reports, signals = self._waiter.wait(server.link)
             # Before the reports: PreloadFinished may have come in the same moment.

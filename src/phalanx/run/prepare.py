@@ -19,7 +19,6 @@ from phalanx.job.model import find_vocab_size_of, require_model_reads_data
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.launch.paths import refuse_symlinked_run_folders
-from phalanx.launch.server_process import ServerProcess, start_preloading_server
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.described_cluster import require_cluster_is_this_machine
 from phalanx.plan.plan import Plan
@@ -41,7 +40,7 @@ from phalanx.run.initial_weights import (
     find_shape_known_before_data,
 )
 from phalanx.run.mixed_rows import find_mixed_rows_warnings
-from phalanx.run.needs import list_modules_to_preload, require_packages
+from phalanx.run.needs import require_packages
 from phalanx.run.resume import read_plan_of_run
 from phalanx.run.store_claim import hold_claimed_store
 from phalanx.run.tokens import JobTokens, find_job_tokens
@@ -66,8 +65,6 @@ class PreparedRun:
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
     """Lines about the weights that it starts from."""
-    server: ServerProcess | None = None
-    """The server of the ranks, if it was started while the data was prepared."""
     remove_run_directory: Callable[[], None] = lambda: None
     """Makes a new run as if it had never been: what is new of its directory goes when the run is
     left."""
@@ -81,13 +78,11 @@ def prepare_run(
     resume: bool,
     num_ranks: int | None,
     say: Callable[[str], None] = lambda line: None,
-    starts_ranks: bool = False,
 ) -> Iterator[PreparedRun]:
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind.
 
     `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow
-    store. With `starts_ranks` the server of the ranks of a new run imports torch meanwhile. Raises
-    PhalanxError for what the user can mend.
+    store. Raises PhalanxError for what the user can mend.
     """
     basis = _collect_plan_inputs_and_refuse_early(job, run_dir, resume=resume, num_ranks=num_ranks)
     directory = RunDirectory(run_dir)
@@ -95,8 +90,6 @@ def prepare_run(
     with (
         directory.hold() as lock,
         hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
-        # A run that is continued has its data: there is nothing to do meanwhile.
-        _running_early_server(job, run_dir, is_wanted=starts_ranks and not resume) as server,
     ):
         job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, resume=resume)
 
@@ -123,27 +116,10 @@ def prepare_run(
                 replan,
                 unverified=tuple(unverified),
                 init_lines=tuple(init_lines),
-                server=server,
             )
             if not resume:
                 run = replace(run, remove_run_directory=directory.remove_run_directory)
             yield run
-
-
-@contextlib.contextmanager
-def _running_early_server(
-    job: Job, run_dir: Path, *, is_wanted: bool
-) -> Iterator[ServerProcess | None]:
-    """Inside, a server imports what the ranks need, which takes longer than to prepare most data;
-    None unless `is_wanted`."""
-    if not is_wanted:
-        yield None
-        return
-    server = start_preloading_server(run_dir, list_modules_to_preload(job))
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ def train_in_supervised_ranks(
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
         keeps_ranks=keeps_ranks(job, run.plan),
-        server=run.server,
         hangs=HangSettings(job.resilience.hang_s),
     )
     console = output.open_console(job)

@@ -68,12 +68,7 @@ def train_in_ranks_or_as_rank(
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
         with prepare_run(
-            job,
-            request.run_dir,
-            resume=is_resumed,
-            num_ranks=None,
-            say=output.say,
-            starts_ranks=True,
+            job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say
         ) as run:
             if is_finished(run):
                 return conclude_without_training(run, output)
