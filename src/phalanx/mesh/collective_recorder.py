@@ -1,9 +1,7 @@
 """Records the collectives, sends and receives of a rank in its black box, whoever posts them.
 
-Functions of torch.distributed, DDP's reducer, FSDP, DTensor and functional collectives all end in
-operators of c10d, which torch dispatches to the kernel of a backend. Just before that, at the key
-BackendSelect, kernels of this module write the call down and pass it on: no group, backend or
-function of torch is replaced. `Work.wait` and `wait_tensor` are where a rank waits.
+It sees calls where `c10d_calls` does, writes them down and passes them on. `Work.wait` and
+`wait_tensor` are where a rank waits.
 
 Unseen: what never calls c10d (NCCL or MPI called directly, symmetric memory, RPC, the store), and
 process groups written in Python, which torch does not dispatch.
@@ -29,49 +27,20 @@ from phalanx.core.black_box import (
     PostedCollective,
     format_ranks,
 )
+from phalanx.mesh.c10d_calls import (
+    HandlerDepth,
+    Operator,
+    handling_c10d_calls,
+    keys_after_backend_select,
+)
 from phalanx.mesh.collective_checks import CollectiveChecks
 from phalanx.mesh.reduce_ops import ReduceOps, following_reduce_ops
+from phalanx.mesh.shared_memory.work import SharedMemoryWork
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
 
 
-class _Operator(NamedTuple):
-    """An operator of c10d: its name for people, and which argument is what.
-
-    The tensors are what a rank gives, where that is one list. `peer_at`: root, source or target.
-    """
-
-    name: str
-    words: str
-    tensors_at: int
-    group_at: int
-    peer_at: int = -1
-    is_p2p: bool = False
-
-
-_OPERATORS = (
-    _Operator("allreduce_", "all_reduce", 0, 1),
-    _Operator("allreduce_coalesced_", "all_reduce", 0, 1),
-    _Operator("allgather_", "all_gather", 1, 2),
-    _Operator("_allgather_base_", "all_gather", 1, 2),
-    _Operator("allgather_coalesced_", "all_gather", 1, 2),
-    _Operator("allgather_into_tensor_coalesced_", "all_gather", 1, 2),
-    _Operator("reduce_scatter_", "reduce_scatter", 0, 2),
-    _Operator("_reduce_scatter_base_", "reduce_scatter", 1, 2),
-    _Operator("reduce_scatter_tensor_coalesced_", "reduce_scatter", 1, 2),
-    _Operator("alltoall_", "all_to_all", 1, 2),
-    _Operator("alltoall_base_", "all_to_all", 1, 2),
-    _Operator("broadcast_", "broadcast", 0, 1, peer_at=2),
-    _Operator("reduce_", "reduce", 0, 1, peer_at=3),
-    _Operator("gather_", "gather", 1, 2, peer_at=3),
-    _Operator("scatter_", "scatter", 0, 2, peer_at=3),
-    _Operator("barrier", "barrier", 0, 1),
-    _Operator("monitored_barrier_", "barrier", 0, 1),
-    _Operator("send", "send", 0, 1, peer_at=2, is_p2p=True),
-    _Operator("recv_", "recv", 0, 1, peer_at=2, is_p2p=True),
-    _Operator("recv_any_source_", "recv", 0, 1, is_p2p=True),
-)
 _TAG_OF_SEND_AT = 3
 _TAG_OF_ANY_SOURCE_AT = 2
 
@@ -138,7 +107,7 @@ class CollectiveRecorder:
         # By the id of the Work: torch returns the same object to Python as long as one lives.
         self._open: dict[int, _OpenWork] = {}
 
-    def try_record(self, operator: _Operator, args: Sequence[Any]) -> _RecordedCall | None:
+    def try_record(self, operator: Operator, args: Sequence[Any]) -> _RecordedCall | None:
         """Write a call down; None where that could not be done."""
         try:
             return self._record(operator, args)
@@ -160,6 +129,22 @@ class CollectiveRecorder:
         self._checks.compare(
             call.number, call.posted, group.key, group.label, group.ranks, reduce_op, step
         )
+
+    def handle(self, operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
+        """Make the call by `proceed`, and write it down."""
+        number = 0
+        recorded = self.try_record(operator, args)
+        if recorded is not None:
+            number = recorded.number
+        try:
+            if recorded is not None:
+                self.require_same_call_on_ranks(recorded)
+            result = proceed()
+        except BaseException:
+            self.note_refused(number)
+            raise
+        self.try_hold(number, args, result)
+        return result
 
     def find_overdue(self, seconds: float) -> list[int]:
         """The records of calls that have not ended for so long."""
@@ -185,7 +170,7 @@ class CollectiveRecorder:
         if number:
             self._box.end_collective(number, has_failed=True)
 
-    def _record(self, operator: _Operator, args: Sequence[Any]) -> _RecordedCall:
+    def _record(self, operator: Operator, args: Sequence[Any]) -> _RecordedCall:
         """Write that `operator` is called with `args`."""
         group = self._find_group(dist.ProcessGroup.unbox(args[operator.group_at]))
         tensors = args[operator.tensors_at]
@@ -335,62 +320,39 @@ def record_collectives(
 
 @contextmanager
 def _installed(recorder: CollectiveRecorder, box: BlackBox) -> Iterator[CollectiveRecorder]:
-    libraries = [_intercept_c10d(recorder), _intercept_wait_tensor(recorder)]
-    wait_of_torch = dist.Work.wait
-
-    def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
-        return recorder.wait_for_work(work, lambda: wait_of_torch(work, *args, **options))
-
-    dist.Work.wait = wait
+    library = _intercept_wait_tensor(recorder)
     box.on_progress = recorder.update
     try:
-        yield recorder
+        with (
+            handling_c10d_calls(recorder, HandlerDepth.WATCHES),
+            _intercept_wait(recorder, dist.Work),
+            _intercept_wait(recorder, SharedMemoryWork),
+        ):
+            yield recorder
     finally:
         box.on_progress = None
         # torch keeps the kernels, and they this recorder.
         recorder.forget_open_works()
-        dist.Work.wait = wait_of_torch
-        for library in libraries:
-            library._destroy()
+        library._destroy()
 
 
-def _intercept_c10d(recorder: CollectiveRecorder) -> torch.library.Library:
-    library = torch.library.Library("c10d", "IMPL")
-    for operator in _OPERATORS:
-        # Another version of torch may have fewer.
-        packet = getattr(torch.ops.c10d, operator.name, None)
-        if packet is not None:
-            kernel = _make_kernel(recorder, operator, packet.default)
-            library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
-    return library
+@contextmanager
+def _intercept_wait(recorder: CollectiveRecorder, work_class: Any) -> Iterator[None]:
+    wait_of_class = work_class.wait
 
+    def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        return recorder.wait_for_work(work, lambda: wait_of_class(work, *args, **options))
 
-def _make_kernel(
-    recorder: CollectiveRecorder, operator: _Operator, call: Any
-) -> Callable[..., Any]:
-    after = _keys_after_backend_select()
-
-    def kernel(keys: Any, *args: Any) -> Any:
-        number = 0
-        recorded = recorder.try_record(operator, args)
-        if recorded is not None:
-            number = recorded.number
-        try:
-            if recorded is not None:
-                recorder.require_same_call_on_ranks(recorded)
-            result = call.redispatch(keys & after, *args)
-        except BaseException:
-            recorder.note_refused(number)
-            raise
-        recorder.try_hold(number, args, result)
-        return result
-
-    return kernel
+    work_class.wait = wait
+    try:
+        yield
+    finally:
+        work_class.wait = wait_of_class
 
 
 def _intercept_wait_tensor(recorder: CollectiveRecorder) -> torch.library.Library:
     library = torch.library.Library("_c10d_functional", "IMPL")
-    call, after = torch.ops._c10d_functional.wait_tensor.default, _keys_after_backend_select()
+    call, after = torch.ops._c10d_functional.wait_tensor.default, keys_after_backend_select()
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         return recorder.wait_for_tensor(tensor, lambda: call.redispatch(keys & after, tensor))
@@ -435,12 +397,8 @@ def _has_failed(work: dist.Work) -> bool:
     return False
 
 
-def _keys_after_backend_select() -> Any:
-    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
 def _number_call(
-    operator: _Operator, args: Sequence[Any], group: _RecordedGroup
+    operator: Operator, args: Sequence[Any], group: _RecordedGroup
 ) -> tuple[int, int, int]:
     """The peer (a global rank, -1 for none), the tag (-1 for a collective) and the sequence."""
     peer = -1

@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter over gloo by its broadcasts and reductions, which take half the
-time of its own.
+"""All-gather and reduce-scatter by what is quickest: over gloo by its broadcasts and reductions,
+which take half the time of its own.
 
 Measured on two and four ranks of one machine (docs/benchmarks.md). All of them are started before
 any is waited for.
@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh.devices import is_on_cpu
+from phalanx.mesh.shared_memory.opening import shares_memory
 
 
 def all_gather_rows_in_place(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather the rows of all ranks in place: of `rows` [ranks, ...], contiguous, each rank has
     filled its own row before."""
-    if not is_on_cpu(rows):
+    if not is_on_cpu(rows) or shares_memory(group):
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     sources = _list_global_ranks(group)
@@ -33,6 +34,10 @@ def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
     `rows` is spent afterwards.
     """
+    if shares_memory(group):
+        total = torch.empty_like(rows[0])
+        dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group)
+        return total
     targets = _list_global_ranks(group)
     works = []
     for row, target in zip(rows, targets, strict=True):

@@ -42,6 +42,11 @@ from phalanx.mesh.rendezvous import (
     require_own_gpu_per_rank,
     wait_for_all_ranks,
 )
+from phalanx.mesh.shared_memory.opening import (
+    CollectivesChoice,
+    current_transport,
+    sharing_memory_between_ranks,
+)
 from phalanx.plan.host_allocator import choose_max_heap_block_bytes
 from phalanx.plan.layout import Layout
 
@@ -207,6 +212,17 @@ class Mesh:
         dist.all_gather(gathered, tensor, group=self.group)
         return gathered
 
+    def describe_collectives(self) -> str:
+        """What the ranks exchange tensors through, in words; empty of one rank."""
+        if self.device_mesh is None:
+            return ""
+        transport = current_transport()
+        if self.device.type != "cpu" or transport is None:
+            return str(dist.get_backend())
+        if transport.shares_memory(dist.group.WORLD):
+            return "shared memory"
+        return "shared memory on each host and gloo between hosts"
+
     def open_cpu_mesh(self, *, timeout_s: float) -> Mesh:
         """The same ranks on the CPU, with a process group of their own: for one other thread of
         each rank, whose collectives then never meet those of training.
@@ -262,6 +278,7 @@ def open_mesh(
     timeout_s: float = 600.0,
     rendezvous_s: float = RENDEZVOUS_TIMEOUT_S,
     store: dist.Store | None = None,
+    collectives: CollectivesChoice = "auto",
 ) -> Iterator[Mesh]:
     """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.
 
@@ -273,6 +290,9 @@ def open_mesh(
 
     Every group that is opened meanwhile, also by user code, has `timeout_s` for a collective unless
     it is given another.
+
+    `collectives`: "auto" lets ranks of one host that compute on the CPU exchange tensors through
+    shared memory, and others through gloo; "shared" raises EnvironmentProblem where they cannot.
     """
     silence_torch_warnings()
     launched = _find_rank_of_this_process(layout)
@@ -302,7 +322,9 @@ def open_mesh(
                 open_default_group(
                     store, launched.rank, launched.world_size, torch_device, timeout_s=timeout_s
                 )
-            yield _open_device_meshes(layout, launched, torch_device, timeout_s)
+            mesh = _open_device_meshes(layout, launched, torch_device, timeout_s)
+            with _sharing_memory(mesh, collectives):
+                yield mesh
             # Without groups they were abandoned: what is queued may wait for ranks that are gone.
             if launched.opens_groups and torch_device.type == "cuda" and dist.is_initialized():
                 torch.cuda.synchronize()
@@ -387,6 +409,16 @@ def _open_device_meshes(
     )
 
 
+@contextlib.contextmanager
+def _sharing_memory(mesh: Mesh, collectives: CollectivesChoice) -> Iterator[None]:
+    """Collectives on the CPU go through shared memory, where ranks can see each other's."""
+    if mesh.device.type != "cpu" or dist.get_backend() != "gloo":
+        yield
+        return
+    with sharing_memory_between_ranks(mesh.rank, mesh.gather_json, collectives):
+        yield
+
+
 def abandon_mesh(mesh: Mesh) -> None:
     """Leave the groups of an open mesh, while the other ranks may be in a collective that this one
     will never join.
@@ -414,6 +446,9 @@ def _abandon_process_groups(device: torch.device) -> None:
     Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo
     only closes its sockets.
     """
+    transport = current_transport()
+    if transport is not None:
+        transport.close()
     clear_device_mesh_cache()
     # The error that brought us here is the one to be seen.
     with contextlib.suppress(Exception):

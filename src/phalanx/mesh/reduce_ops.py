@@ -19,6 +19,9 @@ _METHODS = (
     "reduce_scatter",
     "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
+    # Names of torch 2.13 for the last two.
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
 )
 # Their second argument is its name.
 _FUNCTIONAL_OPERATORS = (
@@ -46,11 +49,32 @@ class ReduceOps(threading.local):
             self.current = before
 
 
+_ops = ReduceOps()
+_followers: list[ReduceOps] = []
+_following_lock = threading.Lock()
+_installation = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def following_reduce_ops() -> Iterator[ReduceOps]:
     """Yield what is known of each thread's call: of functions of torch.distributed and functional
     collectives, and not of DDP's reducer, which sums."""
-    ops = ReduceOps()
+    # Calls are followed once, whoever asks: kernels of two would replace each other.
+    with _following_lock:
+        _followers.append(_ops)
+        if len(_followers) == 1:
+            _installation.enter_context(_installed(_ops))
+    try:
+        yield _ops
+    finally:
+        with _following_lock:
+            _followers.pop()
+            if not _followers:
+                _installation.close()
+
+
+@contextlib.contextmanager
+def _installed(ops: ReduceOps) -> Iterator[None]:
     library = torch.library.Library("_c10d_functional", "IMPL")
     for name in _FUNCTIONAL_OPERATORS:
         # Another version of torch may have fewer.
@@ -58,11 +82,12 @@ def following_reduce_ops() -> Iterator[ReduceOps]:
         if packet is not None:
             kernel = _follow_operator(ops, packet.default)
             library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    originals = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
+    methods = {name: getattr(dist.ProcessGroup, name, None) for name in _METHODS}
+    originals = {name: method for name, method in methods.items() if method is not None}
     for name, method in originals.items():
         setattr(dist.ProcessGroup, name, _follow_method(ops, method))
     try:
-        yield ops
+        yield
     finally:
         for name, method in originals.items():
             setattr(dist.ProcessGroup, name, method)

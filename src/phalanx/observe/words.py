@@ -147,6 +147,8 @@ def _describe_start(event: events.RunStarted) -> str:
         f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in"
         f" {format_seconds(event.startup_s)}"
     )
+    if event.collectives:
+        line += f", collectives through {event.collectives}"
     if event.restored_from:
         line += f", continues at step {event.step} from {event.restored_from}"
     return line

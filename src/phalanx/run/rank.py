@@ -333,6 +333,7 @@ def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> It
             store=rendezvous,
             timeout_s=job.resilience.collective_timeout_s,
             rendezvous_s=job.resilience.rendezvous_s or default_s,
+            collectives=plan.parallel.collectives,
         ) as mesh,
     ):
         if plan.is_layout_free:
@@ -471,4 +472,5 @@ def _build_run_started(
         restored_from=restored_from,
         startup_s=time.monotonic() - run.started_s,
         plain_bytes=state.model.plain_bytes,
+        collectives=mesh.describe_collectives(),
     )

@@ -184,7 +184,9 @@ def compare_layout_with_reference(
             use_block_sizes(_choose_block_sizes(dtype, plan)),
             _choosing_kernels(dtype, plan),
             _emulating_fp8_on_cpus(dtype, mesh.device.type),
-            open_mesh(plan.layout, device=mesh.device.type) as inner,
+            open_mesh(
+                plan.layout, device=mesh.device.type, collectives=plan.parallel.collectives
+            ) as inner,
         ):
             rank_steps = select_rank_rows(
                 steps, inner.data_parallel_rank, plan.layout.data_parallel_size

@@ -105,7 +105,8 @@ class TrainerRun:
         attempt: int,
         from_newest: bool = False,
     ) -> AttemptObservation:
-        with open_mesh(plan.layout, device="cpu") as mesh:
+        collectives = plan.parallel.collectives
+        with open_mesh(plan.layout, device="cpu", collectives=collectives) as mesh:
             bus = Bus(rank=mesh.rank, attempt=attempt, run_dir=self.run_dir)
             observation = AttemptObservation(name, first_step=1)
             try:

@@ -95,6 +95,11 @@ class Parallel(Section):
     static_graph: bool = False
     """DDP: the graph and the parameters it uses are the same in every step; DDP then learns them
     once."""
+    collectives: Literal["auto", "shared", "gloo"] = "auto"
+    """How ranks that compute on CPUs exchange tensors: auto: through the memory that the ranks of a
+    host share, and through gloo with other hosts; shared: the same, and refused where some two
+    ranks share none; gloo: always (docs/shared-memory.md).
+    """
     unused_parameters: Literal["refuse", "allow"] = "refuse"
     """DDP and ZeRO-1: a parameter without part in a rank's loss ends the run by name, or counts as
     a gradient of zero where other ranks used it.

@@ -15,6 +15,9 @@ class RunStarted(Event):
 
     `plain_bytes`: what a rank would send in a step to reduce gradients as they are (0: nobody
     counted).
+
+    `collectives`: what the ranks exchange tensors through ("shared memory", "gloo", "nccl"); empty
+    of one rank.
     """
 
     run: str
@@ -27,6 +30,7 @@ class RunStarted(Event):
     restored_from: str = ""
     startup_s: float = 0.0
     plain_bytes: int = 0
+    collectives: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.registry import import_object_of_kind
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.shared_memory.opening import shares_memory
+from phalanx.parallel.data_parallel.shared_buckets import SharedBucketReduction
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
@@ -179,6 +181,8 @@ def attach_gradient_reduction_to_ddp(
     wire = Wire(group, traffic, context.phases)
     compression = build_gradient_compression(context, wire)
     if compression is None:
+        if shares_memory(group):
+            SharedBucketReduction(group).attach_to_ddp(ddp)
         return lambda: traffic.add_all_reduce(num_bytes, group.size())
     context.axes.add(compression)
     compression.attach_to_ddp(ddp)

@@ -156,7 +156,12 @@ def open_model_on_rank(payload: ModelPayload) -> Iterator[OpenedModel]:
     with (
         deterministic,
         record_collectives(box),
-        open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh,
+        open_mesh(
+            plan.layout,
+            device=plan.device,
+            timeout_s=timeout_s,
+            collectives=plan.parallel.collectives,
+        ) as mesh,
     ):
         module = build_model(job, plan.model_shape)
         # The initialisation of a user's own model may make more than a checkpoint holds.

@@ -1,0 +1,126 @@
+"""The memory that one rank shares with the others of its host.
+
+It is a memfd: a file without a name, which no file system holds and no size of /dev/shm limits. It
+is gone when the last process that maps it is, however that ends. Others open it through /proc, as
+the kernel lets processes of one user do. It is large and sparse: a page takes memory once it has
+been touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+ARENA_BYTES = 64 << 30
+_ALIGNMENT = 64
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Block:
+    """`num_bytes` at `offset` of an arena; `capacity` were reserved."""
+
+    offset: int
+    num_bytes: int
+    capacity: int
+
+
+class MappedArena:
+    """The arena of one rank, mapped into this process."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._map = mmap.mmap(descriptor, num_bytes)
+        # It is no part of a core dump: that would be as long as the whole file.
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self.num_bytes = num_bytes
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self.memory = memoryview(self._map)
+        self.words = self.memory.cast("I")
+        self.address = int(self.bytes.ctypes.data)
+
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """The bytes at `offset`. Raises ValueError if they are not all in the arena: offsets come
+        from other processes."""
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {offset} are outside of a shared arena")
+        return self.bytes[offset : offset + num_bytes]
+
+
+class OwnArena(MappedArena):
+    """The arena of this rank, and what of it is in use."""
+
+    def __init__(self, num_bytes: int = ARENA_BYTES) -> None:
+        self.descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, num_bytes)
+        super().__init__(self.descriptor, num_bytes)
+        self._lock = threading.Lock()
+        self._next_offset = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+
+    def allocate(self, num_bytes: int) -> Block:
+        """Reserve `num_bytes`; what lies there is undefined. Raises MemoryError if the arena is
+        full.
+
+        Blocks that were freed last are used first: their pages exist, and may be in a cache.
+        """
+        capacity = _round_up_capacity(num_bytes)
+        with self._lock:
+            free = self._free[capacity]
+            if free:
+                return Block(free.pop(), num_bytes, capacity)
+            offset = self._next_offset
+            if offset + capacity > self.num_bytes:
+                raise MemoryError(f"no {num_bytes} bytes are left in the shared arena")
+            self._next_offset = offset + capacity
+        return Block(offset, num_bytes, capacity)
+
+    def free(self, block: Block) -> None:
+        """Let others have the block."""
+        with self._lock:
+            self._free[block.capacity].append(block.offset)
+
+    def view_block(self, block: Block) -> Bytes:
+        return self.bytes[block.offset : block.offset + block.num_bytes]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that were in use at once so far, with what rounding adds."""
+        return self._next_offset
+
+    def close(self) -> None:
+        """Close the file; the memory is freed when nobody maps it any more."""
+        os.close(self.descriptor)
+
+
+def open_arena_of_process(pid: int, descriptor: int, num_bytes: int) -> MappedArena:
+    """Map the arena that process `pid` has open as `descriptor`.
+
+    Raises OSError if this process may not, or if it is smaller than `num_bytes`.
+    """
+    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        actual = os.fstat(opened).st_size
+        if actual < num_bytes:
+            raise OSError(f"{path} has {actual} bytes and not {num_bytes}")
+        return MappedArena(opened, num_bytes)
+    finally:
+        # The mapping stays.
+        os.close(opened)
+
+
+def _round_up_capacity(num_bytes: int) -> int:
+    """A size of few: at most a quarter more, so that freed blocks find another use."""
+    if num_bytes <= _ALIGNMENT:
+        return _ALIGNMENT
+    step = max(_ALIGNMENT, 1 << max(0, num_bytes.bit_length() - 3))
+    return -(-num_bytes // step) * step

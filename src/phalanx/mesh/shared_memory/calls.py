@@ -1,0 +1,411 @@
+"""What each operator of c10d asks for, as an operation of a channel.
+
+A builder returns None for a call that shared memory does not take: a type that it cannot reduce, a
+layout that is not strided. The same call is one that it does not take on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phalanx.mesh.shared_memory.arena import Bytes
+from phalanx.mesh.shared_memory.messages import Receive, Send
+from phalanx.mesh.shared_memory.operations import Collective, Operation
+from phalanx.mesh.shared_memory.reduction import DTYPES, can_reduce
+from phalanx.mesh.shared_memory.transfers import (
+    AllGather,
+    AllReduceSlices,
+    AllReduceWhole,
+    AllToAll,
+    Broadcast,
+    ReduceScatter,
+    ReduceToRoot,
+    Transfer,
+)
+
+# A rank stages so much of a tensor at a time: pieces stay in the processors' last cache.
+_CHUNK_BYTES = 4 << 20
+# Below it each rank reduces everything, and nobody waits twice.
+_WHOLE_BELOW_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class TakenCall:
+    """A call as an operation. `value` is what torch's callers get of it, for futures;
+    `make_result` puts it beside the Work as the operator returns them."""
+
+    operation: Operation
+    value: Any
+    make_result: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """Who calls: this rank's number in the group, how many it has, and the reduction that was
+    asked for (empty where it is not known). `locate` tells where a tensor lies that other ranks
+    see, and None of others."""
+
+    rank: int
+    num_ranks: int
+    reduce_op: str
+    locate: Callable[[torch.Tensor], int | None]
+
+
+Builder = Callable[[CallContext, Sequence[Any]], TakenCall | None]
+
+
+@dataclass
+class _Places:
+    """The bytes of tensors. What does not lie in one piece is copied: before, and back at the
+    end."""
+
+    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def read(self, tensor: torch.Tensor) -> Bytes:
+        """The bytes of a tensor that is read."""
+        return _view_bytes(tensor.detach().contiguous())
+
+    def write(self, tensor: torch.Tensor, *, keeps_values: bool = False) -> Bytes:
+        """The bytes of a tensor that is written, and read before where it `keeps_values`."""
+        # Without the version counter, which counts what autograd must know of.
+        target = tensor.data
+        if target.is_contiguous():
+            return _view_bytes(target)
+        copy = torch.empty(target.shape, dtype=target.dtype)
+        if keeps_values:
+            copy.copy_(target)
+        self._copies.append((target, copy))
+        return _view_bytes(copy)
+
+    def finish(self) -> None:
+        for target, copy in self._copies:
+            target.copy_(copy)
+
+
+def _view_bytes(tensor: torch.Tensor) -> Bytes:
+    view: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return view
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    return all(
+        each.is_cpu and each.layout is torch.strided and not each.is_neg() and not each.is_conj()
+        for each in tensors
+    )
+
+
+def _moved_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type that the ranks compare: of types that are only moved it is bytes."""
+    return tensor.dtype if tensor.dtype in DTYPES else torch.uint8
+
+
+def _list_chunks(num_bytes: int, num_parts: int = 1) -> list[slice]:
+    """Ranges of `num_bytes`, each so long that `num_parts` of them are a chunk; one at least."""
+    length = max(64, _CHUNK_BYTES // num_parts // 64 * 64)
+    starts = range(0, num_bytes, length) or range(1)
+    return [slice(start, min(num_bytes, start + length)) for start in starts]
+
+
+def _all_reduce_transfers(
+    context: CallContext, values: Bytes, dtype: torch.dtype, place: int | None
+) -> list[Transfer]:
+    rank, num_ranks, reduce_op = context.rank, context.num_ranks, context.reduce_op
+    if len(values) <= _WHOLE_BELOW_BYTES:
+        return [AllReduceWhole(values, dtype, reduce_op, rank)]
+    transfers: list[Transfer] = []
+    for chunk in _list_chunks(len(values)):
+        chunk_place = None
+        if place is not None:
+            chunk_place = place + chunk.start
+        transfers.append(
+            AllReduceSlices(values[chunk], dtype, reduce_op, rank, num_ranks, chunk_place)
+        )
+    return transfers
+
+
+def _build_all_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    tensors = args[0]
+    if not _is_plain(*tensors) or not all(can_reduce(t.dtype, context.reduce_op) for t in tensors):
+        return None
+    places = _Places()
+    transfers: list[Transfer] = []
+    for tensor in tensors:
+        place = None
+        if tensor.is_contiguous():
+            place = context.locate(tensor)
+        values = places.write(tensor, keeps_values=True)
+        transfers += _all_reduce_transfers(context, values, tensor.dtype, place)
+    operation = Collective("all_reduce", places.finish, transfers=transfers)
+    return TakenCall(operation, tensors, lambda work: (tensors, work))
+
+
+def _build_all_reduce_coalesced(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    taken = _build_all_reduce(context, args)
+    if taken is None:
+        return None
+    return TakenCall(taken.operation, taken.value, lambda work: work)
+
+
+def _all_gather_transfers(
+    rows: Sequence[Bytes], values: Bytes, dtype: torch.dtype, rank: int
+) -> list[Transfer]:
+    return [
+        AllGather([row[chunk] for row in rows], values[chunk], dtype, rank)
+        for chunk in _list_chunks(len(values))
+    ]
+
+
+def _build_all_gather(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    outputs, inputs = args[0], args[1]
+    if not all(_is_plain(given, *rows) for given, rows in zip(inputs, outputs, strict=True)):
+        return None
+    for given, rows in zip(inputs, outputs, strict=True):
+        if any(row.nbytes != given.nbytes for row in rows):
+            return None
+    places = _Places()
+    transfers: list[Transfer] = []
+    for given, rows in zip(inputs, outputs, strict=True):
+        transfers += _all_gather_transfers(
+            [places.write(row) for row in rows],
+            places.read(given),
+            _moved_dtype(given),
+            context.rank,
+        )
+    operation = Collective("all_gather", places.finish, transfers=transfers)
+    return TakenCall(operation, outputs, lambda work: (outputs, work))
+
+
+def _gather_into(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, num_ranks: int
+) -> Collective | None:
+    """All-gather of (output, input) each, with the rows of an output one after another."""
+    places = _Places()
+    transfers: list[Transfer] = []
+    for output, given in pairs:
+        if not _is_plain(output, given) or output.nbytes != given.nbytes * num_ranks:
+            return None
+        rows = _split_evenly(places.write(output), num_ranks)
+        transfers += _all_gather_transfers(rows, places.read(given), _moved_dtype(given), rank)
+    return Collective("all_gather", places.finish, transfers=transfers)
+
+
+def _build_all_gather_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    output, given = args[0], args[1]
+    operation = _gather_into([(output, given)], context.rank, context.num_ranks)
+    if operation is None:
+        return None
+    return TakenCall(operation, output, lambda work: (output, work))
+
+
+def _build_all_gather_into_tensors(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    outputs, inputs = args[0], args[1]
+    operation = _gather_into(
+        list(zip(outputs, inputs, strict=True)), context.rank, context.num_ranks
+    )
+    if operation is None:
+        return None
+    return TakenCall(operation, outputs, lambda work: work)
+
+
+def _reduce_scatter_transfers(
+    result: Bytes, rows: Sequence[Bytes], dtype: torch.dtype, reduce_op: str, rank: int
+) -> list[Transfer]:
+    return [
+        ReduceScatter(result[chunk], [row[chunk] for row in rows], dtype, reduce_op, rank)
+        for chunk in _list_chunks(len(result), len(rows))
+    ]
+
+
+def _scatter_into(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, num_ranks: int, reduce_op: str
+) -> Collective | None:
+    """Reduce-scatter of (output, input) each, with the rows of an input one after another."""
+    places = _Places()
+    transfers: list[Transfer] = []
+    for output, given in pairs:
+        if not _is_plain(output, given) or given.nbytes != output.nbytes * num_ranks:
+            return None
+        if not can_reduce(given.dtype, reduce_op):
+            return None
+        rows = _split_evenly(places.read(given), num_ranks)
+        result = places.write(output)
+        transfers += _reduce_scatter_transfers(result, rows, given.dtype, reduce_op, rank)
+    return Collective("reduce_scatter", places.finish, transfers=transfers)
+
+
+def _build_reduce_scatter_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    output, given = args[0], args[1]
+    operation = _scatter_into([(output, given)], context.rank, context.num_ranks, context.reduce_op)
+    if operation is None:
+        return None
+    return TakenCall(operation, output, lambda work: (output, work))
+
+
+def _build_reduce_scatter_tensors(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    outputs, inputs = args[0], args[1]
+    operation = _scatter_into(
+        list(zip(outputs, inputs, strict=True)), context.rank, context.num_ranks, context.reduce_op
+    )
+    if operation is None:
+        return None
+    return TakenCall(operation, outputs, lambda work: work)
+
+
+def _build_reduce_scatter(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    outputs, inputs = args[0], args[1]
+    places = _Places()
+    transfers: list[Transfer] = []
+    for output, rows in zip(outputs, inputs, strict=True):
+        if not _is_plain(output, *rows) or not can_reduce(output.dtype, context.reduce_op):
+            return None
+        if any(row.nbytes != output.nbytes for row in rows):
+            return None
+        transfers += _reduce_scatter_transfers(
+            places.write(output),
+            [places.read(row) for row in rows],
+            output.dtype,
+            context.reduce_op,
+            context.rank,
+        )
+    operation = Collective("reduce_scatter", places.finish, transfers=transfers)
+    return TakenCall(operation, outputs, lambda work: (outputs, work))
+
+
+def _build_broadcast(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    tensors, root = args[0], args[2]
+    if not _is_plain(*tensors):
+        return None
+    places = _Places()
+    transfers: list[Transfer] = []
+    for tensor in tensors:
+        values = places.write(tensor, keeps_values=True)
+        transfers += [
+            Broadcast(values[chunk], _moved_dtype(tensor), context.rank, root)
+            for chunk in _list_chunks(len(values))
+        ]
+    operation = Collective("broadcast", places.finish, transfers=transfers)
+    return TakenCall(operation, tensors, lambda work: (tensors, work))
+
+
+def _build_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    tensors, root = args[0], args[3]
+    if not _is_plain(*tensors) or not all(can_reduce(t.dtype, context.reduce_op) for t in tensors):
+        return None
+    places = _Places()
+    transfers: list[Transfer] = []
+    for tensor in tensors:
+        values = places.write(tensor, keeps_values=True)
+        transfers += [
+            ReduceToRoot(values[chunk], tensor.dtype, context.reduce_op, context.rank, root)
+            for chunk in _list_chunks(len(values))
+        ]
+    operation = Collective("reduce", places.finish, transfers=transfers)
+    return TakenCall(operation, tensors, lambda work: work)
+
+
+def _build_all_to_all(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    outputs, inputs = args[0], args[1]
+    if not _is_plain(*outputs, *inputs):
+        return None
+    places = _Places()
+    transfer = AllToAll(
+        [places.write(each) for each in outputs],
+        [places.read(each) for each in inputs],
+        _moved_dtype(inputs[0]),
+        context.rank,
+    )
+    operation = Collective("all_to_all", places.finish, transfers=[transfer])
+    return TakenCall(operation, outputs, lambda work: (outputs, work))
+
+
+def _build_all_to_all_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    output, given, output_rows, input_rows = args[0], args[1], args[3], args[4]
+    if not _is_plain(output, given):
+        return None
+    places = _Places()
+    transfer = AllToAll(
+        _split_by_rows(places.write(output), output, output_rows, context.num_ranks),
+        _split_by_rows(places.read(given), given, input_rows, context.num_ranks),
+        _moved_dtype(given),
+        context.rank,
+    )
+    operation = Collective("all_to_all", places.finish, transfers=[transfer])
+    return TakenCall(operation, output, lambda work: work)
+
+
+def _build_barrier(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    if not args[0].is_cpu:
+        return None
+    operation = Collective("barrier", transfers=[Transfer()])
+    return TakenCall(operation, None, lambda work: work)
+
+
+def _build_send(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    tensor, target, tag = args[0][0], args[2], args[3]
+    if not _is_plain(tensor):
+        return None
+    values = _Places().read(tensor)
+    send = Send("send", target=target, tag=max(0, tag), values=values)
+    return TakenCall(send, None, lambda work: work)
+
+
+def _build_receive(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    return _receive_from(args[0][0], args[2], args[3])
+
+
+def _build_receive_of_any(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+    return _receive_from(args[0][0], None, args[2])
+
+
+def _receive_from(tensor: torch.Tensor, source: int | None, tag: int) -> TakenCall | None:
+    if not _is_plain(tensor):
+        return None
+    places = _Places()
+    values = places.write(tensor)
+    receive = Receive("recv", places.finish, source=source, tag=max(0, tag), values=values)
+    return TakenCall(receive, [tensor], lambda work: work)
+
+
+def _split_evenly(values: Bytes, num_parts: int) -> list[Bytes]:
+    length = len(values) // num_parts
+    return [values[part * length : (part + 1) * length] for part in range(num_parts)]
+
+
+def _split_by_rows(
+    values: Bytes, tensor: torch.Tensor, num_rows: Sequence[int], num_parts: int
+) -> list[Bytes]:
+    """Parts of `num_rows` of the first dimension each; equal ones where none are given."""
+    if not num_rows:
+        return _split_evenly(values, num_parts)
+    row_bytes = 0
+    if tensor.shape[0]:
+        row_bytes = tensor.nbytes // tensor.shape[0]
+    parts, start = [], 0
+    for count in num_rows:
+        parts.append(values[start : start + count * row_bytes])
+        start += count * row_bytes
+    return parts
+
+
+BUILDERS: dict[str, Builder] = {
+    "allreduce_": _build_all_reduce,
+    "allreduce_coalesced_": _build_all_reduce_coalesced,
+    "allgather_": _build_all_gather,
+    "_allgather_base_": _build_all_gather_base,
+    "allgather_into_tensor_coalesced_": _build_all_gather_into_tensors,
+    "_reduce_scatter_base_": _build_reduce_scatter_base,
+    "reduce_scatter_": _build_reduce_scatter,
+    "reduce_scatter_tensor_coalesced_": _build_reduce_scatter_tensors,
+    "broadcast_": _build_broadcast,
+    "reduce_": _build_reduce,
+    "alltoall_": _build_all_to_all,
+    "alltoall_base_": _build_all_to_all_base,
+    "barrier": _build_barrier,
+    "send": _build_send,
+    "recv_": _build_receive,
+    "recv_any_source_": _build_receive_of_any,
+}

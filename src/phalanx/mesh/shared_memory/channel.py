@@ -1,0 +1,352 @@
+"""The operations of one process group, in the order in which its ranks post them.
+
+Posting never waits. What an operation needs of other ranks is looked at whenever this rank posts or
+waits, and now and then by a thread beside it (`backend`), so that ranks which wait for one another
+in different groups all come on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from phalanx.core.errors import RanksDifferError
+from phalanx.mesh.shared_memory.arena import Block, Bytes, OwnArena
+from phalanx.mesh.shared_memory.board import (
+    CONSUMED,
+    NUM_SLOTS,
+    POSTED,
+    REDUCED,
+    Board,
+    Slot,
+    add_board,
+    directory_word,
+    find_board,
+    has_left,
+    has_reached,
+)
+from phalanx.mesh.shared_memory.futex import wait_for_change
+from phalanx.mesh.shared_memory.messages import Messages, Receive, Send
+from phalanx.mesh.shared_memory.operations import Blocker, Collective, Operation
+from phalanx.mesh.shared_memory.peers import Peer
+from phalanx.mesh.shared_memory.reduction import DTYPES, REDUCE_OPS
+from phalanx.mesh.shared_memory.transfers import Transfer
+
+# Of operands that this rank has staged and that others have not read, in one group.
+_MAX_STAGED_BYTES = 32 << 20
+# So long a wait sleeps before it asks whether the rank that it waits for is alive.
+_SLEEP_S = 0.05
+_NUM_SPINS = 60
+
+_KINDS = (
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+)
+
+
+@dataclass
+class _Pending:
+    """A transfer that has been posted: its number in the group, and how far it is."""
+
+    sequence: int
+    transfer: Transfer
+    operation: Collective
+    block: Block | None
+    has_moved: bool = False
+
+
+class Channel:
+    """The operations of one process group on this rank.
+
+    `members`: the ranks of the group in its order, with None for this one. `label` is what people
+    call the group.
+    """
+
+    def __init__(
+        self, label: str, key: int, arena: OwnArena, members: Sequence[Peer | None]
+    ) -> None:
+        self.label, self._key, self._arena = label, key, arena
+        self.members = tuple(members)
+        self.rank = self.members.index(None)
+        self.num_ranks = len(self.members)
+        self.lock = threading.RLock()
+        self._own = add_board(arena, key, self.num_ranks)
+        self._boards: list[Board | None] = [None] * self.num_ranks
+        self._boards[self.rank] = self._own
+        self._queued: deque[tuple[Collective, Transfer]] = deque()
+        self._pending: deque[_Pending] = deque()
+        # Blocks that others may still read, with the transfer they belong to, oldest first.
+        self._staged: deque[tuple[int, Block]] = deque()
+        self._staged_bytes = 0
+        self._num_posted = self._num_moved = self._num_ended = 0
+        self._error: Exception | None = None
+        self._blocker: Blocker | None = None
+        self._messages = Messages(arena, self._own, self.members, self._find_board)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing that was posted is open, or will ever end."""
+        if self._error is not None:
+            return True
+        return not self._queued and not self._pending and self._messages.is_idle
+
+    def post(self, collective: Collective) -> None:
+        """Take `collective`, after all that were taken before.
+
+        Raises what has ended this group's operations, if something has.
+        """
+        with self.lock:
+            self._queued.extend((collective, transfer) for transfer in collective.transfers)
+            self.advance()
+
+    def post_send(self, send: Send) -> None:
+        with self.lock:
+            self._messages.post_send(send)
+            self.advance()
+
+    def post_receive(self, receive: Receive) -> None:
+        with self.lock:
+            self._messages.post_receive(receive)
+            self.advance()
+
+    def advance(self) -> None:
+        """Do what can be done without waiting.
+
+        Raises RanksDifferError if another rank has posted something else.
+        """
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                while self._advance_collectives():
+                    pass
+                self._messages.advance()
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _advance_collectives(self) -> bool:
+        """True if something was posted, moved or ended, so that more may be possible."""
+        if not self._queued and not self._pending and not self._staged:
+            return False
+        before = len(self._queued), len(self._pending), self._num_moved
+        self._free_consumed_blocks()
+        self._post_queued()
+        self._move_pending()
+        self._end_transfers()
+        return before != (len(self._queued), len(self._pending), self._num_moved)
+
+    def wait(
+        self, operation: Operation, timeout_s: float, advance_others: Callable[[], object]
+    ) -> None:
+        """Return when `operation` is done.
+
+        Raises DistBackendError if a rank that it needs has died or left, and RuntimeError after
+        `timeout_s`; after that the operation goes on, and may be waited for again.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self.lock:
+                self.advance()
+                if operation.is_done:
+                    return
+                blocker = operation.blocker
+                if isinstance(operation, Collective):
+                    blocker = self._blocker
+            assert blocker is not None, "an open operation waits for another rank"
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise RuntimeError(
+                    f"Timed out waiting {timeout_s:g} s for rank {blocker.peer.rank} in"
+                    f" {operation.name} of group {self.label}"
+                )
+            if any(blocker.has_changed() for _ in range(_NUM_SPINS)):
+                continue
+            wait_for_change(blocker.address, blocker.seen, min(_SLEEP_S, remaining_s))
+            if not blocker.has_changed():
+                self._require_present(blocker, operation)
+                advance_others()
+
+    def fail(self, error: Exception) -> None:
+        """Have every later call raise `error`."""
+        with self.lock:
+            self._error = self._error or error
+
+    def _require_present(self, blocker: Blocker, operation: Operation) -> None:
+        peer = blocker.peer
+        if has_left(peer.arena):
+            what = "has left"
+        elif not peer.is_alive():
+            what = "has died"
+        else:
+            return
+        # What it wrote before that still counts.
+        self.advance()
+        if operation.is_done or blocker.has_changed():
+            return
+        error = dist.DistBackendError(
+            f"Connection closed by peer: rank {peer.rank} (process {peer.pid}) {what}, and"
+            f" {operation.name} of group {self.label} needs it"
+        )
+        self.fail(error)
+        raise error
+
+    def _find_board(self, rank: int) -> tuple[Board | None, Blocker | None]:
+        """The board of a rank of the group; as long as it has none, what to wait for."""
+        board = self._boards[rank]
+        if board is not None:
+            return board, None
+        peer = self.members[rank]
+        assert peer is not None
+        # Read before looking, so that a board which comes meanwhile is not slept through.
+        address, seen = directory_word(peer.arena)
+        board = self._boards[rank] = find_board(peer.arena, self._key, self.num_ranks)
+        if board is None:
+            return None, Blocker(peer, address, seen)
+        return board, None
+
+    def _has_all_reached(self, line: int, sequence: int, ranks: Sequence[int]) -> bool:
+        """True if `ranks` have come to `sequence`; else the first that has not is the blocker."""
+        for rank in ranks:
+            if rank == self.rank:
+                continue
+            board, blocker = self._find_board(rank)
+            if board is None:
+                self._blocker = blocker
+                return False
+            seen = board.read(line)
+            if not has_reached(seen, sequence):
+                peer = self.members[rank]
+                assert peer is not None
+                self._blocker = Blocker(peer, board.address_of(line), seen)
+                return False
+        return True
+
+    def _is_read_by_all(self, sequence: int) -> bool:
+        """True if every rank, and this one, has done its part of `sequence`."""
+        return sequence <= self._num_ended and self._has_all_reached(
+            CONSUMED, sequence, range(self.num_ranks)
+        )
+
+    def _free_consumed_blocks(self) -> None:
+        while self._staged and self._is_read_by_all(self._staged[0][0]):
+            _, block = self._staged.popleft()
+            self._staged_bytes -= block.capacity
+            self._arena.free(block)
+
+    def _post_queued(self) -> None:
+        while self._queued:
+            operation, transfer = self._queued[0]
+            num_bytes = 0
+            if transfer.place is None:
+                num_bytes = transfer.operand_bytes
+            if self._staged and self._staged_bytes + num_bytes > _MAX_STAGED_BYTES:
+                self._block_on_oldest()
+                return
+            sequence = self._num_posted + 1
+            oldest_kept = sequence - NUM_SLOTS
+            if oldest_kept > 0 and not self._is_read_by_all(oldest_kept):
+                return
+            self._queued.popleft()
+            self._num_posted = sequence
+            self._pending.append(self._stage(sequence, operation, transfer))
+
+    def _block_on_oldest(self) -> None:
+        if not self._pending:
+            self._has_all_reached(CONSUMED, self._staged[0][0], range(self.num_ranks))
+
+    def _stage(self, sequence: int, operation: Collective, transfer: Transfer) -> _Pending:
+        block, place = None, transfer.place
+        if place is None and transfer.operand_bytes:
+            block = self._arena.allocate(transfer.operand_bytes)
+            place = block.offset
+            transfer.stage(self._arena.view_block(block))
+            self._staged.append((sequence, block))
+            self._staged_bytes += block.capacity
+        self._own.write_slot(sequence, _describe(transfer, place or 0))
+        self._own.write(POSTED, sequence)
+        return _Pending(sequence, transfer, operation, block)
+
+    def _move_pending(self) -> None:
+        for pending in self._pending:
+            if pending.has_moved:
+                continue
+            transfer = pending.transfer
+            sources = [r for r in range(self.num_ranks) if transfer.needs_operand_of(r)]
+            if not self._has_all_reached(POSTED, pending.sequence, sources):
+                return
+            transfer.move(self._list_operands(pending, sources))
+            pending.has_moved = True
+            self._num_moved += 1
+            if transfer.reduces_in_slices:
+                self._own.write(REDUCED, pending.sequence)
+
+    def _list_operands(self, pending: _Pending, sources: Sequence[int]) -> list[Bytes]:
+        """What each rank has staged; of a rank that is no source: nothing."""
+        own = _describe(pending.transfer, 0)
+        operands = [self._arena.bytes[:0]] * self.num_ranks
+        for rank in sources:
+            board, peer = self._boards[rank], self.members[rank]
+            assert board is not None
+            slot = board.read_slot(pending.sequence)
+            if slot.agreed != own.agreed:
+                raise RanksDifferError(
+                    f"ranks call different collectives of group {self.label}: this one"
+                    f" {_format_slot(own)}, rank {self._name_member(rank)} {_format_slot(slot)}"
+                )
+            if peer is not None:
+                operands[rank] = peer.segments.view(slot.place, slot.num_bytes)
+            elif pending.block is not None:
+                operands[rank] = self._arena.view_block(pending.block)
+        return operands
+
+    def _name_member(self, rank: int) -> int:
+        peer = self.members[rank]
+        return -1 if peer is None else peer.rank
+
+    def _end_transfers(self) -> None:
+        while self._pending and self._pending[0].has_moved:
+            first = self._pending[0]
+            if first.transfer.reduces_in_slices:
+                if not self._has_all_reached(REDUCED, first.sequence, range(self.num_ranks)):
+                    return
+                if first.block is not None:
+                    first.transfer.collect(self._arena.view_block(first.block))
+            self._pending.popleft()
+            self._num_ended = first.sequence
+            self._own.write(CONSUMED, first.sequence)
+            operation = first.operation
+            operation.num_done += 1
+            if operation.num_done == len(operation.transfers):
+                operation.end()
+
+
+def _describe(transfer: Transfer, place: int) -> Slot:
+    return Slot(
+        place,
+        transfer.operand_bytes,
+        transfer.agreed_bytes,
+        _KINDS.index(transfer.name),
+        DTYPES.index(transfer.dtype),
+        REDUCE_OPS.index(transfer.reduce_op),
+        transfer.root,
+    )
+
+
+def _format_slot(slot: Slot) -> str:
+    """A collective in words; numbers that are no index of a list come from a damaged board."""
+    try:
+        kind, dtype = _KINDS[slot.kind], str(DTYPES[slot.dtype]).removeprefix("torch.")
+        return f"{kind} of {slot.agreed_bytes:,} bytes of {dtype} ({REDUCE_OPS[slot.reduce_op]})"
+    except IndexError:
+        return "something that cannot be read"

@@ -1,0 +1,60 @@
+"""What a rank has posted, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.mesh.shared_memory.peers import Peer
+from phalanx.mesh.shared_memory.transfers import Transfer
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """What keeps an operation: a word of `peer`, its address, and what was last read of it."""
+
+    peer: Peer
+    address: int
+    seen: int
+
+    def read_word(self) -> int:
+        arena = self.peer.arena
+        return arena.words[(self.address - arena.address) // 4]
+
+    def has_changed(self) -> bool:
+        return self.read_word() != self.seen
+
+
+def do_nothing() -> None:
+    """The end of an operation whose tensors need no more than its transfers."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """A collective, send or receive, by the name that people know.
+
+    `finish` is called when everything has been moved (it copies what did not lie in one piece).
+    """
+
+    name: str
+    finish: Callable[[], None] = do_nothing
+    is_done: bool = False
+    blocker: Blocker | None = None
+
+    def end(self) -> None:
+        """Everything has been moved: let the tensors go."""
+        self.finish()
+        self.finish = do_nothing
+        self.is_done = True
+
+
+@dataclass(eq=False)
+class Collective(Operation):
+    """Transfers, one after another; `num_done` of them have ended."""
+
+    transfers: Sequence[Transfer] = ()
+    num_done: int = 0
+
+    def end(self) -> None:
+        super().end()
+        self.transfers = ()

@@ -1,0 +1,132 @@
+"""Tensors that live in shared memory themselves, so that other ranks read and write them in place.
+
+torch moves the storage of a tensor, with all its views, into a file of /dev/shm that has no name
+(what `Tensor.share_memory_` does). This rank lists its descriptor in its arena, and others map it
+when an operation first names it. The file is gone with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.mesh.shared_memory.arena import Bytes, MappedArena, OwnArena, open_arena_of_process
+
+# A place is the number of a segment above so many bits of an offset in it; segment 0 is the arena.
+_OFFSET_BITS = 44
+_MAX_SEGMENTS = 1024
+_SHARED_FILES = "/dev/shm"
+# Of /dev/shm's free bytes: what else comes there meanwhile must find room.
+_MAX_SHARE_OF_FREE = 0.5
+
+# (descriptor, 1 while it is in use, inode, bytes).
+_ENTRY = struct.Struct("<IIQQ")
+TABLE_BYTES = _MAX_SEGMENTS * _ENTRY.size
+
+
+@dataclass
+class _Segment:
+    number: int
+    descriptor: int
+    inode: int
+
+
+class OwnSegments:
+    """The tensors of this rank that others see. `table_at`: where in its arena they are listed."""
+
+    def __init__(self, arena: OwnArena, table_at: int, num_local_ranks: int) -> None:
+        self._arena, self._table_at, self._num_local_ranks = arena, table_at, num_local_ranks
+        self._by_inode: dict[int, _Segment] = {}
+        self._num_listed = 0
+
+    def publish(self, tensor: torch.Tensor) -> bool:
+        """Move the storage of `tensor` into shared memory, unless it is there; all its views
+        follow. False, and nothing is done, where there is no room."""
+        storage = tensor.untyped_storage()
+        if self._find(storage) is not None:
+            return True
+        # The other ranks of this host ask for as much at the same time.
+        if not storage.is_shared() and not _has_room_for(storage.nbytes() * self._num_local_ranks):
+            return False
+        if self._num_listed + 1 >= _MAX_SEGMENTS:
+            return False
+        descriptor, num_bytes = storage._share_fd_cpu_()
+        self._num_listed += 1
+        segment = _Segment(self._num_listed, descriptor, os.fstat(descriptor).st_ino)
+        self._by_inode[segment.inode] = segment
+        self._write(segment, num_bytes, is_in_use=True)
+        return True
+
+    def withdraw(self, tensor: torch.Tensor) -> None:
+        """Say that nobody may use the storage of `tensor` any more; others let go of it."""
+        segment = self._find(tensor.untyped_storage())
+        if segment is not None:
+            del self._by_inode[segment.inode]
+            self._write(segment, 0, is_in_use=False)
+
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """The place of a tensor's first byte; None if it is in no segment."""
+        storage = tensor.untyped_storage()
+        segment = self._find(storage)
+        if segment is None:
+            return None
+        return segment.number << _OFFSET_BITS | tensor.storage_offset() * tensor.element_size()
+
+    def _find(self, storage: torch.UntypedStorage) -> _Segment | None:
+        if not self._by_inode or not storage.is_shared():
+            return None
+        descriptor, _ = storage._share_fd_cpu_()
+        return self._by_inode.get(os.fstat(descriptor).st_ino)
+
+    def _write(self, segment: _Segment, num_bytes: int, *, is_in_use: bool) -> None:
+        at = self._table_at + segment.number * _ENTRY.size
+        _ENTRY.pack_into(
+            self._arena.memory, at, segment.descriptor, is_in_use, segment.inode, num_bytes
+        )
+
+
+class SeenSegments:
+    """The segments of another rank, mapped when they are first named."""
+
+    def __init__(self, pid: int, arena: MappedArena, table_at: int) -> None:
+        self._pid, self._arena, self._table_at = pid, arena, table_at
+        self._mapped: dict[int, MappedArena] = {}
+
+    def view(self, place: int, num_bytes: int) -> Bytes:
+        """The bytes at a place that the other rank has named. Raises ValueError or OSError if it
+        names nothing that is there."""
+        number, offset = place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
+        if number == 0:
+            return self._arena.view(offset, num_bytes)
+        if number not in self._mapped:
+            # Those that are not in use any more go when a new one comes.
+            for old in [each for each in self._mapped if not self._read(each)[1]]:
+                del self._mapped[old]
+            self._mapped[number] = self._map(number)
+        return self._mapped[number].view(offset, num_bytes)
+
+    def _read(self, number: int) -> tuple[int, ...]:
+        if number >= _MAX_SEGMENTS:
+            raise ValueError(f"there is no shared segment {number}")
+        return _ENTRY.unpack_from(self._arena.memory, self._table_at + number * _ENTRY.size)
+
+    def _map(self, number: int) -> MappedArena:
+        descriptor, is_in_use, inode, num_bytes = self._read(number)
+        if not is_in_use:
+            raise ValueError(f"shared segment {number} is not in use")
+        # Another file may have the descriptor by now.
+        if Path(f"/proc/{self._pid}/fd/{descriptor}").stat().st_ino != inode:
+            raise ValueError(f"shared segment {number} is another file")
+        return open_arena_of_process(self._pid, descriptor, num_bytes)
+
+
+def _has_room_for(num_bytes: int) -> bool:
+    try:
+        found = os.statvfs(_SHARED_FILES)
+    except OSError:
+        return False
+    return num_bytes <= found.f_bavail * found.f_frsize * _MAX_SHARE_OF_FREE

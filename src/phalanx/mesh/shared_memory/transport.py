@@ -1,0 +1,266 @@
+"""Takes the calls of torch's process groups whose ranks all share this host's memory.
+
+A call that it does not take goes on to gloo, on all ranks alike: what decides is the operator, the
+group, the type and the reduction, which the ranks of a call have in common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from phalanx.mesh.c10d_calls import Operator
+from phalanx.mesh.reduce_ops import ReduceOps
+from phalanx.mesh.shared_memory.arena import OwnArena
+from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, say_left
+from phalanx.mesh.shared_memory.calls import BUILDERS, CallContext, TakenCall
+from phalanx.mesh.shared_memory.channel import Channel
+from phalanx.mesh.shared_memory.messages import Receive, Send
+from phalanx.mesh.shared_memory.operations import Collective
+from phalanx.mesh.shared_memory.peers import Peer
+from phalanx.mesh.shared_memory.segments import OwnSegments
+from phalanx.mesh.shared_memory.work import SharedMemoryWork
+
+# How long what a rank has posted may wait for the rank to come by, before a thread looks after it.
+_HELP_INTERVAL_S = 0.01
+# A Work must outlive its waits, which C++ may make without telling Python: torch would wait in its
+# own method, for ever.
+_MAX_ENDED_WORKS = 256
+_MAX_OPEN_WORKS = 4096
+# Those of the loop that looks, the deque, and the call that counts.
+_REFERENCES_OF_KEPT_WORK = 3
+
+
+@dataclass
+class _KnownGroup:
+    """A process group that was asked about, and its channel: None for one that gloo keeps."""
+
+    group: dist.ProcessGroup
+    channel: Channel | None
+
+
+class SharedMemoryTransport:
+    """The shared memory of this rank and of the ranks that it can reach, while they are open.
+
+    `peers`: by rank of the world, those whose memory this one sees. `reach[r]`: those whose memory
+    rank r sees, which all ranks know.
+    """
+
+    def __init__(
+        self,
+        arena: OwnArena,
+        rank: int,
+        peers: Mapping[int, Peer],
+        reach: Sequence[Set[int]],
+        reduce_ops: ReduceOps,
+    ) -> None:
+        self._arena, self._rank, self._peers, self._reduce_ops = arena, rank, peers, reduce_ops
+        self._reach, self._is_closed, self._is_paused = reach, False, False
+        self._groups: dict[str, _KnownGroup] = {}
+        self._channels: dict[int, Channel] = {}
+        self._open_works: deque[SharedMemoryWork] = deque()
+        self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
+        self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
+        self._helper = _Helper(self.try_advance)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of this rank's memory that were in use at once for operands of others' to read."""
+        return self._arena.reserved_bytes
+
+    def handle(self, operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
+        """Take the call if all its ranks share memory, else `proceed`."""
+        build = BUILDERS.get(operator.name)
+        if build is None:
+            return proceed()
+        if self._is_closed or self._is_paused:
+            return proceed()
+        group = dist.ProcessGroup.unbox(args[operator.group_at])
+        channel = self._find_channel(group)
+        if channel is None:
+            return proceed()
+        with _without_modes():
+            context = CallContext(
+                channel.rank, channel.num_ranks, self._reduce_ops.current, self._segments.locate
+            )
+            taken = build(context, args)
+            if taken is None:
+                return proceed()
+            work = self._post(taken, channel, group)
+        return taken.make_result(work.boxed())
+
+    def close(self) -> None:
+        """Leave: ranks that wait for this one are told. Once is enough."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._helper.stop()
+        say_left(self._arena)
+        self._arena.close()
+        for channel in self._channels.values():
+            channel.fail(RuntimeError("the shared memory of this rank is closed"))
+        self._channels.clear()
+        self._groups.clear()
+        self._open_works.clear()
+        self._ended_works.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave all calls to gloo while the body runs, on all ranks."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def shares_memory(self, group: dist.ProcessGroup) -> bool:
+        """True if collectives of `group` go through shared memory."""
+        if self._is_closed or self._is_paused:
+            return False
+        return self._find_channel(group) is not None
+
+    def publish(self, tensor: torch.Tensor) -> bool:
+        """Have `tensor` and its views lie where other ranks reduce them in place; False where
+        there is no room, and they are copied."""
+        return self._segments.publish(tensor)
+
+    def withdraw(self, tensor: torch.Tensor) -> None:
+        """`tensor` is not used in collectives any more."""
+        self._segments.withdraw(tensor)
+
+    def try_advance(self) -> bool:
+        """Do what can be done in every group; return True if something is still open.
+
+        Errors are kept for those who wait there.
+        """
+        with _without_modes():
+            for channel in list(self._channels.values()):
+                if not channel.is_idle:
+                    with contextlib.suppress(Exception):
+                        channel.advance()
+        return not all(channel.is_idle for channel in list(self._channels.values()))
+
+    def _post(
+        self, taken: TakenCall, channel: Channel, group: dist.ProcessGroup
+    ) -> SharedMemoryWork:
+        operation = taken.operation
+        if isinstance(operation, Collective):
+            channel.post(operation)
+        elif isinstance(operation, Send):
+            channel.post_send(operation)
+        elif isinstance(operation, Receive):
+            channel.post_receive(operation)
+
+        def wait_for_end(timeout_s: float | None) -> None:
+            if timeout_s is None:
+                timeout_s = _read_timeout_s(group)
+            with _without_modes():
+                channel.wait(operation, timeout_s, self.try_advance)
+
+        work = SharedMemoryWork(operation, self.try_advance, wait_for_end, taken.value)
+        self._keep(work)
+        if not operation.is_done:
+            self._helper.look_after()
+        return work
+
+    def _keep(self, work: SharedMemoryWork) -> None:
+        """Keep `work` beyond its waits; of those that ended, only their tensors are let go."""
+        still_open: deque[SharedMemoryWork] = deque(maxlen=_MAX_OPEN_WORKS)
+        while self._open_works:
+            each = self._open_works.popleft()
+            if not each.was_waited_for:
+                still_open.append(each)
+                continue
+            if sys.getrefcount(each) <= _REFERENCES_OF_KEPT_WORK:
+                each.forget_result()
+            self._ended_works.append(each)
+        still_open.append(work)
+        self._open_works = still_open
+
+    def _find_channel(self, group: dist.ProcessGroup) -> Channel | None:
+        name = group.group_name
+        known = self._groups.get(name)
+        if known is None or known.group is not group:
+            known = self._groups[name] = _KnownGroup(group, self._open_channel(group, name))
+        return known.channel
+
+    def _open_channel(self, group: dist.ProcessGroup, name: str) -> Channel | None:
+        try:
+            ranks = dist.get_process_group_ranks(group)
+            backend = group._get_backend(torch.device("cpu")).name()
+        except (RuntimeError, ValueError, KeyError):
+            # Not one that torch.distributed has opened.
+            return None
+        if backend != "gloo" or len(ranks) < 2 or not self._see_each_other(ranks):
+            return None
+        digest = hashlib.blake2b(f"{name} {ranks}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little")
+        channel = self._channels.get(key)
+        if channel is None:
+            label = group.group_desc
+            if label == "default_pg":
+                label = "world"
+            members = [self._peers.get(rank) for rank in ranks]
+            channel = self._channels[key] = Channel(label, key, self._arena, members)
+        return channel
+
+    def _see_each_other(self, ranks: Sequence[int]) -> bool:
+        return all(self._reach[rank] >= set(ranks) - {rank} for rank in ranks)
+
+
+class _Helper:
+    """A thread that looks after what is open while this rank computes, or waits elsewhere."""
+
+    def __init__(self, try_advance: Callable[[], bool]) -> None:
+        self._try_advance = try_advance
+        self._has_open = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look_after(self) -> None:
+        """Something that was posted is open."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="phalanx-shared-memory", daemon=True
+            )
+            self._thread.start()
+        self._has_open.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._has_open.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._has_open.wait()
+            self._has_open.clear()
+            if self._stopped.wait(_HELP_INTERVAL_S):
+                return
+            if self._try_advance():
+                self._has_open.set()
+
+
+def _without_modes() -> AbstractContextManager[Any]:
+    """What is moved is no operation of the model: modes that count or record those must not see
+    it."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return _disable_current_modes()
+    return contextlib.nullcontext()
+
+
+def _read_timeout_s(group: dist.ProcessGroup) -> float:
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return float(timeout.total_seconds())

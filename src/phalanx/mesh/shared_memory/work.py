@@ -1,0 +1,84 @@
+"""The handle of an operation that torch and its callers wait for."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.mesh.shared_memory.messages import Receive
+from phalanx.mesh.shared_memory.operations import Operation
+
+
+class SharedMemoryWork(dist.Work):
+    """A `torch.distributed.Work` of an operation through shared memory.
+
+    `wait_for_end(timeout_s)` returns when it is done; None stands for the group's timeout. `result`
+    is what the call gives, for futures.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        try_advance: Callable[[], object],
+        wait_for_end: Callable[[float | None], None],
+        result: Any,
+    ) -> None:
+        super().__init__()
+        self.operation = operation
+        self._try_advance, self._wait_for_end = try_advance, wait_for_end
+        self._result = result
+        self.was_waited_for = False
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        timeout_s = None
+        if timeout is not None and timeout.total_seconds() > 0:
+            timeout_s = timeout.total_seconds()
+        if not self.operation.is_done:
+            self._wait_for_end(timeout_s)
+        self.was_waited_for = True
+        return True
+
+    def forget_result(self) -> None:
+        """Let the tensors go: nobody in Python has this object any more."""
+        self._result = None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self.operation.is_done:
+            self._try_advance()
+        return self.operation.is_done
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done: this waits, for torch waits for futures where nothing would move
+        data meanwhile."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+            return future
+        future.set_result(self._result)
+        return future
+
+    def _source_rank(self) -> int:
+        operation = self.operation
+        if isinstance(operation, Receive) and operation.source is not None:
+            return operation.source
+        return -1
+
+    source_rank = _source_rank

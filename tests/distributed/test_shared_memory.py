@@ -1,0 +1,455 @@
+"""Collectives through the memory that ranks of a host share: their results against plain sums and
+copies, what a dead or deviating peer looks like, and what is left to gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.core.errors import EnvironmentProblem, RanksDifferError
+from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.shared_memory import futex, opening
+from phalanx.mesh.shared_memory.board import Board
+from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
+from phalanx.plan.layout import Layout
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="words of x86-64 Linux")
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
+# Below and above what every rank reduces whole, what is cut in slices, and what is sent in chunks;
+# none of them a multiple of a cache line.
+SIZES = (0, 1, 7, 5_000, 70_001, 1_100_003)
+LARGE_TYPES = (torch.float32, torch.bfloat16)
+
+
+def make_values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, whose sums every type holds."""
+    pattern = torch.tensor([0, 3, 1, 4, 2]).roll(rank * 3).to(dtype)
+    return pattern.repeat(size // 5 + 1)[:size].contiguous()
+
+
+def check_reductions(rank: int, num_ranks: int) -> list[str]:
+    wrong = []
+    references = {
+        "sum": lambda rows: rows.sum(0),
+        "max": lambda rows: rows.amax(0),
+        "min": lambda rows: rows.amin(0),
+        "product": lambda rows: rows.prod(0),
+    }
+    for size, dtype, (name, reduce_rows) in itertools.product(SIZES, DTYPES, references.items()):
+        if size > 70_001 and (dtype not in LARGE_TYPES or name != "sum"):
+            continue
+        rows = torch.stack([make_values(r, size, dtype) for r in range(num_ranks)])
+        expected = reduce_rows(rows.double() if size else rows.double().sum(0, keepdim=True))
+        given = make_values(rank, size, dtype)
+        op = getattr(dist.ReduceOp, name.upper())
+        dist.all_reduce(given, op=op)
+        if not torch.equal(given.double(), expected.to(dtype).double()):
+            wrong.append(f"all_reduce {name} {dtype} {size}")
+        given = make_values(rank, size, dtype)
+        dist.reduce(given, num_ranks - 1, op=op)
+        if rank == num_ranks - 1 and not torch.equal(given.double(), expected.to(dtype).double()):
+            wrong.append(f"reduce {name} {dtype} {size}")
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        if size > 70_001 and dtype not in LARGE_TYPES:
+            continue
+        rows = torch.stack([make_values(r, size * num_ranks, dtype) for r in range(num_ranks)])
+        expected = rows.double().sum(0)[rank * size : (rank + 1) * size].to(dtype)
+        part = torch.empty(size, dtype=dtype)
+        dist.reduce_scatter_tensor(part, make_values(rank, size * num_ranks, dtype))
+        if not torch.equal(part, expected):
+            wrong.append(f"reduce_scatter_tensor {dtype} {size}")
+        inputs = list(make_values(rank, size * num_ranks, dtype).chunk(num_ranks))
+        if size:
+            dist.reduce_scatter(part.zero_(), inputs)
+            if not torch.equal(part, expected):
+                wrong.append(f"reduce_scatter {dtype} {size}")
+    return wrong
+
+
+def check_copies(rank: int, num_ranks: int) -> list[str]:
+    wrong = []
+    types = (*DTYPES, torch.bool, torch.complex64)
+    for size, dtype in itertools.product(SIZES, types):
+        if size > 70_001 and dtype not in LARGE_TYPES:
+            continue
+        rows = [make_values(r, size, dtype) for r in range(num_ranks)]
+        gathered = torch.empty(size * num_ranks, dtype=dtype)
+        dist.all_gather_into_tensor(gathered, rows[rank])
+        listed = [torch.empty_like(row) for row in rows]
+        dist.all_gather(listed, rows[rank])
+        if not torch.equal(gathered, torch.cat(rows)) or not torch.equal(
+            torch.cat(listed), gathered
+        ):
+            wrong.append(f"all_gather {dtype} {size}")
+        copied = rows[rank].clone()
+        dist.broadcast(copied, num_ranks - 1)
+        if not torch.equal(copied, rows[-1]):
+            wrong.append(f"broadcast {dtype} {size}")
+        arrived = torch.empty(size * num_ranks, dtype=dtype)
+        dist.all_to_all_single(arrived, torch.cat(rows))
+        if not torch.equal(arrived, torch.cat([rows[rank]] * num_ranks)):
+            wrong.append(f"all_to_all_single {dtype} {size}")
+    # Uneven parts: rank r sends (r + target) % 3 rows to each target, of two columns.
+    counts = [[(source + target) % 3 for target in range(num_ranks)] for source in range(num_ranks)]
+    given = torch.full((sum(counts[rank]), 2), float(rank))
+    arrives = [counts[source][rank] for source in range(num_ranks)]
+    arrived = torch.empty(sum(arrives), 2)
+    dist.all_to_all_single(arrived, given, arrives, counts[rank])
+    expected = [source for source, count in enumerate(arrives) for _ in range(count)]
+    if arrived[:, 1].tolist() != expected:
+        wrong.append("all_to_all_single, uneven")
+    parts = [torch.full((count,), rank) for count in counts[rank]]
+    received = [torch.empty(count, dtype=torch.int64) for count in arrives]
+    dist.all_to_all(received, parts)
+    if torch.cat(received).tolist() != expected:
+        wrong.append("all_to_all, uneven")
+    return wrong
+
+
+def check_messages(rank: int, num_ranks: int) -> list[str]:
+    """Tags out of order, a message of any rank, more messages than a queue holds, and large ones
+    both ways at once."""
+    wrong = []
+    after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    sends = [dist.isend(torch.full((3,), 10.0 * rank + tag), after, tag=tag) for tag in range(3)]
+    for tag in (2, 0, 1):
+        got = torch.empty(3)
+        dist.recv(got, before, tag=tag)
+        if got.tolist() != [10.0 * before + tag] * 3:
+            wrong.append(f"tag {tag}")
+    sends += [dist.isend(torch.tensor([number]), after) for number in range(100)]
+    got_number = torch.empty(1, dtype=torch.int64)
+    for number in range(100):
+        dist.recv(got_number, before)
+        if got_number.item() != number:
+            wrong.append(f"message {number}")
+    large = torch.full((6_000_000,), float(rank))
+    arrived = torch.empty_like(large)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, large, after), dist.P2POp(dist.irecv, arrived, before)]
+    )
+    for work in (*sends, *works):
+        work.wait()
+    if not bool((arrived == before).all()):
+        wrong.append("a large message")
+    if rank == 0:
+        sources = [dist.recv(torch.empty(2), tag=9) for _ in range(num_ranks - 1)]
+        if sorted(sources) != list(range(1, num_ranks)):
+            wrong.append(f"messages of any rank came from {sources}")
+    else:
+        dist.send(torch.ones(2), 0, tag=9)
+    return wrong
+
+
+def check_callers(rank: int, num_ranks: int) -> list[str]:
+    """Whoever calls: views, tensors with gradients, functional collectives, DDP, subgroups, many
+    at once."""
+    wrong = []
+    strided = torch.full((40, 30), float(rank)).t()
+    dist.all_reduce(strided)
+    if not bool((strided == sum(range(num_ranks))).all()):
+        wrong.append("a view that is not contiguous")
+    parameter = torch.nn.Parameter(torch.full((4,), float(rank)))
+    with torch.no_grad():
+        dist.broadcast(parameter, 1)
+    if parameter._version != 0 or parameter[0].item() != 1:
+        wrong.append("a parameter")
+    total = functional.all_reduce(torch.ones(10), "sum", dist.group.WORLD)
+    if (total + 0)[0].item() != num_ranks:
+        wrong.append("a functional collective")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 200)
+    ddp = DistributedDataParallel(model)
+    for _ in range(3):
+        ddp(torch.full((2, 300), float(rank))).sum().backward()
+    mean = 2.0 * sum(range(num_ranks)) / num_ranks
+    if not torch.allclose(model.weight.grad, torch.full_like(model.weight, 3 * mean)):
+        wrong.append("DDP of torch")
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, num_ranks - 1, 2)]
+    for first, pair in zip(range(0, num_ranks - 1, 2), pairs, strict=True):
+        if rank in (first, first + 1):
+            number = torch.tensor([rank])
+            dist.all_reduce(number, group=pair)
+            if number.item() != 2 * first + 1:
+                wrong.append(f"the group of {first} and {first + 1}")
+    started = []
+    for number in range(200):
+        values = torch.full((1000,), float(number + rank))
+        started.append((number, values, dist.all_reduce(values, async_op=True)))
+    for number, values, work in reversed(started):
+        work.wait()
+        if values[-1].item() != number * num_ranks + sum(range(num_ranks)):
+            wrong.append(f"reduction {number} of 200 at once")
+    return wrong
+
+
+def check_published(rank: int, num_ranks: int) -> list[str]:
+    """Reductions of tensors that lie in shared memory on all ranks, and on one alone."""
+    wrong = []
+    transport = current_transport()
+    assert transport is not None
+    for publishes in (range(num_ranks), [1]):
+        storage = torch.zeros(1_200_001)
+        values = storage[1:]
+        if rank in publishes and not transport.publish(values):
+            wrong.append("there is no room in /dev/shm")
+        for number in range(3):
+            values.fill_(float(rank + number))
+            values[-1] = 7.0
+            dist.all_reduce(values, op=dist.ReduceOp.AVG)
+            mean = number + (num_ranks - 1) / 2
+            ends = [values[0].item(), values[-2].item(), values[-1].item(), storage[0].item()]
+            if ends != pytest.approx([mean, mean, 7.0, 0.0], rel=1e-6):
+                wrong.append(f"{list(publishes)}, time {number}: {ends}")
+        if rank in publishes:
+            transport.withdraw(values)
+    return wrong
+
+
+ALL_CHECKS = (check_reductions, check_copies, check_messages, check_callers, check_published)
+
+
+def check_primitives(rank: int, num_ranks: int) -> dict[str, Any]:
+    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
+        assert shares_memory(dist.group.WORLD)
+        found = {check.__name__: check(rank, num_ranks) for check in ALL_CHECKS}
+        dist.barrier()
+    assert current_transport() is None
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_primitives_give_what_plain_sums_and_copies_give(num_ranks: int) -> None:
+    for found in run_ranks(num_ranks, check_primitives, num_ranks):
+        assert found == {check.__name__: [] for check in ALL_CHECKS}
+
+
+def sum_noise(rank: int, num_ranks: int) -> list[tuple[bool, bytes]]:
+    """Sums of random numbers: equal to those in rank order and float32, and their bytes."""
+    sums = []
+    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
+        for size, dtype in itertools.product((50, 90_000), (torch.float32, torch.bfloat16)):
+            rows = []
+            for source in range(num_ranks):
+                generator = torch.Generator().manual_seed(source)
+                rows.append(torch.randn(size, generator=generator).to(dtype))
+            expected = rows[0].float()
+            for row in rows[1:]:
+                expected = expected + row.float()
+            # Ranks arrive in another order each time.
+            time.sleep(0.01 * ((rank * 7 + size) % num_ranks))
+            total = rows[rank].clone()
+            dist.all_reduce(total)
+            is_equal = torch.equal(total, expected.to(dtype))
+            sums.append((is_equal, total.view(torch.uint8).numpy().tobytes()))
+        dist.barrier()
+    return sums
+
+
+def test_addends_are_in_rank_order_whoever_is_late() -> None:
+    ranks = run_ranks(3, sum_noise, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert [is_equal for is_equal, _ in ranks[0]] == [True] * 4
+
+
+def wait_in_two_groups(rank: int) -> float:
+    """Each rank waits first for the group in which the other one has only posted."""
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=30):
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        tensors = [torch.ones(100_000) for _ in groups]
+        works: list[Any] = [None, None]
+        for number in (rank, 1 - rank):
+            works[number] = dist.all_reduce(tensors[number], group=groups[number], async_op=True)
+        for number in (rank, 1 - rank):
+            works[number].wait()
+        # A rank that computes, or waits elsewhere, still gives the others their due.
+        if rank == 0:
+            late = torch.ones(100_000)
+            posted = dist.all_reduce(late, async_op=True)
+            with contextlib.suppress(dist.DistStoreError):
+                dist.distributed_c10d._get_default_store().wait(["done"], timedelta(seconds=20))
+            posted.wait()
+        else:
+            late = torch.ones(100_000)
+            dist.all_reduce(late)
+            dist.distributed_c10d._get_default_store().set("done", "1")
+        dist.barrier()
+        return float(late.sum() + sum(tensor.sum() for tensor in tensors))
+
+
+def test_ranks_that_wait_elsewhere_hold_nobody_up() -> None:
+    assert run_ranks(2, wait_in_two_groups) == [600_000.0] * 2
+
+
+CALLS_OF_A_LONE_RANK = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(100_000)),
+    "a small all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+    "all_gather": lambda: dist.all_gather_into_tensor(torch.ones(20), torch.ones(10)),
+    "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(20)),
+    "broadcast": lambda: dist.broadcast(torch.ones(10), 1),
+    "all_to_all": lambda: dist.all_to_all_single(torch.ones(10), torch.ones(10)),
+    "reduce": lambda: dist.reduce(torch.ones(10), 0),
+    "barrier": lambda: dist.barrier(),
+    "recv": lambda: dist.recv(torch.ones(10), 1),
+}
+
+
+def call_alone(name: str) -> tuple[str, float]:
+    """What a call says that the other rank never makes, and after how many seconds."""
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        CALLS_OF_A_LONE_RANK[name]()
+    took_s = time.monotonic() - began_s
+    # From now on nothing waits.
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(3))
+    return str(caught.value), took_s
+
+
+def call_after_the_other_left(rank: int, name: str) -> tuple[str, float]:
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        dist.all_reduce(torch.ones(3))
+        return call_alone(name) if rank == 0 else ("", 0.0)
+
+
+@pytest.mark.parametrize("name", CALLS_OF_A_LONE_RANK)
+def test_a_rank_that_has_left_is_named_in_one_line(name: str) -> None:
+    (message, took_s), _ = run_ranks(2, call_after_the_other_left, name)
+    assert "rank 1" in message
+    assert "has left" in message
+    assert "\n" not in message
+    assert took_s < 3
+
+
+def call_after_the_other_was_killed(rank: int, names: list[str], result: Path) -> None:
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result.write_text(json.dumps(call_alone("all_reduce")))
+        # Held, so that run_ranks reads of the killed rank alone.
+        os._exit(0)
+
+
+def test_a_rank_that_was_killed_is_named_at_once(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(AssertionError, match="ended without a result"):
+        run_ranks(2, call_after_the_other_was_killed, [], tmp_path / "said")
+    message, took_s = json.loads((tmp_path / "said").read_text())
+    assert "rank 1 (process " in message
+    assert "has died" in message
+    # It looks each 50 ms.
+    assert took_s < 3
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def wait_briefly(rank: int) -> list[float]:
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        store = dist.distributed_c10d._get_default_store()
+        values = torch.full((50_000,), 1.0 + rank)
+        if rank == 0:
+            work = dist.all_reduce(values, async_op=True)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.02 s for rank 1"):
+                    work.wait(timedelta(seconds=0.02))
+            store.set("waited", "1")
+            work.wait()
+        else:
+            store.wait(["waited"])
+            dist.all_reduce(values)
+        dist.barrier()
+        return [values.min().item(), values.max().item()]
+
+
+def test_a_wait_that_times_out_leaves_the_operation_and_the_group_usable() -> None:
+    assert run_ranks(2, wait_briefly) == [[3.0, 3.0]] * 2
+
+
+def call_something_else(rank: int) -> str:
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        calls = [
+            lambda: dist.all_reduce(torch.ones(6)),
+            lambda: dist.all_gather_into_tensor(torch.ones(4), torch.ones(2)),
+        ]
+        with pytest.raises((RanksDifferError, RuntimeError)) as caught:
+            calls[rank]()
+        return str(caught.value)
+
+
+def test_ranks_that_call_different_collectives_are_told() -> None:
+    texts = run_ranks(2, call_something_else)
+    assert any("all_reduce of 24 bytes of float32 (sum)" in text for text in texts)
+    assert any("all_gather of 8 bytes" in text for text in texts)
+
+
+def post_a_damaged_slot(rank: int) -> str:
+    """The other rank says that its operand lies far outside of its memory."""
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        dist.barrier()
+        if rank == 1:
+            board = Board.write_slot
+            Board.write_slot = lambda self, sequence, slot: board(
+                self, sequence, slot._replace(offset=2**62)
+            )
+        with contextlib.suppress(RuntimeError):
+            try:
+                dist.all_reduce(torch.ones(100_000))
+            except ValueError as error:
+                return str(error)
+        return ""
+
+
+def test_lengths_from_another_process_are_not_trusted() -> None:
+    assert "are outside of a shared arena" in "".join(run_ranks(2, post_a_damaged_slot))
+
+
+def open_where_ranks_differ(rank: int, what: str, choice: str) -> list[Any]:
+    """Rank 2 is on another host, or may not map memory."""
+    if rank == 2 and what == "another host":
+        opening._name_host = lambda: "another host"
+    if rank == 2 and what == "no memory":
+        opening.ARENA_BYTES = 1 << 60
+    try:
+        with open_mesh(Layout(dp_replicate=3), device="cpu", collectives=choice):  # type: ignore[arg-type]
+            pair = dist.new_group([0, 1])
+            numbers = torch.full((70_000,), float(rank))
+            dist.all_reduce(numbers)
+            shares = [shares_memory(dist.group.WORLD)]
+            if rank < 2:
+                dist.all_reduce(numbers, group=pair)
+                shares.append(shares_memory(pair))
+            return [numbers[-1].item(), *shares]
+    except EnvironmentProblem as problem:
+        return [str(problem)]
+
+
+@pytest.mark.parametrize("what", ["another host", "no memory"])
+def test_a_group_with_a_rank_elsewhere_goes_through_gloo(what: str) -> None:
+    found = run_ranks(3, open_where_ranks_differ, what, "auto")
+    assert found == [[6.0, False, True], [6.0, False, True], [3.0, False]]
+    assert run_ranks(3, open_where_ranks_differ, what, "gloo") == [
+        [6.0, False, False],
+        [6.0, False, False],
+        [3.0, False],
+    ]
+    for (message,) in run_ranks(3, open_where_ranks_differ, what, "shared"):
+        assert "not all ranks share memory" in message
+        assert "parallel.collectives" in message
