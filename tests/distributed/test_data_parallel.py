@@ -158,7 +158,7 @@ def count(rank: int) -> dict[str, dict[str, int]]:
     found = {}
     for name, way in WAYS.items():
         a_plan = plan(2, 3, **SHARDED, **way)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+        with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
             mine = share(global_batches(1)[0], rank, 2, 3)
             model.forward_backward(mine, OBJECTIVE)
