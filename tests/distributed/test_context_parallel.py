@@ -80,7 +80,7 @@ def test_the_table_is_what_a_job_can_name() -> None:
 def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """What phalanx says, and what collectives and sends made."""
     a_plan = plan(num_ranks, **parallel)
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         model = parallel_model(a_plan, mesh)
         with CountCollectives() as moved:
             sums = model.forward_backward([batch()], causal_cross_entropy(16))

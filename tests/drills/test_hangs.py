@@ -124,14 +124,26 @@ def test_the_rank_and_the_kind_are_named(
 
 
 def test_the_rank_that_leaves_out_a_collective(folder: Path) -> None:
-    """Of two ranks in different collectives the one whose call does not follow the one before."""
+    """Of two ranks in different collectives, which gloo leaves waiting, the one whose call does not
+    follow the one before."""
     objective = ("model.objective=hanging_code:cross_entropy_behind_barrier", "eval.tokens=0")
-    done = train(folder, "skips", *objective)
+    done = train(folder, "skips", *objective, "parallel.collectives=gloo")
     assert done.code == 0, done.err
     (found,) = events(folder / "skips", HangFound)
     assert (found.event.hang_kind, found.event.culprits) == ("absent_collective", [1])
     assert found.event.step == 15
     assert found.event.collective.startswith("barrier #")
+
+
+def test_ranks_that_share_memory_notice_another_collective_at_once(folder: Path) -> None:
+    objective = ("model.objective=hanging_code:cross_entropy_behind_barrier", "eval.tokens=0")
+    done = train(folder, "differs", *objective, "parallel.collectives=shared")
+    assert done.code == 0, done.err
+    assert not events(folder / "differs", HangFound)
+    (failed,) = events(folder / "differs", RankFailed)
+    assert (failed.event.hang_kind, failed.event.failed_rank) == ("absent_collective", 1)
+    assert failed.event.step == 15
+    assert "where others called another collective" in failed.event.detail
 
 
 @pytest.mark.long
@@ -142,7 +154,7 @@ def test_gloo_aborts_a_rank_of_two_in_different_collectives(
     """Whichever it aborts, the one that called something unusual is named."""
     name = f"aborted {rank}"
     fault = inject("hanging_code:enter_another_reduction", rank, 15, "forward")
-    done = train(folder, name, fault)
+    done = train(folder, name, fault, "parallel.collectives=gloo")
     assert done.code == 0, done.err
     (failed,) = events(folder / name, RankFailed)
     assert (failed.event.hang_kind, failed.event.failed_rank) == ("absent_collective", rank)

@@ -157,6 +157,10 @@ def _read_step_and_phase(last_seen: LastPosition | None) -> tuple[int, str]:
     return last_seen.step, last_seen.phase
 
 
+# What a rank raises that finds another one in another collective of their shared memory.
+COLLECTIVES_DIFFER_ERROR = "CollectivesDifferError"
+
+
 class _FailedRank(NamedTuple):
     """A rank that failed; sorts in the order in which they are examined."""
 
@@ -291,7 +295,13 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     if not report.secondary:
         signature = remove_varying_text_from_failure(report.one_line)
     summary = f"{summary}: {report.one_line}"
-    return blamed.build_restartable_failure("exception", summary, report.one_line, lines, signature)
+    failure = blamed.build_restartable_failure(
+        "exception", summary, report.one_line, lines, signature
+    )
+    if report.type == COLLECTIVES_DIFFER_ERROR:
+        noticed = f"rank {blamed.rank} noticed"
+        return _blame_rank_in_other_collective(failure, blamed, noticed)
+    return failure
 
 
 def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankFailure:
@@ -363,15 +373,18 @@ def _blame_exit_without_record(blamed: _BlamedRank, rank_exit: RankExit) -> Rank
         is_oom_kill=rank_exit.oom_kill is not None,
     )
     if rank_exit.signal == signal.SIGABRT and is_aborted_by_mismatch(blamed.log_path):
-        return _blame_rank_in_other_collective(failure, blamed)
+        gloo_did = f"gloo aborted rank {blamed.rank}"
+        return _blame_rank_in_other_collective(failure, blamed, gloo_did)
     return failure
 
 
-def _blame_rank_in_other_collective(failure: RankFailure, aborted: _BlamedRank) -> RankFailure:
+def _blame_rank_in_other_collective(
+    failure: RankFailure, first: _BlamedRank, consequence: str
+) -> RankFailure:
     """`failure` as that of the rank which called another collective than the others, if the black
-    boxes single one out: gloo aborts whichever of the two gets what does not fit."""
+    boxes single one out: any of them may be the first to end."""
     failure = replace(failure, hang_kind=ABSENT_COLLECTIVE)
-    positions = _read_black_boxes(aborted.end, aborted.run_dir)
+    positions = _read_black_boxes(first.end, first.run_dir)
     states = {rank: RankState(rank, position) for rank, position in positions.items()}
     odd = find_unusual_callers(states, sorted(states))
     if len(odd) != 1:
@@ -382,7 +395,7 @@ def _blame_rank_in_other_collective(failure: RankFailure, aborted: _BlamedRank) 
     name = describe_collective(call, find_group(position, call))
     file, line = find_newest_call_site(position)
     text = f"rank {rank} called {name} at {os.path.basename(file)}:{line},"
-    text += f" where others called another collective, and gloo aborted rank {aborted.rank}"
+    text += f" where others called another collective, and {consequence}"
     return replace(
         failure, rank=rank, summary=text, detail=text, report=f"{text}\n{failure.report}"
     )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from phalanx.core.errors import RanksDifferError
 from phalanx.mesh.shared_memory.arena import Block, Bytes, OwnArena
 from phalanx.mesh.shared_memory.board import (
     CONSUMED,
@@ -32,7 +31,12 @@ from phalanx.mesh.shared_memory.board import (
 )
 from phalanx.mesh.shared_memory.futex import wait_for_change
 from phalanx.mesh.shared_memory.messages import Messages, Receive, Send
-from phalanx.mesh.shared_memory.operations import Blocker, Collective, Operation
+from phalanx.mesh.shared_memory.operations import (
+    Blocker,
+    Collective,
+    CollectivesDifferError,
+    Operation,
+)
 from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.reduction import DTYPES, REDUCE_OPS
 from phalanx.mesh.shared_memory.transfers import Transfer
@@ -122,7 +126,7 @@ class Channel:
     def advance(self) -> None:
         """Do what can be done without waiting.
 
-        Raises RanksDifferError if another rank has posted something else.
+        Raises CollectivesDifferError if another rank has posted something else.
         """
         with self.lock:
             if self._error is not None:
@@ -300,7 +304,7 @@ class Channel:
             assert board is not None
             slot = board.read_slot(pending.sequence)
             if slot.agreed != own.agreed:
-                raise RanksDifferError(
+                raise CollectivesDifferError(
                     f"ranks call different collectives of group {self.label}: this one"
                     f" {_format_slot(own)}, rank {self._name_member(rank)} {_format_slot(slot)}"
                 )

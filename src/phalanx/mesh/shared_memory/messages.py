@@ -7,7 +7,7 @@ its tag, in the order of sending.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -133,12 +133,16 @@ class Messages:
         send.end()
 
     def _take_messages(self) -> None:
+        # What came too early for one receive may come in time for the next one of the same rank
+        # and tag, which must not have it.
+        waiting: set[tuple[int | None, int]] = set()
         for _ in range(len(self._receives)):
             receive = self._receives.popleft()
-            if not self._try_take(receive):
+            if not self._try_take(receive, waiting):
+                waiting.add((receive.source, receive.tag))
                 self._receives.append(receive)
 
-    def _try_take(self, receive: Receive) -> bool:
+    def _try_take(self, receive: Receive, waiting: Set[tuple[int | None, int]]) -> bool:
         sources = [receive.source]
         if receive.source is None:
             sources = [rank for rank, peer in enumerate(self._members) if peer is not None]
@@ -147,13 +151,15 @@ class Messages:
             board, receive.blocker = self._find_board(source)
             if board is None:
                 continue
+            receive.blocker = self._block_on(source, board, board.sent_line(self._own_index))
+            if waiting & {(source, receive.tag), (None, receive.tag)}:
+                continue
             inbox = self._inboxes[source]
             self._look_for_new(source, board, inbox)
             for number, slot in inbox.untaken.items():
                 if slot.peer == receive.tag:
                     self._take(receive, source, board, inbox, number)
                     return True
-            receive.blocker = self._block_on(source, board, board.sent_line(self._own_index))
         return False
 
     def _look_for_new(self, source: int, board: Board, inbox: _Inbox) -> None:

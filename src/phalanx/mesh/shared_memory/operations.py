@@ -9,6 +9,11 @@ from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.transfers import Transfer
 
 
+class CollectivesDifferError(RuntimeError):
+    """Ranks of a group called different collectives. Another start may do better: over gloo they
+    would have waited for each other."""
+
+
 @dataclass(frozen=True)
 class Blocker:
     """What keeps an operation: a word of `peer`, its address, and what was last read of it."""
