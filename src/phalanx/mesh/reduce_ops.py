@@ -122,4 +122,11 @@ def _follow_operator(ops: ReduceOps, call: Any) -> Callable[..., Any]:
 
 def _name_op(op: Any) -> str:
     """ "sum" for ReduceOp.SUM; of an operation with a factor its kind alone."""
-    return str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    kind = getattr(op, "op", op)
+    name = _names_of_kinds.get(kind)
+    if name is None:
+        name = _names_of_kinds[kind] = str(kind).rpartition(".")[2].lower()
+    return name
+
+
+_names_of_kinds: dict[Any, str] = {}

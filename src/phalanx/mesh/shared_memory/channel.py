@@ -7,6 +7,7 @@ in different groups all come on.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -45,7 +46,8 @@ from phalanx.mesh.shared_memory.transfers import Transfer
 _MAX_STAGED_BYTES = 32 << 20
 # So long a wait sleeps before it asks whether the rank that it waits for is alive.
 _SLEEP_S = 0.05
-_NUM_SPINS = 60
+# Some 100 µs, where each rank has a core: the other one is about as far.
+_NUM_SPINS = 600
 
 _KINDS = (
     "barrier",
@@ -84,6 +86,8 @@ class Channel:
         self.rank = self.members.index(None)
         self.num_ranks = len(self.members)
         self.lock = threading.RLock()
+        has_own_core = self.num_ranks <= len(os.sched_getaffinity(0))
+        self._num_spins = _NUM_SPINS if has_own_core else 0
         self._own = add_board(arena, key, self.num_ranks)
         self._boards: list[Board | None] = [None] * self.num_ranks
         self._boards[self.rank] = self._own
@@ -92,7 +96,7 @@ class Channel:
         # Blocks that others may still read, with the transfer they belong to, oldest first.
         self._staged: deque[tuple[int, Block]] = deque()
         self._staged_bytes = 0
-        self._num_posted = self._num_moved = self._num_ended = 0
+        self._num_posted = self._num_ended = 0
         self._error: Exception | None = None
         self._blocker: Blocker | None = None
         self._messages = Messages(arena, self._own, self.members, self._find_board)
@@ -132,23 +136,25 @@ class Channel:
             if self._error is not None:
                 raise self._error
             try:
-                while self._advance_collectives():
-                    pass
-                self._messages.advance()
+                self._advance_collectives()
+                if not self._messages.is_idle:
+                    self._messages.advance()
             except Exception as error:
                 self._error = error
                 raise
 
-    def _advance_collectives(self) -> bool:
-        """True if something was posted, moved or ended, so that more may be possible."""
+    def _advance_collectives(self) -> None:
         if not self._queued and not self._pending and not self._staged:
-            return False
-        before = len(self._queued), len(self._pending), self._num_moved
-        self._free_consumed_blocks()
-        self._post_queued()
-        self._move_pending()
-        self._end_transfers()
-        return before != (len(self._queued), len(self._pending), self._num_moved)
+            return
+        while True:
+            num_ended = self._num_ended
+            self._free_consumed_blocks()
+            self._post_queued()
+            self._move_pending()
+            self._end_transfers()
+            # What has ended may make room for what is queued.
+            if not self._queued or self._num_ended == num_ended:
+                return
 
     def wait(
         self, operation: Operation, timeout_s: float, advance_others: Callable[[], object]
@@ -174,7 +180,7 @@ class Channel:
                     f"Timed out waiting {timeout_s:g} s for rank {blocker.peer.rank} in"
                     f" {operation.name} of group {self.label}"
                 )
-            if any(blocker.has_changed() for _ in range(_NUM_SPINS)):
+            if any(blocker.has_changed() for _ in range(self._num_spins)):
                 continue
             wait_for_change(blocker.address, blocker.seen, min(_SLEEP_S, remaining_s))
             if not blocker.has_changed():
@@ -291,7 +297,6 @@ class Channel:
                 return
             transfer.move(self._list_operands(pending, sources))
             pending.has_moved = True
-            self._num_moved += 1
             if transfer.reduces_in_slices:
                 self._own.write(REDUCED, pending.sequence)
 

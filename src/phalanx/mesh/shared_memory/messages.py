@@ -83,6 +83,7 @@ class Messages:
 
     @property
     def is_idle(self) -> bool:
+        """True if no message is to be sent or taken."""
         return not self._receives and not any(outbox.queued for outbox in self._outboxes)
 
     def post_send(self, send: Send) -> None:

@@ -88,7 +88,7 @@ def _reduce_by_pieces(
         if dtype in _NUMPY_DTYPES:
             result = _reduce_piece_by_numpy(places[0], pieces, dtype, reduce_op)
         else:
-            result = _reduce_piece_by_torch(pieces, dtype, reduce_op)
+            result = _reduce_piece_by_torch(places[0], pieces, dtype, reduce_op)
         for place in places:
             if place is not result:
                 np.copyto(place, result)
@@ -114,15 +114,27 @@ def _reduce_piece_by_numpy(
     return result
 
 
-def _reduce_piece_by_torch(pieces: Sequence[Bytes], dtype: torch.dtype, reduce_op: str) -> Bytes:
+def _reduce_piece_by_torch(
+    place: Bytes, pieces: Sequence[Bytes], dtype: torch.dtype, reduce_op: str
+) -> Bytes:
+    """The reduced piece, in `place`."""
     function = _TORCH_FUNCTIONS[reduce_op]
-    total = _view_as_tensor(pieces[0], dtype).float()
-    for piece in pieces[1:]:
-        function(total, _view_as_tensor(piece, dtype), out=total)
+    values, result = (
+        [_view_as_tensor(piece, dtype) for piece in pieces],
+        _view_as_tensor(place, dtype),
+    )
+    if len(values) == 2 and reduce_op != "avg":
+        # torch computes in float32 and rounds once.
+        function(values[0], values[1], out=result)
+        return place
+    total = values[0].float()
+    for value in values[1:]:
+        # Converted alone: an operation of two types takes twice as long.
+        function(total, value.float(), out=total)
     if reduce_op == "avg":
-        total.mul_(1 / len(pieces))
-    result: Bytes = total.to(dtype).view(torch.uint8).numpy()
-    return result
+        total.mul_(1 / len(values))
+    result.copy_(total)
+    return place
 
 
 def _view_as_tensor(piece: Bytes, dtype: torch.dtype) -> torch.Tensor:
