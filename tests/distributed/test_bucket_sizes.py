@@ -47,7 +47,7 @@ def _train(axes: dict[str, Any]) -> Outcome:
     num_experts = NUM_EXPERTS if "ep" in axes else 0
     a_plan = plan(RANKS, num_experts=num_experts, experts=EXPERTS, **axes)
     num_ranks, num_microbatches = a_plan.layout.data_parallel_size, a_plan.num_microbatches
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         module = decoder(tied=True, dtype=torch.float64, num_experts=num_experts)
         model = parallelize(module, a_plan, mesh)
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.5)

@@ -80,7 +80,7 @@ def sent_by_fsdp(
     dp_shard.all_gather_rows_in_place = counted("gather", dp_shard.all_gather_rows_in_place)  # type: ignore[attr-defined]
     dp_shard.reduce_scatter_rows = counted("scatter", dp_shard.reduce_scatter_rows)  # type: ignore[attr-defined]
     a_plan = plan(num_ranks, num_microbatches, **how)
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
         batches = share(global_batches(1)[0], rank, num_ranks, num_microbatches)
         with CountCollectives() as moved:
@@ -144,7 +144,7 @@ def sent_by_stages(rank: int, schedule: str) -> tuple[int, int]:
     """What phalanx says, and what was really sent."""
     a_plan = pipeline_plan(2, pp=2, schedule=schedule)
     batches = [example_batch(shape(), MICRO, SEQ_LEN, seed=seed) for seed in range(BATCH // MICRO)]
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         model = parallelize(decoder_of(8).float(), a_plan, mesh)
         first = model.reduce_and_clip(model.forward_backward(batches, OBJECTIVE))
         # In the first step stages agreed on the forms of what they send, which is not counted.
@@ -178,7 +178,7 @@ def test_a_stage_sends_hidden_states_on_and_gradients_back(schedule: str) -> Non
 def sent_over_tp(rank: int) -> list[int]:
     a_plan = pipeline_plan(4, pp=2, tp=2, schedule="1f1b")
     batches = [example_batch(shape(), MICRO, SEQ_LEN, seed=seed) for seed in range(BATCH // MICRO)]
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         model = parallelize(decoder_of(8).float(), a_plan, mesh)
         steps = [
             model.reduce_and_clip(model.forward_backward(batches, OBJECTIVE)) for _ in range(2)
@@ -226,7 +226,7 @@ def plan_with_experts(recompute: str, **parallel: Any) -> Plan:
 def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
     Router.forward = evenly  # type: ignore[method-assign]
     a_plan = plan_with_experts(recompute, dp_shard=4, ep=ep)
-    with open_mesh(a_plan.layout, device="cpu") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         module = Decoder(EXPERTS)
         fill(module)
         model = parallelize(module, a_plan, mesh)
@@ -276,7 +276,7 @@ def gradients_sent(rank: int) -> dict[str, tuple[int, int]]:
     found = {}
     for name, axes in WITH_EXPERTS.items():
         a_plan = plan_with_experts("none", **axes)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+        with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
             module = Decoder(EXPERTS)
             fill(module)
             model = parallelize(module, a_plan, mesh)

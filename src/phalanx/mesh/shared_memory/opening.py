@@ -86,9 +86,9 @@ def _open_arena() -> tuple[OwnArena | None, str]:
         return None, "only Linux on x86-64 orders memory as shared words need"
     try:
         arena = OwnArena(ARENA_BYTES)
-    except OSError as error:
-        # RLIMIT_AS or RLIMIT_FSIZE, or a kernel without memfd.
-        return None, f"{ARENA_BYTES >> 30} GiB of sparse memory cannot be mapped ({error.strerror})"
+    except (OSError, AttributeError) as error:
+        # RLIMIT_AS or RLIMIT_FSIZE; a kernel or a C library without memfd.
+        return None, f"{ARENA_BYTES >> 30} GiB of sparse memory cannot be mapped ({error})"
     reserve_directory(arena)
     return arena, ""
 
@@ -105,14 +105,15 @@ def _describe_process(arena: OwnArena | None, problem: str) -> dict[str, Any]:
 
 
 def _name_host() -> str:
-    """What processes that can open each other's files have in common: the boot of a kernel, and a
-    namespace of process numbers."""
+    """What processes that can open each other's files have in common: the boot of a kernel, and the
+    namespace that numbers processes; and the network, so that ranks which somebody has put into
+    networks of their own stay as far from each other as these are."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
+        namespaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net")]
     except OSError:
         return f"unknown {os.getpid()}"
-    return f"{boot} {namespace} {os.getuid()}"
+    return f"{boot} {namespaces} {os.getuid()}"
 
 
 def _open_arenas_of_peers(

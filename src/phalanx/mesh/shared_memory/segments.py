@@ -54,7 +54,11 @@ class OwnSegments:
             return False
         if self._num_listed + 1 >= _MAX_SEGMENTS:
             return False
-        descriptor, num_bytes = storage._share_fd_cpu_()
+        try:
+            descriptor, num_bytes = storage._share_fd_cpu_()
+        except (RuntimeError, OSError):
+            # No descriptors are left, or /dev/shm is full or read-only.
+            return False
         self._num_listed += 1
         segment = _Segment(self._num_listed, descriptor, os.fstat(descriptor).st_ino)
         self._by_inode[segment.inode] = segment
