@@ -104,9 +104,11 @@ def data_parallel_bytes(
 
 
 def tensor_parallel_bytes(layers: int, tokens: float, dim: int, compute: int, tp: int) -> float:
-    """Of one microbatch: four all-reduces a block (or as many gathers and scatters), two for
-    embedding and head."""
-    return (4 * layers + 2) * all_reduce(tokens * dim * compute, tp)
+    """Of one microbatch, with the sequence cut: four gathers and as many scatters a block, which
+    send what four all-reduces do; two gathers a block once more in the backward, of inputs that
+    nobody keeps whole; for embedding and head what two all-reduces send."""
+    one = tokens * dim * compute
+    return (4 * layers + 2) * all_reduce(one, tp) + 2 * layers * all_gather(one, tp)
 
 
 # Tables

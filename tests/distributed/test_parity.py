@@ -470,7 +470,7 @@ def count_collectives(rank: int) -> dict[str, dict[str, int]]:
     for layout in LAYOUTS[2]:
         a_plan = plan(2, 3, **LAYOUTS[2][layout])
         batches = global_batches(2)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+        with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
             for _ in range(2):  # DDP shares its bucket sizes once, in the second
                 model.forward_backward(share(batches[0], rank, 2, 3), OBJECTIVE)

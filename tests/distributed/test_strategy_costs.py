@@ -38,7 +38,7 @@ def sent(rank: int) -> dict[str, Any]:
     for name, axes in ways.items():
         parts = 1 if name == "tp" else RANKS
         a_plan = plan(RANKS, MICROBATCHES, **axes)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+        with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
             module = Decoder(SHAPE)
             fill(module)
             model = parallelize(module, a_plan, mesh)

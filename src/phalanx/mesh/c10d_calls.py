@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -109,13 +110,10 @@ def _make_kernel(operator: Operator, call: Any) -> Callable[..., Any]:
     after = keys_after_backend_select()
 
     def kernel(keys: Any, *args: Any) -> Any:
-        handlers = [handler for _, handler in _handlers]
-
-        def proceed_from(index: int) -> Any:
-            if index == len(handlers):
-                return call.redispatch(keys & after, *args)
-            return handlers[index].handle(operator, args, lambda: proceed_from(index + 1))
-
-        return proceed_from(0)
+        # No function that refers to itself: its cycle would hold the tensors until a collection.
+        proceed = functools.partial(call.redispatch, keys & after, *args)
+        for _, handler in reversed(_handlers):
+            proceed = functools.partial(handler.handle, operator, args, proceed)
+        return proceed()
 
     return kernel

@@ -22,6 +22,7 @@ from phalanx.mesh import counter_rng, logical
 from phalanx.mesh.device_meshes import clear_device_mesh_cache
 from phalanx.mesh.logical import get_local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.mesh.shared_memory.opening import CollectivesChoice, assuming_shared_memory
 from phalanx.plan.layout import Layout
 
 
@@ -36,10 +37,13 @@ def has_fake_parameters(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def open_fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+def open_fake_mesh(
+    layout: Layout, rank: int, collectives: CollectivesChoice = "auto"
+) -> Iterator[Mesh]:
     """The Mesh of one rank of `layout`, on the CPU; the other ranks are not there.
 
-    What it sends is lost, and what it receives is whatever memory held.
+    What it sends is lost, and what it receives is whatever memory held. Unless `collectives` is
+    "gloo" it calls what it would if all ranks were on this host.
     """
     if layout.world_size == 1:
         with open_mesh(layout, device="cpu") as mesh:
@@ -50,7 +54,7 @@ def open_fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        with open_mesh(layout, device="cpu") as mesh:
+        with assuming_shared_memory(collectives != "gloo"), open_mesh(layout, device="cpu") as mesh:
             yield mesh
     finally:
         clear_device_mesh_cache()

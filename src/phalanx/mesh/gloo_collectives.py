@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.shared_memory.opening import shares_memory
+from phalanx.mesh.shared_memory.opening import gathers_in_one_call
 
 
 def all_gather_rows_in_place(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather the rows of all ranks in place: of `rows` [ranks, ...], contiguous, each rank has
     filled its own row before."""
-    if not is_on_cpu(rows) or shares_memory(group):
+    if not is_on_cpu(rows) or gathers_in_one_call(group):
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     sources = _list_global_ranks(group)
@@ -34,7 +34,7 @@ def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
     `rows` is spent afterwards.
     """
-    if shares_memory(group):
+    if gathers_in_one_call(group):
         total = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group)
         return total

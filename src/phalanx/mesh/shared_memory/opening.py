@@ -24,6 +24,7 @@ CollectivesChoice = Literal["auto", "shared", "gloo"]
 
 # Of this process: nested layouts of the same ranks use what is open.
 _open_transports: list[SharedMemoryTransport] = []
+_is_assumed = False
 
 
 def current_transport() -> SharedMemoryTransport | None:
@@ -35,6 +36,23 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
     """True if collectives of `group` go through shared memory."""
     transport = current_transport()
     return transport is not None and transport.shares_memory(group)
+
+
+def gathers_in_one_call(group: dist.ProcessGroup) -> bool:
+    """True if one all-gather, or one reduce-scatter, is the quickest way on the CPU: through shared
+    memory, or where a program is followed that would run there."""
+    return _is_assumed or shares_memory(group)
+
+
+@contextlib.contextmanager
+def assuming_shared_memory(is_assumed: bool) -> Iterator[None]:
+    """Inside, ranks that are not there would share memory with this one."""
+    global _is_assumed
+    before, _is_assumed = _is_assumed, is_assumed
+    try:
+        yield
+    finally:
+        _is_assumed = before
 
 
 @contextlib.contextmanager

@@ -98,6 +98,9 @@ class SharedMemoryTransport:
             if taken is None:
                 return proceed()
             work = self._post(taken, channel, group)
+            if not _is_async(args):
+                # Its caller waits and is gone; the tensors would stay until the next call.
+                work.forget_result()
         return taken.make_result(work.boxed())
 
     def close(self) -> None:
@@ -251,6 +254,12 @@ class _Helper:
                 return
             if self._try_advance():
                 self._has_open.set()
+
+
+def _is_async(args: Sequence[Any]) -> bool:
+    """What a call of an operator says of itself: the flag and a timeout come last, and are left out
+    where they have their defaults."""
+    return next((each for each in args[-2:] if isinstance(each, bool)), True)
 
 
 def _without_modes() -> AbstractContextManager[Any]:

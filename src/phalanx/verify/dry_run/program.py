@@ -186,7 +186,7 @@ def run_dry_step(
     boundary = boundary or StageBoundarySpec()
     # A compiler would trace fake tensors itself.
     plan = replace(plan, compile=False)
-    with open_fake_mesh(plan.layout, rank) as mesh:
+    with open_fake_mesh(plan.layout, rank, plan.parallel.collectives) as mesh:
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh), is_dry=True)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
