@@ -28,7 +28,7 @@ class GpuRecorder:
 
     def start(self) -> None:
         """Count energy from here on."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and torch.cuda.is_available():
             uuid = getattr(torch.cuda.get_device_properties(self._device), "uuid", None)
             if uuid is not None:
                 self.start_with_meter(open_gpu_meter(f"GPU-{uuid}"))
