@@ -28,12 +28,14 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh import logical
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.shared_memory.opening import shares_memory
 from phalanx.parallel.batchnorm import layer as batchnorm
 from phalanx.parallel.batchnorm import transform as sync_batchnorm
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.data_parallel import zero1
 from phalanx.parallel.data_parallel.compression import GradientCompression
+from phalanx.parallel.data_parallel.shared_buckets import SharedBucketReduction
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.dropout.transform import LayoutIndependentDropout
 from phalanx.parallel.hooks import int8
@@ -191,7 +193,11 @@ def sum_instead_of_average() -> None:
 
     def apply_ddp(self: Any, context: ParallelContext) -> None:
         replicate(self, context)
-        context.outer.register_comm_hook(None, summed)
+        if not shares_memory(context.mesh.data_parallel_group()):
+            context.outer.register_comm_hook(None, summed)
+
+    def attach(self: Any, ddp: Any) -> None:
+        ddp.register_comm_hook(None, summed)
 
     def apply_fsdp(self: Any, context: ParallelContext) -> None:
         shard(self, context)
@@ -200,6 +206,7 @@ def sum_instead_of_average() -> None:
                 unit.set_gradient_divide_factor(1.0)
 
     dp_replicate.DpReplicate.apply = apply_ddp  # type: ignore[method-assign]
+    SharedBucketReduction.attach_to_ddp = attach  # type: ignore[method-assign]
     dp_shard.DpShard.apply = apply_fsdp  # type: ignore[method-assign]
 
 

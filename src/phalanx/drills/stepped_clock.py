@@ -75,7 +75,7 @@ class SteppedClock:
             raise EnvironmentProblem("there is no C compiler (cc), and a stepped clock needs one")
         stepped = SteppedClock(folder / "clock.so", folder / "clock")
         command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(stepped.library), "-ldl"]
-        subprocess.run(command, input=_SOURCE, text=True, check=True)
+        subprocess.run(command, input=_SOURCE, text=True, check=True, capture_output=True)
         with create_regular_file(stepped.clock) as file:
             file.write(SECONDS.pack(0))
         return stepped

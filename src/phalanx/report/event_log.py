@@ -188,7 +188,7 @@ class EventLogReader:
             tail, num_left = None, math.inf
             if path in tail_bytes:
                 tail = self.log.tails.setdefault(rank, RankTail())
-                num_left = path.stat().st_size
+                num_left = _find_size(path)
             for line in self._read_new_lines(path, with_torn_lines):
                 num_left -= len(line)
                 # A file is one process's (the supervisor's: of one after another), and names its
@@ -237,6 +237,14 @@ def find_first_step(path: Path) -> int | None:
         if envelope is not None and isinstance(envelope.event, StepFinished):
             return int(envelope.event.step)
     return None
+
+
+def _find_size(path: Path) -> int:
+    """The bytes of a file; 0 where it cannot be asked, as one that cannot be read has no lines."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _list_event_files(directory: Path) -> list[tuple[int, int, Path]]:

@@ -26,7 +26,7 @@ _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Block:
+class ArenaBlock:
     """`num_bytes` at `offset` of an arena; `capacity` were reserved."""
 
     offset: int
@@ -66,7 +66,7 @@ class OwnArena(MappedArena):
         self._next_offset = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
-    def allocate(self, num_bytes: int) -> Block:
+    def allocate(self, num_bytes: int) -> ArenaBlock:
         """Reserve `num_bytes`; what lies there is undefined. Raises MemoryError if the arena is
         full.
 
@@ -76,19 +76,19 @@ class OwnArena(MappedArena):
         with self._lock:
             free = self._free[capacity]
             if free:
-                return Block(free.pop(), num_bytes, capacity)
+                return ArenaBlock(free.pop(), num_bytes, capacity)
             offset = self._next_offset
             if offset + capacity > self.num_bytes:
                 raise MemoryError(f"no {num_bytes} bytes are left in the shared arena")
             self._next_offset = offset + capacity
-        return Block(offset, num_bytes, capacity)
+        return ArenaBlock(offset, num_bytes, capacity)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: ArenaBlock) -> None:
         """Let others have the block."""
         with self._lock:
             self._free[block.capacity].append(block.offset)
 
-    def view_block(self, block: Block) -> Bytes:
+    def view_block(self, block: ArenaBlock) -> Bytes:
         return self.bytes[block.offset : block.offset + block.num_bytes]
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from phalanx.mesh.shared_memory.arena import Block, Bytes, OwnArena
+from phalanx.mesh.shared_memory.arena import ArenaBlock, Bytes, OwnArena
 from phalanx.mesh.shared_memory.board import (
     CONSUMED,
     NUM_SLOTS,
@@ -67,11 +67,11 @@ class _Pending:
     sequence: int
     transfer: Transfer
     operation: Collective
-    block: Block | None
+    block: ArenaBlock | None
     has_moved: bool = False
 
 
-class Channel:
+class GroupChannel:
     """The operations of one process group on this rank.
 
     `members`: the ranks of the group in its order, with None for this one. `label` is what people
@@ -94,7 +94,7 @@ class Channel:
         self._queued: deque[tuple[Collective, Transfer]] = deque()
         self._pending: deque[_Pending] = deque()
         # Blocks that others may still read, with the transfer they belong to, oldest first.
-        self._staged: deque[tuple[int, Block]] = deque()
+        self._staged: deque[tuple[int, ArenaBlock]] = deque()
         self._staged_bytes = 0
         self._num_posted = self._num_ended = 0
         self._error: Exception | None = None

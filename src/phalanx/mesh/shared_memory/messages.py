@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from phalanx.mesh.shared_memory.arena import Block, Bytes, OwnArena
+from phalanx.mesh.shared_memory.arena import ArenaBlock, Bytes, OwnArena
 from phalanx.mesh.shared_memory.board import NUM_MESSAGE_SLOTS, Board, Slot, has_reached
 from phalanx.mesh.shared_memory.operations import Blocker, Operation
 from phalanx.mesh.shared_memory.peers import Peer
@@ -50,7 +50,7 @@ class _Outbox:
 
     num_sent: int = 0
     queued: deque[Send] = field(default_factory=deque)
-    staged: deque[tuple[int, Block]] = field(default_factory=deque)
+    staged: deque[tuple[int, ArenaBlock]] = field(default_factory=deque)
     staged_bytes: int = 0
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from phalanx.core.black_box import read_boot_id
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.mesh.c10d_calls import HandlerDepth, handling_c10d_calls
 from phalanx.mesh.reduce_ops import following_reduce_ops
 from phalanx.mesh.shared_memory import futex
 from phalanx.mesh.shared_memory.arena import ARENA_BYTES, OwnArena, open_arena_of_process
 from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, reserve_directory
-from phalanx.mesh.shared_memory.peers import Peer, read_start_ticks
+from phalanx.mesh.shared_memory.peers import Peer, find_start_of_living_process
 from phalanx.mesh.shared_memory.segments import SeenSegments
 from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
 
@@ -115,7 +115,7 @@ def _describe_process(arena: OwnArena | None, problem: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"host": _name_host(), "pid": os.getpid(), "problem": problem}
     if arena is not None:
         facts |= {
-            "started": read_start_ticks(os.getpid()),
+            "started": find_start_of_living_process(os.getpid()),
             "descriptor": arena.descriptor,
             "num_bytes": arena.num_bytes,
         }
@@ -126,11 +126,14 @@ def _name_host() -> str:
     """What processes that can open each other's files have in common: the boot of a kernel, and the
     namespace that numbers processes; and the network, so that ranks which somebody has put into
     networks of their own stay as far from each other as these are."""
+    boot = read_boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net")]
     except OSError:
-        return f"unknown {os.getpid()}"
+        boot = ""
+    if not boot:
+        # A host of its own.
+        return f"process {os.getpid()}"
     return f"{boot} {namespaces} {os.getuid()}"
 
 

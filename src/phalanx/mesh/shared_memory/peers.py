@@ -23,10 +23,10 @@ class Peer:
     segments: SeenSegments
 
     def is_alive(self) -> bool:
-        return read_start_ticks(self.pid) == self.start_ticks
+        return find_start_of_living_process(self.pid) == self.start_ticks
 
 
-def read_start_ticks(pid: int) -> int | None:
+def find_start_of_living_process(pid: int) -> int | None:
     """When process `pid` started, in ticks of the kernel's clock; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

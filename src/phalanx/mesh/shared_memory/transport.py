@@ -25,7 +25,7 @@ from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory.arena import OwnArena
 from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, say_left
 from phalanx.mesh.shared_memory.calls import BUILDERS, CallContext, TakenCall
-from phalanx.mesh.shared_memory.channel import Channel
+from phalanx.mesh.shared_memory.channel import GroupChannel
 from phalanx.mesh.shared_memory.messages import Receive, Send
 from phalanx.mesh.shared_memory.operations import Collective
 from phalanx.mesh.shared_memory.peers import Peer
@@ -47,7 +47,7 @@ class _KnownGroup:
     """A process group that was asked about, and its channel: None for one that gloo keeps."""
 
     group: dist.ProcessGroup
-    channel: Channel | None
+    channel: GroupChannel | None
 
 
 class SharedMemoryTransport:
@@ -68,7 +68,7 @@ class SharedMemoryTransport:
         self._arena, self._rank, self._peers, self._reduce_ops = arena, rank, peers, reduce_ops
         self._reach, self._is_closed, self._is_paused = reach, False, False
         self._groups: dict[str, _KnownGroup] = {}
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, GroupChannel] = {}
         self._open_works: deque[SharedMemoryWork] = deque()
         self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
@@ -155,7 +155,7 @@ class SharedMemoryTransport:
         return not all(channel.is_idle for channel in list(self._channels.values()))
 
     def _post(
-        self, taken: TakenCall, channel: Channel, group: dist.ProcessGroup
+        self, taken: TakenCall, channel: GroupChannel, group: dist.ProcessGroup
     ) -> SharedMemoryWork:
         operation = taken.operation
         if isinstance(operation, Collective):
@@ -191,14 +191,14 @@ class SharedMemoryTransport:
         still_open.append(work)
         self._open_works = still_open
 
-    def _find_channel(self, group: dist.ProcessGroup) -> Channel | None:
+    def _find_channel(self, group: dist.ProcessGroup) -> GroupChannel | None:
         name = group.group_name
         known = self._groups.get(name)
         if known is None or known.group is not group:
             known = self._groups[name] = _KnownGroup(group, self._open_channel(group, name))
         return known.channel
 
-    def _open_channel(self, group: dist.ProcessGroup, name: str) -> Channel | None:
+    def _open_channel(self, group: dist.ProcessGroup, name: str) -> GroupChannel | None:
         try:
             ranks = dist.get_process_group_ranks(group)
             backend = group._get_backend(torch.device("cpu")).name()
@@ -215,7 +215,7 @@ class SharedMemoryTransport:
             if label == "default_pg":
                 label = "world"
             members = [self._peers.get(rank) for rank in ranks]
-            channel = self._channels[key] = Channel(label, key, self._arena, members)
+            channel = self._channels[key] = GroupChannel(label, key, self._arena, members)
         return channel
 
     def _see_each_other(self, ranks: Sequence[int]) -> bool:

@@ -30,7 +30,8 @@ def inject() -> None:
     require_own_network()
     # Rules about packets come before the delivery to this machine, which is the first rule of all.
     _add_rule("pref", _LOCAL, "lookup", "local")
-    subprocess.run(["ip", "rule", "delete", "pref", "0"], stderr=subprocess.DEVNULL, check=False)
+    first_rule = ["ip", "rule", "delete", "pref", "0"]
+    subprocess.run(first_rule, capture_output=True, check=False)
     for connection in psutil.Process().net_connections(kind="tcp4"):
         if connection.raddr:
             here, there = str(connection.laddr.port), str(connection.raddr.port)
@@ -41,7 +42,7 @@ def inject() -> None:
 
 def _add_rule(*words: str) -> None:
     done = subprocess.run(
-        ["ip", "rule", "add", *words], stderr=subprocess.PIPE, text=True, check=False
+        ["ip", "rule", "add", *words], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise EnvironmentProblem("the network cannot be cut", why=done.stderr.strip())

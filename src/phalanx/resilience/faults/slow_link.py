@@ -37,7 +37,7 @@ def inject(site: FaultSite) -> None:
     require_own_network()
     shaped = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf"]
     shaped += ["rate", RATE, "burst", BURST, "latency", LATENCY]
-    done = subprocess.run(shaped, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(shaped, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EnvironmentProblem("the network cannot be shaped", why=done.stderr.strip())
     threading.Thread(target=_end_after_steps, args=(site,), daemon=True).start()
@@ -48,4 +48,5 @@ def _end_after_steps(site: FaultSite) -> None:
     last = site.trainer.state.step + NUM_SLOW_STEPS
     while site.trainer.state.step < last:
         time.sleep(0.05)
-    subprocess.run(["tc", "qdisc", "delete", "dev", "lo", "root"], check=False)
+    unshaped = ["tc", "qdisc", "delete", "dev", "lo", "root"]
+    subprocess.run(unshaped, capture_output=True, check=False)
