@@ -378,6 +378,10 @@ def _tell_observer_when_completed(
     """Tell `observer` of the moment at which a transfer is done: DDP waits for its buckets in C++,
     where nobody sees it. Called by the thread that transfers, and so only while a trace is
     recorded."""
+    if isinstance(work, SharedMemoryWork):
+        # Its future is done: it would be waited for.
+        work.operation.call_when_done(lambda: observer.end_collective(number, "completed"))
+        return
     try:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.transfers import Transfer
@@ -45,12 +45,23 @@ class Operation:
     finish: Callable[[], None] = do_nothing
     is_done: bool = False
     blocker: Blocker | None = None
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
     def end(self) -> None:
         """Everything has been moved: let the tensors go."""
         self.finish()
         self.finish = do_nothing
         self.is_done = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def call_when_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when everything has been moved; at once if it has been."""
+        self._callbacks.append(callback)
+        if self.is_done and callback in self._callbacks:
+            self._callbacks.remove(callback)
+            callback()
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh.shared_memory.messages import Receive
-from phalanx.mesh.shared_memory.operations import Operation
+from phalanx.mesh.shared_memory.operations import Collective, Operation
 
 
 class SharedMemoryWork(dist.Work):
@@ -65,7 +65,9 @@ class SharedMemoryWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is done: this waits, for torch waits for futures where nothing would move
-        data meanwhile."""
+        data meanwhile. Raises NotImplementedError for sends and receives, as gloo does."""
+        if not isinstance(self.operation, Collective):
+            raise NotImplementedError("sends and receives have no future")
         future: torch.futures.Future[Any] = torch.futures.Future()
         try:
             self.wait()
