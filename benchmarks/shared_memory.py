@@ -17,18 +17,17 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 import phalanx
+from forked_ranks import measure_in_forked_ranks
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.nn.build import build_model, build_objective
@@ -65,32 +64,27 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=len(MODELS), help="the first so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = (options, store.port, Path(folder) / "rows.jsonl")
-        torch.multiprocessing.start_processes(
-            _run_rank, arguments, options.ranks, start_method="fork"
-        )
-        text = (Path(folder) / "rows.jsonl").read_text()
+    measured = measure_in_forked_ranks(
+        options.ranks, lambda rank, folder: {"rows": _measure(rank, options)}
+    )
     if options.out:
-        options.out.write_text(text)
+        lines = [json.dumps(row) for row in measured["rows"]]
+        options.out.write_text("\n".join(lines) + "\n")
 
 
-def _run_rank(rank: int, options: argparse.Namespace, port: int, rows_file: Path) -> None:
+def _measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
-    rows = {"calls": _measure_calls, "steps": _measure_steps}[options.what](rank, options)
-    with open(rows_file, "a") as file:
-        for row in rows:
-            row |= {"date": datetime.date.today().isoformat(), "load": round(os.getloadavg()[0], 1)}
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-                file.write(json.dumps(row) + "\n")
-    dist.destroy_process_group()
+    measure = {"calls": _measure_calls, "steps": _measure_steps}[options.what]
+    rows = []
+    for row in measure(options):
+        row |= {"date": datetime.date.today().isoformat(), "load": round(os.getloadavg()[0], 1)}
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    return rows
 
 
-def _measure_calls(rank: int, options: argparse.Namespace) -> Any:
+def _measure_calls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with open_mesh(Layout(dp_replicate=options.ranks), device="cpu", collectives="shared"):
         transport = current_transport()
         assert transport is not None
@@ -165,7 +159,7 @@ def _time_copy(num_bytes: int) -> float:
     return statistics.median(seconds)
 
 
-def _measure_steps(rank: int, options: argparse.Namespace) -> Any:
+def _measure_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for model, layout in itertools.product(
         list(MODELS)[: options.models], options.layouts.split(",")
     ):
@@ -182,14 +176,12 @@ def _measure_steps(rank: int, options: argparse.Namespace) -> Any:
         with open_mesh(plan.layout, device="cpu", collectives="shared") as mesh:
             transport = current_transport()
             assert transport is not None
-            steps = {"shared": _build_step(job, plan, mesh, rank)}
+            steps = {"shared": _build_step(job, plan, mesh)}
             with transport.paused():
-                steps["gloo"] = _build_step(job, plan, mesh, rank)
+                steps["gloo"] = _build_step(job, plan, mesh)
             alone = phalanx.load_job(None, [*settings[:4], "train.global_batch_size=2"])
             single = phalanx.make_plan(alone, num_ranks=1, vocab_size=vocab)
-            steps["never talk"] = _build_step(
-                alone, single, Mesh(single.layout, 0, 0, mesh.device), 0
-            )
+            steps["never talk"] = _build_step(alone, single, Mesh(single.layout, 0, 0, mesh.device))
             seconds: dict[str, list[float]] = {way: [] for way in steps}
             for _ in range(NUM_STEP_TURNS):
                 for way, take_step in steps.items():
@@ -213,7 +205,7 @@ def _measure_steps(rank: int, options: argparse.Namespace) -> Any:
         }
 
 
-def _build_step(job: Any, plan: Any, mesh: Mesh, rank: int) -> Callable[[], None]:
+def _build_step(job: Any, plan: Any, mesh: Mesh) -> Callable[[], None]:
     model = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=0)
     optimizer = build_optimizer(model, job.optim)
     objective = build_objective(job)

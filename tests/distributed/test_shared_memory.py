@@ -346,7 +346,7 @@ def test_a_rank_that_has_left_is_named_in_one_line(name: str) -> None:
     assert took_s < 3
 
 
-def call_after_the_other_was_killed(rank: int, names: list[str], result: Path) -> None:
+def call_after_the_other_was_killed(rank: int, result: Path) -> None:
     with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
         dist.all_reduce(torch.ones(3))
         if rank == 1:
@@ -359,7 +359,7 @@ def call_after_the_other_was_killed(rank: int, names: list[str], result: Path) -
 def test_a_rank_that_was_killed_is_named_at_once(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     with pytest.raises(AssertionError, match="ended without a result"):
-        run_ranks(2, call_after_the_other_was_killed, [], tmp_path / "said")
+        run_ranks(2, call_after_the_other_was_killed, tmp_path / "said")
     message, took_s = json.loads((tmp_path / "said").read_text())
     assert "rank 1 (process " in message
     assert "has died" in message

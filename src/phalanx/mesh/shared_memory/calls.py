@@ -180,35 +180,17 @@ def _build_all_gather(context: CallContext, args: Sequence[Any]) -> TakenCall | 
 
 
 def _gather_into(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, num_ranks: int
+    context: CallContext, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Collective | None:
-    """All-gather of (output, input) each, with the rows of an output one after another."""
+    """All-gather of each input, with the rows of its output one after another."""
     places = _Places()
     transfers: list[Transfer] = []
-    for output, given in pairs:
-        if not _is_plain(output, given) or output.nbytes != given.nbytes * num_ranks:
+    for output, given in zip(outputs, inputs, strict=True):
+        if not _is_plain(output, given) or output.nbytes != given.nbytes * context.num_ranks:
             return None
-        rows = _split_evenly(places.write(output), num_ranks)
-        transfers += _all_gather_transfers(rows, places.read(given), _moved_dtype(given), rank)
+        rows, dtype = _split_evenly(places.write(output), context.num_ranks), _moved_dtype(given)
+        transfers += _all_gather_transfers(rows, places.read(given), dtype, context.rank)
     return Collective("all_gather", places.finish, transfers=transfers)
-
-
-def _build_all_gather_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    output, given = args[0], args[1]
-    operation = _gather_into([(output, given)], context.rank, context.num_ranks)
-    if operation is None:
-        return None
-    return TakenCall(operation, output, lambda work: (output, work))
-
-
-def _build_all_gather_into_tensors(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    outputs, inputs = args[0], args[1]
-    operation = _gather_into(
-        list(zip(outputs, inputs, strict=True)), context.rank, context.num_ranks
-    )
-    if operation is None:
-        return None
-    return TakenCall(operation, outputs, lambda work: work)
 
 
 def _reduce_scatter_transfers(
@@ -221,38 +203,55 @@ def _reduce_scatter_transfers(
 
 
 def _scatter_into(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, num_ranks: int, reduce_op: str
+    context: CallContext, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Collective | None:
-    """Reduce-scatter of (output, input) each, with the rows of an input one after another."""
+    """Reduce-scatter of each input, with its rows one after another."""
     places = _Places()
     transfers: list[Transfer] = []
-    for output, given in pairs:
-        if not _is_plain(output, given) or given.nbytes != output.nbytes * num_ranks:
+    for output, given in zip(outputs, inputs, strict=True):
+        if not _is_plain(output, given) or given.nbytes != output.nbytes * context.num_ranks:
             return None
-        if not can_reduce(given.dtype, reduce_op):
+        if not can_reduce(given.dtype, context.reduce_op):
             return None
-        rows = _split_evenly(places.read(given), num_ranks)
-        result = places.write(output)
-        transfers += _reduce_scatter_transfers(result, rows, given.dtype, reduce_op, rank)
+        transfers += _reduce_scatter_transfers(
+            places.write(output),
+            _split_evenly(places.read(given), context.num_ranks),
+            given.dtype,
+            context.reduce_op,
+            context.rank,
+        )
     return Collective("reduce_scatter", places.finish, transfers=transfers)
 
 
-def _build_reduce_scatter_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    output, given = args[0], args[1]
-    operation = _scatter_into([(output, given)], context.rank, context.num_ranks, context.reduce_op)
-    if operation is None:
-        return None
-    return TakenCall(operation, output, lambda work: (output, work))
+_CollectiveOfTensors = Callable[
+    [CallContext, Sequence[torch.Tensor], Sequence[torch.Tensor]], Collective | None
+]
 
 
-def _build_reduce_scatter_tensors(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    outputs, inputs = args[0], args[1]
-    operation = _scatter_into(
-        list(zip(outputs, inputs, strict=True)), context.rank, context.num_ranks, context.reduce_op
-    )
-    if operation is None:
-        return None
-    return TakenCall(operation, outputs, lambda work: work)
+def _build_of_one_tensor(collect: _CollectiveOfTensors) -> Builder:
+    """Of an operator that takes an output and an input, and returns the output with its Work."""
+
+    def build(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+        output, given = args[0], args[1]
+        operation = collect(context, [output], [given])
+        if operation is None:
+            return None
+        return TakenCall(operation, output, lambda work: (output, work))
+
+    return build
+
+
+def _build_of_tensors(collect: _CollectiveOfTensors) -> Builder:
+    """Of an operator that takes lists of outputs and inputs, and returns a Work."""
+
+    def build(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
+        outputs, inputs = args[0], args[1]
+        operation = collect(context, outputs, inputs)
+        if operation is None:
+            return None
+        return TakenCall(operation, outputs, lambda work: work)
+
+    return build
 
 
 def _build_reduce_scatter(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
@@ -395,11 +394,11 @@ BUILDERS: dict[str, Builder] = {
     "allreduce_": _build_all_reduce,
     "allreduce_coalesced_": _build_all_reduce_coalesced,
     "allgather_": _build_all_gather,
-    "_allgather_base_": _build_all_gather_base,
-    "allgather_into_tensor_coalesced_": _build_all_gather_into_tensors,
-    "_reduce_scatter_base_": _build_reduce_scatter_base,
+    "_allgather_base_": _build_of_one_tensor(_gather_into),
+    "allgather_into_tensor_coalesced_": _build_of_tensors(_gather_into),
+    "_reduce_scatter_base_": _build_of_one_tensor(_scatter_into),
     "reduce_scatter_": _build_reduce_scatter,
-    "reduce_scatter_tensor_coalesced_": _build_reduce_scatter_tensors,
+    "reduce_scatter_tensor_coalesced_": _build_of_tensors(_scatter_into),
     "broadcast_": _build_broadcast,
     "reduce_": _build_reduce,
     "alltoall_": _build_all_to_all,

@@ -187,6 +187,11 @@ class GroupChannel:
                 self._require_present(blocker, operation)
                 advance_others()
 
+    @property
+    def error(self) -> Exception | None:
+        """What has ended this group's operations; None while they go on."""
+        return self._error
+
     def fail(self, error: Exception) -> None:
         """Have every later call raise `error`."""
         with self.lock:

@@ -171,7 +171,9 @@ class SharedMemoryTransport:
             with _without_modes():
                 channel.wait(operation, timeout_s, self.try_advance)
 
-        work = SharedMemoryWork(operation, self.try_advance, wait_for_end, taken.value)
+        work = SharedMemoryWork(
+            operation, self.try_advance, wait_for_end, lambda: channel.error, taken.value
+        )
         self._keep(work)
         if not operation.is_done:
             self._helper.look_after()

@@ -16,8 +16,9 @@ from phalanx.mesh.shared_memory.operations import Collective, Operation
 class SharedMemoryWork(dist.Work):
     """A `torch.distributed.Work` of an operation through shared memory.
 
-    `wait_for_end(timeout_s)` returns when it is done; None stands for the group's timeout. `result`
-    is what the call gives, for futures.
+    `wait_for_end(timeout_s)` returns when it is done; None stands for the group's timeout.
+    `find_error` gives what has ended the group's operations. `result` is what the call gives, for
+    futures; None where its caller waits and asks for nothing.
     """
 
     def __init__(
@@ -25,12 +26,13 @@ class SharedMemoryWork(dist.Work):
         operation: Operation,
         try_advance: Callable[[], object],
         wait_for_end: Callable[[float | None], None],
+        find_error: Callable[[], Exception | None],
         result: Any,
     ) -> None:
         super().__init__()
         self.operation = operation
         self._try_advance, self._wait_for_end = try_advance, wait_for_end
-        self._result = result
+        self._find_error, self._result = find_error, result
         self.was_waited_for = False
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -43,22 +45,23 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def forget_result(self) -> None:
-        """Let the tensors go: nobody in Python has this object any more."""
+        """Let the tensors go: nobody asks for them any more."""
         self._result = None
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
+        """True if it is done, or will never be."""
         if not self.operation.is_done:
             self._try_advance()
-        return self.operation.is_done
+        return self.operation.is_done or self._find_error() is not None
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.operation.is_done
 
     def exception(self) -> BaseException | None:
-        return None
+        return None if self.operation.is_done else self._find_error()
 
     def result(self) -> Any:
         return self._result
