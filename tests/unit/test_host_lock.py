@@ -22,7 +22,8 @@ with holding_host_lock("build", 60, directory=Path(sys.argv[1])):
     sys.stdin.read()
 """
 
-FORKING_HOLDER = HOLDER.replace("    print", "    import os; os.fork()\n    print")
+# Only the parent prints: two processes that print to one pipe may mix their lines.
+FORKING_HOLDER = HOLDER.replace("    print", "    import os\n    if os.fork(): print")
 
 
 def start_holder(directory: Path, code: str = HOLDER) -> subprocess.Popen[str]:
