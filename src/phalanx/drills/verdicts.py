@@ -87,7 +87,9 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
             return Verdict("corrupt", tuple(event.ranks), event.step, at_s, event.name)
         case NonFiniteFound():
             # Computed once more it is finite: not the batch, but whoever computed it.
-            kind = "corrupt" if event.origin == "unknown" else "not finite"
+            kind = "not finite"
+            if event.origin == "unknown" or event.was_repeated:
+                kind = "corrupt"
             ranks = _list_known_rank(event.failed_rank)
             text = f"{event.origin} {event.found_in}".strip()
             return Verdict(kind, ranks, event.step, at_s, text)

@@ -273,6 +273,11 @@ def _describe_hang(event: events.HangFound) -> str:
 
 
 def _describe_nonfinite(event: events.NonFiniteFound) -> str:
+    if event.was_repeated:
+        return (
+            f"step {event.step} was not finite, and computed again it is: that was applied, and"
+            " something went wrong in a processor, in memory or on the way"
+        )
     if event.origin == "unknown":
         line = f"step {event.step} is not finite, and computed again it is: no origin was found"
         if event.failed_rank >= 0:

@@ -252,17 +252,22 @@ class ParallelModel:
         return LocalLoss(loss_sum, num_targets)
 
     @property
+    def can_repeat_step(self) -> bool:
+        """True if a second forward and backward of a batch leaves no trace: False with what these
+        would count twice, loads of experts and gradients that compression has not sent yet."""
+        return self.compression is None and not self.plan.model_shape.may_have_routers
+
+    @property
     def sets_buckets_anew(self) -> bool:
         """True if DDP orders its buckets by the first backward: of three addends or more the sum
         then rounds otherwise from the second step on.
 
-        Not with what a second forward of one batch would count twice: loads of experts, and
-        gradients that compression has not sent yet.
+        Not where a step cannot be repeated.
         """
         ddp = self._context.outer
-        if not isinstance(ddp, DistributedDataParallel) or self.compression is not None:
+        if not isinstance(ddp, DistributedDataParallel) or not self.can_repeat_step:
             return False
-        if self.plan.model_shape.may_have_routers or ddp.find_unused_parameters:
+        if ddp.find_unused_parameters:
             return False
         return self.mesh.layout.gradient_reduction_layout.data_parallel_size > 2
 
