@@ -41,6 +41,8 @@ def _fault_rows() -> Iterable[str]:
         if wanted.may_lose_steps:
             number = wanted.lost_intervals
             lost = "≤ interval" if number == 1 else f"≤ {number} intervals"
+            if wanted.detected_steps is not None:
+                lost += f" + {wanted.detected_steps}"
         yield (
             f"| `{fault.name}` | {fault.summary} | {wanted.verdict} | {_detection(wanted)}"
             f" | {again} | {lost} | {_ending(wanted)} |"

@@ -194,6 +194,9 @@ def test_what_holds_is_no_verdict() -> None:
     assert find_verdicts([said(event, 1.0) for event in healthy]) == []
 
 
+STRIKE_AT_5 = Strike("kill", 1, 5, "backward", 4.5)
+
+
 def make_record(strike_s: float, envelopes: list[Envelope]) -> RunRecord:
     strike = Strike("kill", 1, 4, "backward", strike_s)
     return RunRecord(Path("nowhere"), tuple(envelopes), (strike,))
@@ -210,6 +213,21 @@ def test_training_again_is_the_first_step_that_was_never_done() -> None:
     assert record.count_lost_steps() == 2
     never = make_record(4.0, [*before, *late])
     assert math.isnan(never.find_trained_again_s(never.strikes[0]))
+    # Nobody was stopped: both ranks went on.
+    went_on = make_record(4.0, [*before, *late, *(finished(5, 5.0 + r, rank=r) for r in (0, 1))])
+    assert went_on.find_trained_again_s(went_on.strikes[0]) == pytest.approx(2.0)
+
+
+def test_a_save_that_was_open_at_the_fault_is_not_there_yet() -> None:
+    saved = [said(events.CheckpointSaved(step, "", 1, 0.1), float(step)) for step in (2, 4)]
+    assert make_record(4.5, saved).count_steps_of_open_save(STRIKE_AT_5, 2) == 0
+    late = make_record(4.5, saved[:1])
+    assert late.count_steps_of_open_save(STRIKE_AT_5, 2) == 1
+    assert late.count_steps_of_open_save(STRIKE_AT_5, 10) == 0
+    shape = DrillShape(2, 40, 10)
+    wanted = load_fault("kill").expectation
+    bars = build_bars(wanted, rank=1, shape=shape, step_p99_s=2.0, open_save_steps=3)
+    assert bars.lost_steps == 13
 
 
 def test_a_verdict_before_the_fault_is_a_false_one() -> None:
@@ -276,6 +294,8 @@ def test_bars_are_those_of_the_fault() -> None:
     assert bars_of("preempt").exit_codes == (75, 0)
     assert bars_of("preempt").lost_steps == 0
     assert bars_of("crash_loop").exit_codes == (10,)
+    # It goes back behind the steps that were trained on wrong weights.
+    assert bars_of("flip_parameter").lost_steps == 20
     # Of two replicas that differ nobody knows which one is wrong.
     assert bars_of("flip_parameter").rank == 1
     assert bars_of("flip_parameter", num_ranks=2).rank is None

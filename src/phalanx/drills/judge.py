@@ -66,10 +66,16 @@ class Check(JsonRecord):
 
 
 def build_bars(
-    expectation: Expectation, *, rank: int, shape: DrillShape, step_p99_s: float
+    expectation: Expectation,
+    *,
+    rank: int,
+    shape: DrillShape,
+    step_p99_s: float,
+    open_save_steps: int = 0,
 ) -> Bars:
     """The bars of a fault at `rank` in a run whose steps take `step_p99_s` at most, but for one in
-    a hundred."""
+    a hundred. `open_save_steps`: steps since the one whose save was being written when it struck.
+    """
     is_rank_known = expectation.names_rank
     if expectation.is_named_by_majority and shape.num_ranks < 3:
         is_rank_known = False
@@ -82,15 +88,18 @@ def build_bars(
         exit_codes = (expectation.exit_code, 0)
     elif expectation.ending is Ending.STOPS:
         exit_codes = (expectation.exit_code,)
+    lost_steps = 0
+    if expectation.may_lose_steps:
+        lost_steps = shape.save_every_steps * expectation.lost_intervals + open_save_steps
+        # What was trained on wrong state is done again.
+        lost_steps += expectation.detected_steps or 0
     return Bars(
         verdict=expectation.verdict,
         rank=rank if is_rank_known else None,
         detected_s=detected_s,
         detected_steps=expectation.detected_steps,
         trained_again_s=expectation.trained_again_s,
-        lost_steps=(
-            shape.save_every_steps * expectation.lost_intervals if expectation.may_lose_steps else 0
-        ),
+        lost_steps=lost_steps,
         is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
         exit_codes=exit_codes,
     )

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file, read_bounded_lines
-from phalanx.observe.events import Envelope, RunStarted, StepFinished
+from phalanx.observe.events import CheckpointSaved, Envelope, RunStarted, StepFinished
 from phalanx.observe.tail import parse_valid_event_line
 from phalanx.resilience.strikes import Strike, read_strikes
 
@@ -57,14 +57,40 @@ class RunRecord:
 
     def find_trained_again_s(self, strike: Strike) -> float:
         """Seconds from a strike to the end of the next step that was never done before; NaN if
-        there is none, or no attempt followed."""
+        there is none. Where no attempt followed, all ranks have to have done it."""
         attempt = self.find_attempt(strike.rank, strike.monotonic_s)
+        if all(each.attempt <= attempt for each in self.envelopes):
+            return self._find_went_on_s(strike)
         before = [_step(each) for each in self.finished_steps if each.attempt <= attempt]
         last = max(before, default=0)
         for each in self.finished_steps:
             if each.attempt > attempt and _step(each) > last:
                 return each.monotonic_s - strike.monotonic_s
         return math.nan
+
+    def _find_went_on_s(self, strike: Strike) -> float:
+        """Seconds from a strike to when each rank had done a step beyond the struck one; NaN if one
+        never did."""
+        first_s: dict[int, float] = {}
+        for each in self.finished_steps:
+            if each.monotonic_s >= strike.monotonic_s and _step(each) > strike.step:
+                first_s.setdefault(each.rank, each.monotonic_s)
+        if not first_s or first_s.keys() != {each.rank for each in self.finished_steps}:
+            return math.nan
+        return max(first_s.values()) - strike.monotonic_s
+
+    def count_steps_of_open_save(self, strike: Strike, save_every: int) -> int:
+        """Steps from the newest one that was to be saved to the struck one, if its checkpoint was
+        not committed yet when the fault struck; 0 if it was."""
+        due = strike.step // save_every * save_every
+        saved = [
+            each.event.step
+            for each in self.envelopes
+            if isinstance(each.event, CheckpointSaved) and each.monotonic_s <= strike.monotonic_s
+        ]
+        if max(saved, default=0) >= due:
+            return 0
+        return strike.step - due
 
     def count_lost_steps(self) -> int:
         """Steps that were done, and done again: of the rank that did most of them."""

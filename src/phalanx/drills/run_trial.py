@@ -129,11 +129,17 @@ class TrialRunner:
         ends: Sequence[CommandEnd],
         undisturbed: UndisturbedRun,
     ) -> FinishedTrial:
+        open_save_steps = 0
+        if record.strikes:
+            open_save_steps = record.count_steps_of_open_save(
+                record.strikes[0], self.shape.save_every_steps
+            )
         bars = build_bars(
             expectation,
             rank=trial.place.rank,
             shape=self.shape,
             step_p99_s=undisturbed.step_p99_s,
+            open_save_steps=open_save_steps,
         )
         verdicts = find_verdicts(record.envelopes)
         if bars.exit_codes[0] < 0 and record.strikes:

@@ -14,6 +14,7 @@ EXPECTATION = Expectation(
     detected_s=None,
     detected_steps=10,
     trained_again_s=None,
+    may_lose_steps=False,
     is_named_by_majority=True,
     phases=("forward",),
     settling_steps=10,
