@@ -305,7 +305,8 @@ def test_a_mesh_that_is_opened_again_costs_no_threads() -> None:
     """A hundred layouts in one process, as `phalanx verify` has them, came to two thousand
     threads in each rank."""
     for found in run_ranks(4, threads_of_meshes):
-        assert found[3:] == found[2:3] * 3
+        # One that has ended may still be listed for a moment; a mesh would cost several.
+        assert max(found[3:]) <= found[2] + 2
 
 
 # Timeouts
