@@ -18,6 +18,7 @@ from phalanx.core.units import format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.drills.campaign import TrialRow
     from phalanx.drills.drive import DrillProgress, DrillResult
+    from phalanx.drills.judge import Measured, MeasuredAnswer
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,7 @@ def describe_row(row: TrialRow) -> list[str]:
         return [f"skipped {row.fault:<16} {row.skipped}"]
     measured = row.measured
     assert measured is not None
-    parts = [position, measured.verdict]
-    if measured.ranks:
-        parts.append("named rank " + ", ".join(map(str, measured.ranks)))
-    if measured.detected_s is not None:
-        parts.append(f"detected after {format_seconds(measured.detected_s)}")
-    if measured.trained_again_s is not None:
-        parts.append(f"training again after {format_seconds(measured.trained_again_s)}")
-    parts.append(f"{plural(measured.lost_steps, 'step')} lost")
+    parts = [position, *describe_answer(measured)]
     if measured.is_bit_equal is not None:
         parts.append("bits equal" if measured.is_bit_equal else "bits differ")
     if measured.goodput is not None:
@@ -162,6 +156,19 @@ def describe_row(row: TrialRow) -> list[str]:
         if not check.ok
     ]
     return lines
+
+
+def describe_answer(measured: Measured | MeasuredAnswer) -> list[str]:
+    """What a fault was answered with: verdict, ranks, seconds and steps that were lost."""
+    parts = [measured.verdict]
+    if measured.ranks:
+        parts.append("named rank " + ", ".join(map(str, measured.ranks)))
+    if measured.detected_s is not None:
+        parts.append(f"detected after {format_seconds(measured.detected_s)}")
+    if measured.trained_again_s is not None:
+        parts.append(f"training again after {format_seconds(measured.trained_again_s)}")
+    parts.append(f"{plural(measured.lost_steps, 'step')} lost")
+    return parts
 
 
 def describe_result(result: DrillResult) -> list[str]:

@@ -43,6 +43,21 @@ def command(
         float | None,
         typer.Option("--limit", min=1, metavar="S", help="Seconds after which a run is given up."),
     ] = None,
+    soak: Annotated[
+        float | None,
+        typer.Option(
+            "--soak",
+            min=0.1,
+            metavar="MINUTES",
+            help="One run of so many minutes and many faults, beside an undisturbed one.",
+        ),
+    ] = None,
+    fault_every: Annotated[
+        float,
+        typer.Option(
+            "--fault-every", min=1, metavar="S", help="Seconds between two faults of a soak."
+        ),
+    ] = 30.0,
     shows_list: Annotated[
         bool, typer.Option("--list", help="The faults, and where they can run here.")
     ] = False,
@@ -50,11 +65,19 @@ def command(
 ) -> int:
     """Put faults into a job, and say what it makes of them: detected, named, recovered, by bars.
 
-    The job runs once undisturbed, and once for each fault. Exit code 11 if a bar is missed.
+    The job runs once undisturbed, and once for each fault (with --soak: once with all faults).
+    Exit code 11 if a bar is missed.
     """
     from phalanx.cli._drill import DrillOptions, print_drill, print_faults
 
     if shows_list:
         return print_faults(as_json=as_json)
+    if soak is not None:
+        from phalanx.cli._soak import SoakOptions, print_soak
+
+        of_trials = {"--repeat": repeat != 1, "--steps": steps != 40, "--campaign": campaign}
+        refused = tuple(name for name, is_given in of_trials.items() if is_given)
+        soak_options = SoakOptions(soak, fault_every, seed, out, limit, refused)
+        return print_soak(arguments or (), soak_options, as_json=as_json)
     options = DrillOptions(seed, repeat, steps, campaign, out, limit)
     return print_drill(arguments or (), options, as_json=as_json)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +47,11 @@ def run_phalanx(
     log: Path,
     limit_s: float,
     command: Sequence[str] = PHALANX_COMMAND,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> CommandEnd:
     """Run `phalanx ARGUMENTS` of a run to its end, which writes what it says to `log`.
+
+    `on_wait` is called many times a second while it runs.
 
     Ended by Ctrl-C or an error here, it is stopped with all that it started.
     """
@@ -63,8 +66,13 @@ def run_phalanx(
             # Ctrl-C is ours: a fault may be a signal, and the run must not get another one.
             start_new_session=True,
         )
+
+    def has_ended() -> bool:
+        on_wait()
+        return process.poll() is not None
+
     try:
-        is_overdue = not _wait_until(lambda: process.poll() is not None, limit_s)
+        is_overdue = not _wait_until(has_ended, limit_s)
     except BaseException:
         _kill_processes([process.pid, *find_run_processes(run_dir)])
         process.wait()
@@ -80,8 +88,7 @@ def run_phalanx(
     return CommandEnd(code, ended_s - began_s, is_overdue, ended_s, departed_s, len(leftover_pids))
 
 
-def _wait_until(condition: object, limit_s: float) -> bool:
-    assert callable(condition)
+def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
     until_s = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > until_s:

@@ -125,7 +125,7 @@ def run_drill(
     """
     shape = measure_job(request.job.job)
     trials = draw_trials(request.faults, shape, seed=request.seed, repeats=request.repeats)
-    circumstances = Circumstances.now(digest(_read_job_facts(request.job.job)))
+    circumstances = Circumstances.now(digest(read_job_facts(request.job.job)))
     result = DrillResult(_select_rows_of_trials(request, trials, circumstances))
     waiting = _list_trials_to_run(trials, result.rows)
     if waiting and request.campaign is not None:
@@ -139,7 +139,7 @@ def run_drill(
             on_row(row)
     if not waiting:
         return result
-    with _opening_folder(request.out) as folder:
+    with opening_runs_folder(request.out) as folder:
         runner = TrialRunner(request.job, shape, folder, request.command, request.run_limit_s)
         clock = _RunClock(len(waiting) + 1, on_progress)
         clock.begin("undisturbed")
@@ -157,7 +157,8 @@ def run_drill(
     return result
 
 
-def _read_job_facts(job: Job) -> Any:
+def read_job_facts(job: Job) -> Any:
+    """What a job says, but for the place of its run."""
     body = job.to_json()
     # Where a run lies does not change what it does.
     body.pop("run", None)
@@ -185,7 +186,8 @@ def _list_trials_to_run(trials: Sequence[Trial], rows: Sequence[TrialRow]) -> li
 
 
 @contextlib.contextmanager
-def _opening_folder(out: Path | None) -> Iterator[Path]:
+def opening_runs_folder(out: Path | None) -> Iterator[Path]:
+    """The folder for the runs of a drill: below `out`, or one that is removed after the body."""
     if out is not None:
         folder = out / "runs"
         folder.mkdir(parents=True, exist_ok=True)

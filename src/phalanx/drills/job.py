@@ -33,10 +33,18 @@ class DrilledJob:
 
 
 def load_drilled_job(
-    job_file: str | None, overrides: Sequence[str], *, num_steps: int
+    job_file: str | None,
+    overrides: Sequence[str],
+    *,
+    num_steps: int,
+    save_every_steps: int | None = None,
+    keys: Sequence[str] = (),
 ) -> DrilledJob:
-    """The job that is drilled. `overrides` come last, and win. Raises JobError."""
-    save_every = max(num_steps // SAVES_PER_RUN, 1)
+    """The job that is drilled. `overrides` come last, and win, also over `keys`. Raises JobError.
+
+    `save_every_steps`: None for four saves in the run.
+    """
+    save_every = save_every_steps or max(num_steps // SAVES_PER_RUN, 1)
     cut = [
         f"train.steps={num_steps}",
         f"optim.warmup_steps={max(num_steps // 10, 1)}",
@@ -48,9 +56,9 @@ def load_drilled_job(
         "resilience.inject=[]",
     ]
     small = () if job_file else SMALL_JOB
-    keys = [*small, *cut, *overrides]
+    arguments = [*small, *cut, *keys, *overrides]
     file = (job_file,) if job_file else ()
-    return DrilledJob(load_job(job_file, keys), (*file, *keys))
+    return DrilledJob(load_job(job_file, arguments), (*file, *arguments))
 
 
 def measure_job(job: Job) -> DrillShape:

@@ -42,6 +42,24 @@ class Measured(JsonRecord):
 
 
 @dataclass(frozen=True)
+class MeasuredAnswer(JsonRecord):
+    """What one of several faults in a run was answered with; fields as in Measured.
+
+    `false_verdicts`: verdicts on nothing, after the fault was over.
+    """
+
+    has_struck: bool
+    verdict: str
+    verdict_text: str
+    ranks: tuple[int, ...]
+    detected_s: float | None
+    detected_steps: int | None
+    false_verdicts: tuple[str, ...]
+    trained_again_s: float | None
+    lost_steps: int
+
+
+@dataclass(frozen=True)
 class Bars(JsonRecord):
     """The numbers that a run must keep when it meets a fault. None: nothing is asked."""
 
@@ -107,6 +125,22 @@ def build_bars(
 
 def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
     """All bars of a trial, in the order in which a person asks."""
+    checks = judge_answer(measured, bars)
+    if not measured.has_struck:
+        return checks
+    if bars.is_bit_equal:
+        checks.append(judge_final_bits(measured.is_bit_equal))
+    codes = _format_codes(measured.exit_codes)
+    if measured.is_overdue:
+        codes += ", killed at its limit"
+    is_right = measured.exit_codes == bars.exit_codes and not measured.is_overdue
+    checks.append(Check("exit code", codes, _format_codes(bars.exit_codes), is_right))
+    checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
+    return checks
+
+
+def judge_answer(measured: Measured | MeasuredAnswer, bars: Bars) -> list[Check]:
+    """The bars of one fault that say nothing of how its run ended."""
     if not measured.has_struck:
         return [Check("struck", "no", "yes", False)]
     checks = [
@@ -118,20 +152,16 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
         checks.append(Check("rank", ranks, str(bars.rank), measured.ranks == (bars.rank,)))
     if measured.false_verdicts:
         checks.append(Check("false verdicts", ", ".join(measured.false_verdicts), "none", False))
-    if bars.is_bit_equal:
-        word_of_equality = {True: "equal", False: "different", None: "no final checkpoint"}
-        word = word_of_equality[measured.is_bit_equal]
-        checks.append(Check("final bits", word, "equal", measured.is_bit_equal is True))
-    codes = _format_codes(measured.exit_codes)
-    if measured.is_overdue:
-        codes += ", killed at its limit"
-    is_right = measured.exit_codes == bars.exit_codes and not measured.is_overdue
-    checks.append(Check("exit code", codes, _format_codes(bars.exit_codes), is_right))
-    checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
     return checks
 
 
-def _judge_numbers(measured: Measured, bars: Bars) -> list[Check]:
+def judge_final_bits(is_bit_equal: bool | None) -> Check:
+    """The bar of a final checkpoint beside that of the undisturbed run; None: there is none."""
+    word_of_equality = {True: "equal", False: "different", None: "no final checkpoint"}
+    return Check("final bits", word_of_equality[is_bit_equal], "equal", is_bit_equal is True)
+
+
+def _judge_numbers(measured: Measured | MeasuredAnswer, bars: Bars) -> list[Check]:
     checks = []
     for name, seconds, bar_s in (
         ("detected after", measured.detected_s, bars.detected_s),

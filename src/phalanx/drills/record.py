@@ -11,7 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file, read_bounded_lines
-from phalanx.observe.events import CheckpointSaved, Envelope, RunStarted, StepFinished
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Envelope,
+    RunStarted,
+    SamplesRead,
+    StepFinished,
+)
 from phalanx.observe.tail import parse_valid_event_line
 from phalanx.resilience.strikes import Strike, read_strikes
 
@@ -31,6 +37,14 @@ class RunRecord:
         """`step_finished` of all ranks, oldest first."""
         steps = [each for each in self.envelopes if isinstance(each.event, StepFinished)]
         return sorted(steps, key=lambda each: each.monotonic_s)
+
+    def cut(self, from_s: float, until_s: float) -> RunRecord:
+        """What was recorded from one moment to just before another."""
+        return RunRecord(
+            self.run_dir,
+            tuple(each for each in self.envelopes if from_s <= each.monotonic_s < until_s),
+            tuple(each for each in self.strikes if from_s <= each.monotonic_s < until_s),
+        )
 
     @property
     def losses(self) -> dict[int, float]:
@@ -129,4 +143,11 @@ def read_run_record(run_dir: Path) -> RunRecord:
 def _read_event_file(path: Path) -> Sequence[Envelope]:
     with open_regular_file(path) as file:
         parsed = [parse_valid_event_line(line) for line in read_bounded_lines(file)]
-    return [each for each in parsed if each is not None and math.isfinite(each.monotonic_s)]
+    # Of samples the ledger knows more; a long run has one such event for each step of each rank.
+    return [
+        each
+        for each in parsed
+        if each is not None
+        and math.isfinite(each.monotonic_s)
+        and not isinstance(each.event, SamplesRead)
+    ]

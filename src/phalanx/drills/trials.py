@@ -123,12 +123,13 @@ def draw_trials(names: Sequence[str], shape: DrillShape, *, seed: int, repeats: 
                 dice.randrange(shape.num_ranks), step, dice.choice(expectation.phases)
             )
             trials.append(
-                Trial(name, seed, repeat, trial_place, _write_faults(name, trial_place, shape))
+                Trial(name, seed, repeat, trial_place, write_inject_texts(name, trial_place, shape))
             )
     return trials
 
 
-def _write_faults(name: str, trial_place: TrialPlace, shape: DrillShape) -> tuple[str, ...]:
+def write_inject_texts(name: str, trial_place: TrialPlace, shape: DrillShape) -> tuple[str, ...]:
+    """The texts of resilience.inject for a fault at a place, and for those that come with it."""
     where = dataclasses.asdict(trial_place) | {"other": (trial_place.rank + 1) % shape.num_ranks}
     also = load_fault(name).expectation.also
     main = "{name}:rank={rank},step={step},phase={phase}"

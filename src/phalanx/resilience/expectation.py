@@ -41,7 +41,8 @@ class Expectation:
     the job that the fault needs. `settling_steps`: the run needs so many after the fault. `stage`:
     what the drill builds around the run for it, by its name in `drills.stages`. `preceded_by`:
     classes of verdicts that come before the one that counts. `needs_saves`: the fault strikes after
-    so many checkpoints; `lost_intervals`: how many intervals of them may be lost.
+    so many checkpoints; `lost_intervals`: how many intervals of them may be lost. `lasts_s`: the
+    fault goes on for so long after it struck.
     """
 
     verdict: str
@@ -63,6 +64,7 @@ class Expectation:
     lost_intervals: int = 1
     strikes_at_saves: bool = False
     settling_steps: int = 0
+    lasts_s: float = 0.0
 
 
 # A process that the run's owner takes back: the run saves, and goes on with --resume.

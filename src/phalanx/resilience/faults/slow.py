@@ -8,6 +8,7 @@ import sys
 
 from phalanx.resilience.expectation import Expectation
 
+DURATION_S = 20.0
 EXPECTATION = Expectation(
     verdict="slow",
     detected_s=None,
@@ -15,8 +16,8 @@ EXPECTATION = Expectation(
     trained_again_s=None,
     may_lose_steps=False,
     settling_steps=20,
+    lasts_s=DURATION_S,
 )
-DURATION_S = 20.0
 # Stops and continues its parent by turns; ends with it.
 DUTY_CYCLE = """
 import os, signal, sys, time
