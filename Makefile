@@ -7,7 +7,7 @@ READY := .venv/.ready
 # About half of the tests by time, run beside the others.
 BESIDE := tests/contracts tests/unit tests/drills $(sort $(filter-out %_ep.py,$(wildcard tests/distributed/test_verify*.py)))
 
-.PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-checkpoint gpu-check wheels docs clean
+.PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -52,7 +52,16 @@ format: $(READY)  ## make the code look as lint wants it
 exam: $(READY)  ## bugs planted in phalanx: how many `phalanx verify` finds (docs/exam.md); up to an hour, resumable
 	@cd tests && ../$(BIN)/python -m exam $(ARGS)
 
-bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
+SMALL := model.dim=256 model.num_layers=6 model.num_heads=4 model.vocab_size=4096 train.global_batch_size=8
+LARGE := model.dim=512 model.num_layers=8 model.num_heads=8 model.vocab_size=32000 train.global_batch_size=4
+
+bench: $(READY)  ## training beside torch's own loops and other libraries, two models in fp32 and bf16; about 25 minutes
+	$(BIN)/phalanx bench train $(SMALL) data.seq_len=256 precision.compute=fp32 $(ARGS)
+	$(BIN)/phalanx bench train $(SMALL) data.seq_len=256 precision.compute=bf16 $(ARGS)
+	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=fp32 $(ARGS)
+	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=bf16 $(ARGS)
+
+bench-command: $(READY)  ## `phalanx train` from the command line on: first step, memory, tokens/s beside a bare DDP loop
 	$(BIN)/python benchmarks/throughput
 
 bench-checkpoint: $(READY)  ## saving and loading 1 GiB on 4 ranks beside torch's distributed checkpoints

@@ -439,6 +439,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
         (d / "job.toml",),
         (f"model.init_from={d}", "--ranks", "1,2", "--repeats", "1", "--steps", "8"),
     ],
+    ("bench", "train"): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--with", "none")],
     ("drill",): lambda d: [
         (d / "job.toml", "kill"),
         ("kill", "--campaign", d / "job.toml", "parallel.ranks=2"),

@@ -19,6 +19,7 @@ BY_CONTRACT = {
     "default_objective": "what each model's file gives the trainer",
     "example_batch": "what each model's file gives probes",
     "environment": "what a sink's file may give besides: variables of its process",
+    "train_in_turns": "what each contender's file gives a rank of `phalanx bench train`",
     "inject": "what each fault's file gives the drills",
 }
 # The same word in two rooms, for a reason.

@@ -1,4 +1,5 @@
-"""Measure this machine for the times that plans give, or how a job scales over its ranks."""
+"""Measure this machine for the times that plans give, how a job scales over its ranks, or how fast
+it trains beside other libraries."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ EXAMPLE_OF_COMMAND = {
     "comm": "Example: phalanx bench comm --ranks 4",
     "storage": "Example: phalanx bench storage --directory /mnt/checkpoints",
     "scaling": "Example: phalanx bench scaling JOB.toml --ranks 1,2,4",
+    "train": "Example: phalanx bench train --layouts ddp,zero3 --with all",
 }
 
 Quick = Annotated[
@@ -152,10 +154,56 @@ def scaling_command(
     )
 
 
+def train_command(
+    arguments: JobArguments = None,
+    layouts: Annotated[
+        str,
+        typer.Option(
+            "--layouts",
+            metavar="NAME,...",
+            help="Of phalanx: ddp, zero1 to zero3, tp, cp, ep, pp, job or none; NAME/gloo too.",
+        ),
+    ] = "",
+    libraries: Annotated[
+        str,
+        typer.Option("--with", metavar="NAME,...|all|none", help="Libraries to compare with."),
+    ] = "all",
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, max=64, metavar="N", help="Ranks of each contender."),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option("--turns", min=2, max=1000, metavar="N", help="Turns of each contender.")
+    ] = 12,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", min=1, max=1000, metavar="K", help="Steps of a turn; default 1.5 s of them."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Where rows go; default runs/bench-train-TIME.jsonl."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Train a job beside torch's own loops and other libraries, in turn, on this machine's CPUs.
+
+    Shares are of the speed of ranks that never talk. Without a job file: a small decoder.
+    """
+    from phalanx.cli._bench_train import BenchTrainOptions, run_and_print_bench_train
+
+    options = BenchTrainOptions(layouts, libraries, ranks, turns, steps, out)
+    return run_and_print_bench_train(arguments or (), options, as_json=as_json)
+
+
 COMMANDS = {
     "all": all_command,
     "gemm": gemm_command,
     "comm": comm_command,
     "storage": storage_command,
     "scaling": scaling_command,
+    "train": train_command,
 }
