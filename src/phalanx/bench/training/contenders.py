@@ -67,6 +67,24 @@ LIBRARIES = {
     for library in (
         Library("ddp", (Contender("torch ddp", "torch_ddp"),)),
         Library("fsdp2", (Contender("torch fsdp2", "torch_fsdp2"),)),
+        Library(
+            "accelerate",
+            (Contender("accelerate ddp", "accelerate_ddp", distribution="accelerate"),),
+            "accelerate",
+        ),
+        Library(
+            "fabric",
+            (Contender("fabric ddp", "fabric_ddp", distribution="lightning-fabric"),),
+            "lightning_fabric",
+        ),
+        Library(
+            "deepspeed",
+            tuple(
+                Contender(f"deepspeed zero{stage}", "deepspeed_zero", str(stage), "deepspeed")
+                for stage in (1, 2, 3)
+            ),
+            "deepspeed",
+        ),
     )
 }
 

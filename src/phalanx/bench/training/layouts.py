@@ -24,7 +24,7 @@ COMPARED_PRECISIONS = ("fp32", "bf16")
 # What libraries do not have, or what is not training: keys, and what they are set to.
 CHANGED_KEYS: dict[str, dict[str, Any]] = {
     "train": {"compile": False, "recompute": "none", "offload_activations": False},
-    "optim": {"schedule": "constant", "warmup_steps": 0},
+    "optim": {"schedule": "constant", "warmup_steps": 0, "lr_scaling": "none"},
     "checkpoint": {"at_end": False, "every_steps": None, "every_minutes": None, "every": None},
     "eval": {"every_steps": None, "tokens": 0, "keep_best": False},
     "observe": {"sinks": [], "trace_steps": [], "profile_steps": []},
@@ -32,6 +32,9 @@ CHANGED_KEYS: dict[str, dict[str, Any]] = {
 }
 # Only these are said: of the others nobody expects anything in a comparison.
 _SAID_SECTIONS = ("train", "optim")
+# Without a warm-up larger rates let differences of rounding grow tenfold every few steps, and then
+# equal losses would show nothing.
+MAX_LEARNING_RATE = 1e-4
 # More than a comparison takes: ranks are ended between two steps.
 _ENDLESS_STEPS = 1_000_000
 
@@ -88,6 +91,9 @@ def make_compared_job(job: Job, num_ranks: int | None) -> ComparedJob:
             if section in _SAID_SECTIONS and body[section][key] not in (value, None):
                 notes.append(f"{section}.{key}={json.dumps(value)}")
             body[section][key] = value
+    if job.optim.lr == "auto" or job.optim.lr > MAX_LEARNING_RATE:
+        body["optim"]["lr"] = MAX_LEARNING_RATE
+        notes.append(f"optim.lr={MAX_LEARNING_RATE:g}")
     body["train"] |= {"steps": _ENDLESS_STEPS, "sample_tokens": 0}
     body["cluster"] = {"device": "cpu"}
     compared = Job.model_validate_json(json.dumps(body))

@@ -38,6 +38,10 @@ SERVER_MODULE = "phalanx.bench.training.server"
 IMPORT_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 600.0
 LEAST_TURN_TIMEOUT_S = 120.0
+# Between turns ranks are stopped: libraries have threads that look for something now and then, and
+# would disturb those whose turn it is. The kernel ends them with us, also while they are stopped;
+# on other systems than Linux it does not, and ranks only wait.
+STOP_SIGNAL = signal.SIGSTOP if sys.platform == "linux" else 0
 # How long a rank that was told to end may take.
 END_TIMEOUT_S = 5.0
 
@@ -138,6 +142,7 @@ class RankGroup:
             )
             self._send(rank, messages, setting.to_json())
         self._receive_from_all(BUILT, BUILD_TIMEOUT_S)
+        self._signal_ranks(STOP_SIGNAL)
 
     def take_turn(self, turn: Turn, *, expected_s: float) -> list[RankTurn]:
         """Let all ranks take the steps of `turn` at once; what each had of it, in rank order.
@@ -145,16 +150,19 @@ class RankGroup:
         Raises ContenderFailedError, also if they take far longer than `expected_s`.
         """
         timeout_s = max(LEAST_TURN_TIMEOUT_S, 30 * expected_s)
+        self._signal_ranks(signal.SIGCONT)
         for rank, messages in enumerate(self._ranks):
             self._send(rank, messages, {TURN: turn.to_json()})
         self._receive_from_all(PREPARED, timeout_s)
         for rank, messages in enumerate(self._ranks):
             self._send(rank, messages, {GO: True})
         answers = self._receive_from_all(DONE, timeout_s)
+        self._signal_ranks(STOP_SIGNAL)
         return [RankTurn.from_json(answer[DONE]) for answer in answers]
 
     def close(self) -> None:
         """End the ranks: by word, and those that do not hear by a signal."""
+        self._signal_ranks(signal.SIGCONT)
         for messages in self._ranks:
             try:
                 messages.send({END: True})
@@ -171,6 +179,15 @@ class RankGroup:
                 os.kill(pid, signal.SIGKILL)
             messages.connection.close()
         self._pids, self._ranks = [], []
+
+    def _signal_ranks(self, number: int) -> None:
+        """Send a signal to the ranks that have not ended."""
+        for pid in self._pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                # That it has ended shows on its socket.
+                pass
 
     def _send(self, rank: int, messages: MessageLines, message: Mapping[str, Any]) -> None:
         try:

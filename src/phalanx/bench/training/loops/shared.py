@@ -78,7 +78,7 @@ def train_module_in_turns(
         for index, batch in enumerate(microbatches, 1):
             with accumulate(index == len(microbatches)):
                 with open_autocast(setting) if autocast else nullcontext():
-                    loss = _compute_mean_loss(module, batch, microbatches)
+                    loss = compute_microbatch_loss(module, batch, microbatches)
                 loss.backward()
             total += loss.detach()
         if max_norm is not None:
@@ -88,7 +88,7 @@ def train_module_in_turns(
         turns.record_loss(total.item())
 
 
-def _compute_mean_loss(
+def compute_microbatch_loss(
     module: nn.Module, batch: Batch, microbatches: Sequence[Batch]
 ) -> torch.Tensor:
     """The microbatch's part of the step's mean loss: all have as many targets."""
