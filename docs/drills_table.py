@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.units import format_seconds
-from phalanx.drills.campaign import TrialRow, read_campaign
+from phalanx.drills.campaign import TrialRow, read_campaign, select_newest_rows
 from phalanx.drills.drive import count_classes
 from phalanx.drills.trials import list_faults
 from phalanx.resilience.expectation import HANG_DETECTION, Ending, Expectation
@@ -33,7 +33,7 @@ SOAKED = re.compile(
 def with_drills(page: str) -> str:
     """`page` with all tables as the code, the campaign and the soak say today."""
     page = FAULTS.sub(lambda match: match[1] + "\n".join(_fault_rows()) + "\n" + match[2], page)
-    lines = "\n".join(_campaign_lines(read_campaign(CAMPAIGN)))
+    lines = "\n".join(_campaign_lines(select_newest_rows(read_campaign(CAMPAIGN))))
     page = MEASURED.sub(lambda match: match[1] + lines + "\n" + match[2], page)
     soak = "\n".join(_soak_lines())
     return SOAKED.sub(lambda match: match[1] + soak + "\n" + match[2], page)

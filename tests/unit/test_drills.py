@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from browser import open_browser
 from phalanx.cli._app import run_command_line
 from phalanx.cli._drill import split_faults_from_job
+from phalanx.core.digest import digest
 from phalanx.core.errors import UsageError
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.drills.campaign import (
@@ -22,9 +24,12 @@ from phalanx.drills.campaign import (
     build_row,
     build_skipped_row,
     read_campaign,
+    select_newest_rows,
 )
 from phalanx.drills.command import CommandEnd
-from phalanx.drills.drive import DrillResult
+from phalanx.drills.drive import DrillRequest, DrillResult, read_job_facts, run_drill
+from phalanx.drills.fault_code import digest_fault_code
+from phalanx.drills.job import load_drilled_job, measure_job
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
 from phalanx.drills.page import write_drill_page
 from phalanx.drills.record import RunRecord
@@ -323,6 +328,87 @@ def test_a_campaign_reads_what_it_wrote_and_leaves_out_what_is_torn(tmp_path: Pa
     (tmp_path / "other").write_text("a text\n")
     with pytest.raises(UsageError, match="no campaign"):
         read_campaign(tmp_path / "other")
+
+
+def test_a_campaign_redoes_what_was_of_other_code(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.jsonl"
+    job = load_drilled_job(None, (), num_steps=40)
+    shape = measure_job(job.job)
+    now = Circumstances.now(digest(read_job_facts(job.job)))
+    rows = []
+    for seed, code in ((0, digest_fault_code("kill")), (1, "other"), (2, "")):
+        (trial,) = draw_trials(["kill"], shape, seed=seed, repeats=1)
+        rows.append(
+            TrialRow(
+                *trial.key,
+                trial.place,
+                trial.inject,
+                replace(now, code=code),
+                bars_of("kill"),
+                GOOD,
+            )
+        )
+        append_row(path, rows[-1])
+    # As a line of an earlier release, which has no digest.
+    assert '"code":""' in path.read_text()
+    path.write_text(path.read_text().replace(',"code":""', ""))
+
+    def is_done(seed: int, *, redoes_changed: bool) -> bool:
+        # Its runs fail at once: what is not done already ends in an error.
+        request = DrillRequest(
+            job,
+            ("kill",),
+            seed,
+            campaign=path,
+            command=("false",),
+            redoes_changed=redoes_changed,
+        )
+        try:
+            return run_drill(request).rows == [rows[seed]]
+        except UsageError:
+            return False
+
+    assert [is_done(seed, redoes_changed=False) for seed in range(3)] == [True, True, True]
+    assert [is_done(seed, redoes_changed=True) for seed in range(3)] == [True, False, False]
+    # The newest line of a trial counts.
+    rows[1] = replace(rows[1], circumstances=rows[0].circumstances)
+    append_row(path, rows[1])
+    assert is_done(1, redoes_changed=True)
+    newest = select_newest_rows(read_campaign(path))
+    assert [row.seed for row in newest] == [0, 1, 2]
+    assert newest[1].circumstances.code == digest_fault_code("kill")
+
+
+def test_the_digest_of_a_fault_is_of_its_own_code_and_that_of_recovery(tmp_path: Path) -> None:
+    faults = tmp_path / "resilience" / "faults"
+    texts = {
+        faults / "kill.py": "KILL = 1",
+        faults / "kill_two.py": "from phalanx.resilience.faults.kill import KILL",
+        faults / "freeze.py": "FREEZE = 1",
+        tmp_path / "launch" / "recovery.py": "RECOVERY = 1",
+        tmp_path / "nn" / "model.py": "MODEL = 1",
+    }
+
+    def list_changed(path: Path) -> set[str]:
+        """The faults whose digests are others once `path` has changed."""
+        digests = []
+        for number, more in enumerate(("", "\nMORE = 1")):
+            # A package of its own each time: files are read once in a process.
+            package = tmp_path / f"{path.stem}-{number}"
+            for file, text in texts.items():
+                copied = package / file.relative_to(tmp_path)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                copied.write_text(text + (more if file == path else ""))
+            names = ("kill", "kill_two", "freeze")
+            digests.append({name: digest_fault_code(name, package) for name in names})
+        before, after = digests
+        return {name for name in before if before[name] != after[name]}
+
+    assert list_changed(faults / "kill.py") == {"kill", "kill_two"}
+    assert list_changed(faults / "freeze.py") == {"freeze"}
+    assert list_changed(tmp_path / "launch" / "recovery.py") == {"kill", "kill_two", "freeze"}
+    assert list_changed(tmp_path / "nn" / "model.py") == set()
+    assert len({digest_fault_code(name) for name in ALL}) == len(ALL)
 
 
 def test_a_campaign_that_cannot_be_written_is_refused_before_any_run(

@@ -255,7 +255,10 @@ def test_steps_are_done_again_before_and_after_the_newest() -> None:
 
 
 def test_the_ceiling_charges_each_fault_its_bar() -> None:
-    charged_s = sum_charges_s([*PLANNED, plan("flip_gradient", 0, 9)])
+    # A step that is computed again costs none; of flipped weights an interval is lost, and ten steps.
+    flips = [plan("flip_gradient", 0, 9), plan("flip_parameter", 0, 19)]
+    assert sum_charges_s(flips, SHAPE, 0.1) == pytest.approx(3.0)
+    charged_s = sum_charges_s(PLANNED, SHAPE, 0.1)
     assert charged_s == 5.0 + 20.0 + 5.0
     goodput = compute_soak_goodput(0.9, 0.72, 90.0, charged_s)
     assert goodput.ceiling == pytest.approx(0.675)

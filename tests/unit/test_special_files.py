@@ -313,6 +313,7 @@ OURS = {
     "job/presets/__init__.py": "reads our own presets",
     "report/page.py": "reads our own style",
     "drills/page.py": "reads our own style",
+    "drills/fault_code.py": "reads our own source",
     "report/prometheus/rules.py": "reads our own rules",
     "report/dataset_page.py": "reads our own style",
     "report/plan_page.py": "reads our own style",

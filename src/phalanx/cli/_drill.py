@@ -12,7 +12,7 @@ from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
-from phalanx.core.errors import ExitCode
+from phalanx.core.errors import ExitCode, UsageError
 from phalanx.core.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class DrillOptions:
     campaign: Path | None
     out: Path | None
     run_limit_s: float | None
+    redoes_changed: bool = False
 
 
 def print_faults(*, as_json: bool) -> int:
@@ -72,6 +73,8 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
         ProgressLine("drilling", line_s=0.0) as line,
         raising_on_stop_signals(),
     ):
+        if options.redoes_changed and options.campaign is None:
+            raise UsageError("--again is for the trials of a campaign", fix="give --campaign FILE")
         words, rest = split_faults_from_job(arguments)
         job_file, overrides = split_job_file_and_overrides(rest)
         job = load_drilled_job(job_file, overrides, num_steps=options.num_steps)
@@ -83,6 +86,7 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
             options.campaign,
             options.out,
             options.run_limit_s,
+            redoes_changed=options.redoes_changed,
         )
 
         def show(progress: DrillProgress) -> None:

@@ -35,6 +35,12 @@ def command(
             "--campaign", metavar="FILE", help="Keep trials there; those it has are not run again."
         ),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Run trials again whose fault or recovery had other source code."
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Keep the runs there, and write a page."),
@@ -75,9 +81,14 @@ def command(
     if soak is not None:
         from phalanx.cli._soak import SoakOptions, print_soak
 
-        of_trials = {"--repeat": repeat != 1, "--steps": steps != 40, "--campaign": campaign}
+        of_trials = {
+            "--repeat": repeat != 1,
+            "--steps": steps != 40,
+            "--campaign": campaign,
+            "--again": again,
+        }
         refused = tuple(name for name, is_given in of_trials.items() if is_given)
         soak_options = SoakOptions(soak, fault_every, seed, out, limit, refused)
         return print_soak(arguments or (), soak_options, as_json=as_json)
-    options = DrillOptions(seed, repeat, steps, campaign, out, limit)
+    options = DrillOptions(seed, repeat, steps, campaign, out, limit, again)
     return print_drill(arguments or (), options, as_json=as_json)

@@ -32,13 +32,15 @@ TRIAL_SCHEMA = "phalanx.drill-trial/1"
 
 @dataclass(frozen=True)
 class Circumstances(JsonRecord):
-    """Version, commit ("" where there is none), day, machine and job of trials."""
+    """Version, commit ("" where there is none), day, machine and job of trials. `code`: digest of
+    the source that the answer to the fault comes from ("": nobody took it)."""
 
     version: str
     commit: str
     date: str
     machine: str
     job: str
+    code: str = ""
 
     @classmethod
     def now(cls, job_digest: str) -> Circumstances:
@@ -131,6 +133,12 @@ def read_campaign(path: Path) -> list[TrialRow]:
     if lines and not rows:
         raise UsageError(f"{path} is no campaign of drills", fix="give a new file to --campaign")
     return rows
+
+
+def select_newest_rows(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """Of each trial of each job the row that came last, in the order of the first ones."""
+    newest = {(row.key, row.circumstances.job): row for row in rows}
+    return list(newest.values())
 
 
 def _parse_lines(lines: Sequence[bytes]) -> Iterator[TrialRow]:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from phalanx.drills.campaign import (
     build_skipped_row,
     read_campaign,
     require_campaign_can_grow,
+    select_newest_rows,
 )
 from phalanx.drills.command import PHALANX_COMMAND
+from phalanx.drills.fault_code import digest_fault_code
 from phalanx.drills.job import DrilledJob, measure_job
 from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
 from phalanx.drills.trials import Trial, draw_trials, load_fault
@@ -33,8 +35,9 @@ from phalanx.run.scratch import open_scratch_directory
 class DrillRequest:
     """The faults to drill, each in `repeats` trials of a seed.
 
-    `campaign`: the file that keeps trials, and has those of earlier calls; `out`: where the runs
-    stay (None: they are removed).
+    `campaign`: the file that keeps trials, and has those of earlier calls; with `redoes_changed`
+    those of other code than today's run again. `out`: where the runs stay (None: they are
+    removed).
     """
 
     job: DrilledJob
@@ -45,6 +48,7 @@ class DrillRequest:
     out: Path | None = None
     run_limit_s: float | None = None
     command: Sequence[str] = PHALANX_COMMAND
+    redoes_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def run_drill(
         why_not = load_fault(trial.fault).why_not
         if why_not:
             waiting.remove(trial)
-            row = build_skipped_row(trial, why_not, circumstances)
+            row = build_skipped_row(trial, why_not, _add_code(circumstances, trial))
             result.rows.append(row)
             on_row(row)
     if not waiting:
@@ -148,7 +152,7 @@ def run_drill(
         for trial in waiting:
             clock.begin(trial.fault)
             finished = runner.run_trial(trial, undisturbed)
-            row = build_row(finished, circumstances)
+            row = build_row(finished, _add_code(circumstances, trial))
             if request.campaign is not None:
                 append_row(request.campaign, row)
             result.rows.append(row)
@@ -165,19 +169,26 @@ def read_job_facts(job: Job) -> Any:
     return body
 
 
+def _add_code(circumstances: Circumstances, trial: Trial) -> Circumstances:
+    return replace(circumstances, code=digest_fault_code(trial.fault))
+
+
 def _select_rows_of_trials(
     request: DrillRequest, trials: Sequence[Trial], circumstances: Circumstances
 ) -> list[TrialRow]:
-    """The rows that the campaign has of `trials`, the newest of each, of the same job."""
+    """The rows that the campaign has of `trials`, the newest of each, of the same job; without
+    those that are to be done again."""
     if request.campaign is None:
         return []
     keys = {trial.key for trial in trials}
-    rows = {
-        row.key: row
-        for row in read_campaign(request.campaign)
+    rows = [
+        row
+        for row in select_newest_rows(read_campaign(request.campaign))
         if row.key in keys and row.circumstances.job == circumstances.job
-    }
-    return list(rows.values())
+    ]
+    if request.redoes_changed:
+        rows = [row for row in rows if row.circumstances.code == digest_fault_code(row.fault)]
+    return rows
 
 
 def _list_trials_to_run(trials: Sequence[Trial], rows: Sequence[TrialRow]) -> list[Trial]:

@@ -182,7 +182,7 @@ def run_soak(
         plan = _plan_soak(request, runner.probe_step_s(probe_job))
         on_plan(plan)
         runner.num_steps = 2 * plan.shape.num_steps
-        charged_s = sum_charges_s(plan.strikes)
+        charged_s = sum_charges_s(plan.strikes, plan.shape, plan.step_s)
         undisturbed = runner.run_undisturbed(plan, charged_s)
         disturbed = runner.run_disturbed(plan, undisturbed, charged_s)
         on_progress(SoakProgress("judging", runner.num_steps, runner.num_steps))
@@ -199,8 +199,13 @@ def judge_soak(
     false_verdicts = [each.kind for each in find_early_verdicts(record)]
     for each in answered:
         false_verdicts += each.measured.false_verdicts
+    # As both runs took them: the probe was short.
+    step_s = measure_usual_step_s(undisturbed.record)
     goodput = compute_soak_goodput(
-        undisturbed.goodput, disturbed.goodput, undisturbed.end.wall_s, sum_charges_s(plan.strikes)
+        undisturbed.goodput,
+        disturbed.goodput,
+        undisturbed.end.wall_s,
+        sum_charges_s(plan.strikes, plan.shape, step_s),
     )
     checks = judge_totals(
         answered,

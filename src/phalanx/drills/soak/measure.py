@@ -153,8 +153,18 @@ def count_steps_done_again(window: RunRecord, struck_s: float) -> int:
     return max(again.values(), default=0)
 
 
-def sum_charges_s(planned: Sequence[PlannedStrike]) -> float:
-    """Seconds that a run may lose by all strikes together: the bars to train again, in which
-    detection and the steps that are done again are."""
-    wanted = [load_fault(each.fault).expectation for each in planned]
-    return math.fsum(each.trained_again_s or 0.0 for each in wanted)
+def sum_charges_s(planned: Sequence[PlannedStrike], shape: DrillShape, step_s: float) -> float:
+    """Seconds that a run whose steps take `step_s` may lose by all strikes together.
+
+    That is the bar to train again, in which detection and the steps that are done again are; where
+    a fault has none, the time of the steps that it may lose.
+    """
+    charges_s = []
+    for each in planned:
+        expectation = load_fault(each.fault).expectation
+        bars = build_bars(expectation, rank=each.place.rank, shape=shape, step_p99_s=step_s)
+        if bars.trained_again_s is None:
+            charges_s.append(bars.lost_steps * step_s)
+        else:
+            charges_s.append(bars.trained_again_s)
+    return math.fsum(charges_s)

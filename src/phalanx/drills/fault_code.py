@@ -1,0 +1,44 @@
+"""The digest of the source that the answer to a fault comes from, so that a campaign knows which of
+its trials are of other code than today's."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+import phalanx
+from phalanx.core.digest import digest
+
+_PACKAGE = Path(phalanx.__file__).parent
+RECOVERY_ROOMS = ("checkpoint", "launch", "mesh", "resilience", "run", "train")
+"""The rooms that detect faults, or bring a run back from them."""
+_FAULTS = Path("resilience") / "faults"
+_IMPORTED_FAULT = re.compile(r"phalanx\.resilience\.faults\.(\w+)")
+
+
+def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
+    """Digest of the fault's own file, of those of faults that it uses, and of all files of
+    RECOVERY_ROOMS in `package`. Other faults do not count."""
+    own = {}
+    waiting = [fault]
+    while waiting:
+        name = waiting.pop()
+        if name not in own:
+            text = (package / _FAULTS / f"{name}.py").read_text(encoding="utf-8")
+            own[name] = text
+            waiting += _IMPORTED_FAULT.findall(text)
+    return digest([own, _digest_recovery_rooms(package)])
+
+
+@functools.cache
+def _digest_recovery_rooms(package: Path) -> str:
+    hasher = hashlib.sha256()
+    for room in RECOVERY_ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            relative = path.relative_to(package)
+            if relative.parent != _FAULTS:
+                hasher.update(f"{relative}\0".encode())
+                hasher.update(path.read_bytes())
+    return hasher.hexdigest()
