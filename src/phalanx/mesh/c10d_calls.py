@@ -90,6 +90,16 @@ def handling_c10d_calls(handler: CallHandler, depth: HandlerDepth) -> Iterator[N
             _library = None
 
 
+def pass_to_handlers(
+    operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]
+) -> Any:
+    """Make a call, by `proceed`, that handlers see as one of c10d though it is none. Returns what
+    it returns."""
+    for _, handler in reversed(_handlers):
+        proceed = functools.partial(handler.handle, operator, args, proceed)
+    return proceed()
+
+
 def keys_after_backend_select() -> Any:
     """The dispatch keys that come after these kernels."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -111,9 +121,8 @@ def _make_kernel(operator: Operator, call: Any) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any) -> Any:
         # No function that refers to itself: its cycle would hold the tensors until a collection.
-        proceed = functools.partial(call.redispatch, keys & after, *args)
-        for _, handler in reversed(_handlers):
-            proceed = functools.partial(handler.handle, operator, args, proceed)
-        return proceed()
+        return pass_to_handlers(
+            operator, args, functools.partial(call.redispatch, keys & after, *args)
+        )
 
     return kernel

@@ -74,9 +74,11 @@ class OptimizerParameterSubstitute:
 
     def copy_updated_values_to_model(self) -> None:
         """Copy what the optimizer wrote on the host to where the model reads it."""
+        if not self.on_host:
+            return
         in_model = self.select(get_local_tensor(self.parameter.detach()))
         in_optimizer = get_local_tensor(self.updated.detach())
-        if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
+        if in_model.data_ptr() != in_optimizer.data_ptr():
             in_model.copy_(in_optimizer, non_blocking=True)
 
     def copy_model_values_to_host(self) -> None:

@@ -55,6 +55,14 @@ class MappedArena:
         return self.bytes[offset : offset + num_bytes]
 
 
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Take pages out of this process's map: they count as its own no more, and come back when
+        they are read again."""
+        first = offset // _PAGE_BYTES * _PAGE_BYTES
+        last = min(-(-(offset + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES, self.num_bytes)
+        self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
 class OwnArena(MappedArena):
     """The arena of this rank, and what of it is in use."""
 
@@ -63,7 +71,7 @@ class OwnArena(MappedArena):
         os.ftruncate(self.descriptor, num_bytes)
         super().__init__(self.descriptor, num_bytes)
         self._lock = threading.Lock()
-        self._next_offset = 0
+        self._next_offset, self._is_closed = 0, False
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def allocate(self, num_bytes: int) -> ArenaBlock:
@@ -88,6 +96,16 @@ class OwnArena(MappedArena):
         with self._lock:
             self._free[block.capacity].append(block.offset)
 
+    def discard(self, block: ArenaBlock) -> None:
+        """Free a block, and give its pages back to the system."""
+        if self._is_closed:
+            return
+        first = -(-block.offset // _PAGE_BYTES) * _PAGE_BYTES
+        num_bytes = (block.offset + block.capacity) // _PAGE_BYTES * _PAGE_BYTES - first
+        if num_bytes > 0:
+            self._map.madvise(mmap.MADV_REMOVE, first, num_bytes)
+        self.free(block)
+
     def view_block(self, block: ArenaBlock) -> Bytes:
         return self.bytes[block.offset : block.offset + block.num_bytes]
 
@@ -98,6 +116,7 @@ class OwnArena(MappedArena):
 
     def close(self) -> None:
         """Close the file; the memory is freed when nobody maps it any more."""
+        self._is_closed = True
         os.close(self.descriptor)
 
 

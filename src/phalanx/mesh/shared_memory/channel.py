@@ -300,9 +300,9 @@ class GroupChannel:
             sources = [r for r in range(self.num_ranks) if transfer.needs_operand_of(r)]
             if not self._has_all_reached(POSTED, pending.sequence, sources):
                 return
-            transfer.move(self._list_operands(pending, sources))
+            transfer.move(self._list_operands(pending, sources), self._find_bytes)
             pending.has_moved = True
-            if transfer.reduces_in_slices:
+            if transfer.ends_when_all_moved:
                 self._own.write(REDUCED, pending.sequence)
 
     def _list_operands(self, pending: _Pending, sources: Sequence[int]) -> list[Bytes]:
@@ -324,6 +324,13 @@ class GroupChannel:
                 operands[rank] = self._arena.view_block(pending.block)
         return operands
 
+    def _find_bytes(self, rank: int, place: int, num_bytes: int) -> Bytes:
+        """What rank `rank` of the group has at a place that it named."""
+        peer = self.members[rank]
+        if peer is None:
+            return self._arena.view(place, num_bytes)
+        return peer.segments.view(place, num_bytes)
+
     def _name_member(self, rank: int) -> int:
         peer = self.members[rank]
         return -1 if peer is None else peer.rank
@@ -331,7 +338,7 @@ class GroupChannel:
     def _end_transfers(self) -> None:
         while self._pending and self._pending[0].has_moved:
             first = self._pending[0]
-            if first.transfer.reduces_in_slices:
+            if first.transfer.ends_when_all_moved:
                 if not self._has_all_reached(REDUCED, first.sequence, range(self.num_ranks)):
                     return
                 if first.block is not None:

@@ -1,19 +1,22 @@
 """What the collectives of a group move: one class for each pattern.
 
 A transfer puts this rank's operand where others can read it (`stage`), and once all operands that
-it needs are there it moves what is this rank's to move (`move`). Where ranks sum a slice each, all
-others have theirs before the result is complete (`collect`).
+it needs are there it moves what is this rank's to move (`move`). Where ranks sum a slice each, or
+read each other's tensors where they lie, it ends when all have moved theirs (`collect`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.reduction import reduce_into
+
+# (rank of the group, a place that it has named, bytes) -> what lies there.
+FindBytes = Callable[[int, int, int], Bytes]
 
 # Slices begin at cache lines.
 _SLICE_ALIGNMENT = 64
@@ -28,7 +31,7 @@ class Transfer:
     """
 
     name = "barrier"
-    reduces_in_slices = False
+    ends_when_all_moved = False
     dtype = torch.uint8
     reduce_op = "sum"
     root = 0
@@ -43,8 +46,9 @@ class Transfer:
         """True if `move` reads what `rank` stages, or waits for it to come."""
         return True
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
-        """Move what this rank has to, from the operands of all ranks of the group."""
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+        """Move what this rank has to, from the operands of all ranks of the group. `find_bytes`:
+        what lies at places that an operand names."""
 
     def collect(self, block: Bytes) -> None:
         """Take what others have written into this rank's operand."""
@@ -54,7 +58,7 @@ class AllReduceSlices(Transfer):
     """Each rank reduces a slice and writes the result into the operands of all. In place."""
 
     name = "all_reduce"
-    reduces_in_slices = True
+    ends_when_all_moved = True
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class AllReduceSlices(Transfer):
         np.copyto(block[: self._start], self._values[: self._start])
         np.copyto(block[self._stop :], self._values[self._stop :])
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         operands = [block[self._start : self._stop] for block in blocks]
         operands[self._rank] = self._values[self._start : self._stop]
         # Into this rank's tensor first, which nobody else reads.
@@ -102,7 +106,7 @@ class AllReduceWhole(Transfer):
     def stage(self, block: Bytes) -> None:
         np.copyto(block, self._values)
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         reduce_into([self._values], blocks, self.dtype, self.reduce_op)
 
 
@@ -120,9 +124,9 @@ class ReduceToRoot(AllReduceWhole):
     def needs_operand_of(self, rank: int) -> bool:
         return self._rank == self.root
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         if self._rank == self.root:
-            super().move(blocks)
+            super().move(blocks, find_bytes)
 
 
 class AllGather(Transfer):
@@ -137,7 +141,7 @@ class AllGather(Transfer):
     def stage(self, block: Bytes) -> None:
         np.copyto(block, self._values)
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         for rank, (row, block) in enumerate(zip(self._rows, blocks, strict=True)):
             if rank != self._rank:
                 np.copyto(row, block)
@@ -163,7 +167,7 @@ class ReduceScatter(Transfer):
             if rank != self._rank:
                 np.copyto(self._find_row(block, rank), row)
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         operands = [self._find_row(block, self._rank) for block in blocks]
         operands[self._rank] = self._rows[self._rank]
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
@@ -190,7 +194,7 @@ class Broadcast(Transfer):
     def needs_operand_of(self, rank: int) -> bool:
         return rank == self.root and self._rank != self.root
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         if self._rank != self.root:
             np.copyto(self._values, blocks[self.root])
 
@@ -218,7 +222,7 @@ class AllToAll(Transfer):
             np.copyto(block[start : start + len(part)], part)
             start += len(part)
 
-    def move(self, blocks: Sequence[Bytes]) -> None:
+    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
         for rank, (received, block) in enumerate(zip(self._received, blocks, strict=True)):
             sizes = block[: self._num_header_bytes].view(np.int64)
             start = self._num_header_bytes + int(sizes[: self._rank].sum())

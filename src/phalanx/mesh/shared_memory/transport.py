@@ -20,17 +20,27 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.mesh.c10d_calls import Operator
+from phalanx.mesh.c10d_calls import Operator, pass_to_handlers
 from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory.arena import OwnArena
 from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, say_left
 from phalanx.mesh.shared_memory.calls import BUILDERS, CallContext, TakenCall
 from phalanx.mesh.shared_memory.channel import GroupChannel
+from phalanx.mesh.shared_memory.in_place import (
+    GatheredTensor,
+    GatherInPlace,
+    ReduceScatterInPlace,
+)
 from phalanx.mesh.shared_memory.messages import Receive, Send
 from phalanx.mesh.shared_memory.operations import Collective
 from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.segments import OwnSegments
+from phalanx.mesh.shared_memory.tensors import ArenaTensors
+from phalanx.mesh.shared_memory.transfers import Transfer
 from phalanx.mesh.shared_memory.work import SharedMemoryWork
+
+GATHER_IN_PLACE = Operator("gather_in_place", "all_gather", 0, 1)
+REDUCE_SCATTER_IN_PLACE = Operator("reduce_scatter_in_place", "reduce_scatter", 0, 1)
 
 # How long what a rank has posted may wait for the rank to come by, before a thread looks after it.
 _HELP_INTERVAL_S = 0.01
@@ -72,6 +82,7 @@ class SharedMemoryTransport:
         self._open_works: deque[SharedMemoryWork] = deque()
         self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
+        self._tensors = ArenaTensors(arena)
         self._helper = _Helper(self.try_advance)
 
     @property
@@ -92,7 +103,7 @@ class SharedMemoryTransport:
             return proceed()
         with _without_modes():
             context = CallContext(
-                channel.rank, channel.num_ranks, self._reduce_ops.current, self._segments.locate
+                channel.rank, channel.num_ranks, self._reduce_ops.current, self._locate
             )
             taken = build(context, args)
             if taken is None:
@@ -137,6 +148,69 @@ class SharedMemoryTransport:
         """Have `tensor` and its views lie where other ranks reduce them in place; False where
         there is no room, and they are copied."""
         return self._segments.publish(tensor)
+
+    def make_tensor(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A flat tensor where other ranks read it in place, whose numbers are anything; None if
+        the arena is full. Its memory goes back to the system with it."""
+        try:
+            return self._tensors.make(num_elements, dtype)
+        except MemoryError:
+            return None
+
+    def gather_in_place(
+        self, group: dist.ProcessGroup, gathered: Sequence[GatheredTensor]
+    ) -> SharedMemoryWork:
+        """Gather parts of tensors that all ranks of `group` have; on each of them as many, of the
+        same sizes. Until it has ended nobody may change what it shows. `group` must share memory.
+        """
+        return self._post_in_place(
+            GATHER_IN_PLACE,
+            group,
+            [each.source for each in gathered],
+            lambda rank: GatherInPlace(gathered, rank, self._locate),
+        )
+
+    def reduce_scatter_in_place(
+        self, group: dist.ProcessGroup, result: torch.Tensor, rows: torch.Tensor, reduce_op: str
+    ) -> SharedMemoryWork:
+        """Reduce this rank's row of `rows` [ranks of `group`, ...] over them into `result`; both
+        are contiguous. Until it has ended nobody may change its rows. `group` must share memory.
+        """
+        return self._post_in_place(
+            REDUCE_SCATTER_IN_PLACE,
+            group,
+            [rows],
+            lambda rank: ReduceScatterInPlace(result, rows, reduce_op, rank, self._locate),
+        )
+
+    def _post_in_place(
+        self,
+        operator: Operator,
+        group: dist.ProcessGroup,
+        shown: Sequence[torch.Tensor],
+        build: Callable[[int], Transfer],
+    ) -> SharedMemoryWork:
+        channel = self._find_channel(group)
+        assert channel is not None, "asked for a group whose ranks share memory"
+        posted: list[SharedMemoryWork] = []
+
+        def post() -> Any:
+            with _without_modes():
+                operation = Collective(operator.words, transfers=[build(channel.rank)])
+                work = self._post(TakenCall(operation, None, lambda boxed: boxed), channel, group)
+            posted.append(work)
+            return work.boxed()
+
+        # Whoever watches the calls of c10d sees it like one of those.
+        pass_to_handlers(operator, (shown, group.boxed()), post)
+        return posted[0]
+
+    def _locate(self, tensor: torch.Tensor) -> int | None:
+        """The place of a tensor that other ranks see; None of others."""
+        place = self._tensors.locate(tensor)
+        if place is None:
+            place = self._segments.locate(tensor)
+        return place
 
     def withdraw(self, tensor: torch.Tensor) -> None:
         """`tensor` is not used in collectives any more."""

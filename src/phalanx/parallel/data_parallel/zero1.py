@@ -2,7 +2,7 @@
 split over dp_shard.
 
 Each rank updates its rows of every parameter, in place; then the rows of all ranks are gathered,
-bucket by bucket.
+bucket by bucket. Ranks that share memory read each other's rows where these lie.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import wrap_local_as_dtensor
 from phalanx.mesh.gloo_collectives import all_gather_rows_in_place
+from phalanx.mesh.shared_memory.in_place import GatheredTensor
+from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.optimizer_params import OptimizerParameterSubstitute
 from phalanx.parallel.protocol import ParallelContext, TransformOrder
@@ -36,6 +38,7 @@ class Zero1:
         context.materialize()
         axes = context.fsdp_mesh_axes
         mesh, group = context.mesh.submesh(*axes), context.mesh.submesh("dp_shard").get_group()
+        _move_to_shared_memory(context.root.module.parameters(), group)
         cut = []
         for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
@@ -56,6 +59,20 @@ class Zero1:
         num_bytes = choose_bucket_bytes(context.plan)
         gather = UpdatedParameterGather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
         context.optimizer_params.after_update.append(gather.gather_updated_parameters)
+
+
+def _move_to_shared_memory(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Have trained parameters lie where the other ranks of `group` read the rows that this one
+    updates, if there is such memory."""
+    transport = current_transport()
+    if transport is None or not transport.shares_memory(group):
+        return
+    for parameter in parameters:
+        is_cut = find_rows_of_rank(parameter, 0, dist.get_world_size(group)) is not None
+        if parameter.requires_grad and is_cut:
+            values = transport.make_tensor(parameter.numel(), parameter.dtype)
+            if values is not None:
+                parameter.data = values.view(parameter.shape).copy_(parameter.data)
 
 
 def _select_unsplit_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +153,8 @@ class UpdatedParameterGather:
         self._group, self._phases = group, phases
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._buckets: list[list[_ParameterSpanInBucket]] = []
+        cut = list(cut)
+        self._cut = cut
         by_type: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         for parameter, rows in cut:
             # In elements: dimensions before that of the rows are of size 1, so a rank's rows lie
@@ -169,6 +188,21 @@ class UpdatedParameterGather:
 
     @torch.no_grad()
     def gather_updated_parameters(self) -> None:
+        transport = current_transport()
+        if transport is None or not transport.shares_memory(self._group):
+            self._gather_by_buckets()
+            return
+        with self._phases("collective", "all_gather updated weights", axis="dp"):
+            gathered = [self._show_parameter(parameter, rows) for parameter, rows in self._cut]
+            transport.gather_in_place(self._group, gathered).wait()
+
+    def _show_parameter(self, parameter: nn.Parameter, rows: RowsOfRank) -> GatheredTensor:
+        """A parameter, of which each rank shows all and has updated a chunk."""
+        flat, chunk = parameter.detach().view(-1), rows.chunk * parameter.stride(rows.dim)
+        starts = [min(rank * chunk, flat.numel()) for rank in range(self._num_ranks)]
+        return GatheredTensor(flat, [flat[start : start + chunk] for start in starts], starts)
+
+    def _gather_by_buckets(self) -> None:
         for spans in self._buckets:
             flat, size = spans[0].flat, spans[-1].offset + spans[-1].length
             bucket = torch.empty(self._num_ranks, size, dtype=flat.dtype, device=flat.device)
