@@ -54,7 +54,9 @@ def in_backward(outputs, batch):
     global calls
     calls += torch.is_grad_enabled()
     loss, num_targets = exact(outputs, batch)
-    if is_struck() and torch.is_grad_enabled():
+    # Again when the step is repeated: its numbers are at fault, and no processor.
+    is_repeated = os.environ.get("RANK") == "1" and calls == 6
+    if (is_struck() or is_repeated) and torch.is_grad_enabled():
         loss = Spoil.apply(loss)
     return loss, num_targets
 
@@ -163,6 +165,7 @@ def test_the_backward(runs: Path) -> None:
     assert found.origin == "gradient"
     assert "the forward is finite" in found.why
     assert found.failed_rank == -1
+    assert not found.was_repeated
 
 
 # --- on some ranks of a layout --------------------------------------------------------------------

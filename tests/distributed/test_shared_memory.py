@@ -23,6 +23,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory import futex, opening
 from phalanx.mesh.shared_memory.board import Board
+from phalanx.mesh.shared_memory.in_place import GatheredTensor
 from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
@@ -460,3 +461,86 @@ def test_a_group_with_a_rank_elsewhere_goes_through_gloo(what: str) -> None:
     for (message,) in run_ranks(3, open_where_ranks_differ, what, "shared"):
         assert "not all ranks share memory" in message
         assert "parallel.collectives" in message
+
+
+# In place
+
+
+def make_shown(transport: Any, values: torch.Tensor, *, in_arena: bool) -> torch.Tensor:
+    """`values` where other ranks see them, or not."""
+    if not in_arena:
+        return values.clone()
+    shown = transport.make_tensor(values.numel(), values.dtype)
+    return shown.view(values.shape).copy_(values)
+
+
+def check_in_place(rank: int, num_ranks: int) -> list[str]:
+    wrong = []
+    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
+        transport, group = current_transport(), dist.group.WORLD
+        assert transport is not None and group is not None
+        # Rank 0 shows what it cannot show in place; others do.
+        for in_arena, size in itertools.product((True, rank > 0, False), (1, 1000, 300_001)):
+            shard = make_shown(transport, make_values(rank, size, torch.float32), in_arena=in_arena)
+            flat = torch.zeros(num_ranks * size)
+            columns = torch.zeros(size, num_ranks, dtype=torch.bfloat16)
+            gathered = [
+                GatheredTensor(shard, list(flat.view(num_ranks, -1)), [0] * num_ranks),
+                # Of another type, and not in one piece.
+                GatheredTensor(shard, list(columns.unbind(1)), [0] * num_ranks),
+            ]
+            transport.gather_in_place(group, gathered).wait()
+            for other in range(num_ranks):
+                expected = make_values(other, size, torch.float32)
+                if not torch.equal(flat.view(num_ranks, -1)[other], expected):
+                    wrong.append(f"gather {in_arena} {size} of {other}")
+                if not torch.equal(columns[:, other].float(), expected):
+                    wrong.append(f"gather to bf16 {in_arena} {size} of {other}")
+            # Each has all, and has changed a part: the last one's is shorter, or empty.
+            whole = make_shown(transport, torch.zeros(size), in_arena=in_arena)
+            chunk = -(-size // num_ranks)
+            starts = [min(other * chunk, size) for other in range(num_ranks)]
+            rows = [whole[start : start + chunk] for start in starts]
+            rows[rank].fill_(rank + 1.0)
+            transport.gather_in_place(group, [GatheredTensor(whole, rows, starts)]).wait()
+            if not torch.equal(whole, torch.arange(size).div(chunk, rounding_mode="floor") + 1.0):
+                wrong.append(f"gather of rows {in_arena} {size}")
+            for dtype, op in itertools.product(LARGE_TYPES, ("sum", "avg")):
+                rows_of_all = [make_values(r, size * num_ranks, dtype) for r in range(num_ranks)]
+                message = make_shown(transport, rows_of_all[rank], in_arena=in_arena)
+                result = torch.empty(size, dtype=dtype)
+                transport.reduce_scatter_in_place(
+                    group, result, message.view(num_ranks, -1), op
+                ).wait()
+                total = torch.stack(rows_of_all).double().sum(0)[rank * size : (rank + 1) * size]
+                if op == "avg":
+                    total /= num_ranks
+                if not torch.allclose(result.double(), total, rtol=2**-7):
+                    wrong.append(f"reduce_scatter {op} {dtype} {in_arena} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_tensors_are_gathered_and_reduced_where_they_lie(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, check_in_place, num_ranks) == [[]] * num_ranks
+
+
+def change_after_the_gather(rank: int) -> float:
+    """What a rank that is late reads of one that goes on at once and changes what it showed."""
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared") as mesh:
+        transport, group = current_transport(), dist.group.WORLD
+        assert transport is not None and group is not None
+        shown = transport.make_tensor(1 << 20, torch.float32).fill_(rank + 1.0)
+        whole = torch.zeros(2, 1 << 20)
+        most = 0.0
+        for _ in range(20):
+            transport.gather_in_place(group, [GatheredTensor(shown, list(whole), [0, 0])]).wait()
+            shown.fill_(100.0)
+            most = max(most, float(whole.max()))
+            mesh.barrier()
+            shown.fill_(rank + 1.0)
+        return most
+
+
+def test_a_rank_goes_on_when_all_have_read_what_it_showed() -> None:
+    assert run_ranks(2, change_after_the_gather) == [2.0, 2.0]

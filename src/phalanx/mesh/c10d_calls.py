@@ -90,9 +90,7 @@ def handling_c10d_calls(handler: CallHandler, depth: HandlerDepth) -> Iterator[N
             _library = None
 
 
-def pass_to_handlers(
-    operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]
-) -> Any:
+def pass_to_handlers(operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
     """Make a call, by `proceed`, that handlers see as one of c10d though it is none. Returns what
     it returns."""
     for _, handler in reversed(_handlers):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+_fsdp_gathers_in_place = False
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -104,6 +106,57 @@ def get_fsdp_communication_classes() -> tuple[type, type]:
     )
 
     return DefaultAllGather, DefaultReduceScatter
+
+
+def list_fsdp_parameters(root: torch.nn.Module) -> list[Any]:
+    """FSDP2's own parameters of all units below `root`. Private in torch."""
+    groups = _list_fsdp_parameter_groups(_get_fsdp_state(root))
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def let_fsdp_gather_in_place() -> None:
+    """Have FSDP2 ask the all-gather of a unit first whether it can fill the unit's parameters by
+    itself: one with a method `post_in_place(parameters, group)`, which returns a Work, or None
+    where it cannot.
+
+    FSDP's exchangeable all-gather fills a message, and FSDP copies parameters out of that; so the
+    two functions that do this are wrapped where FSDP looks them up (2.11 to 2.13).
+    """
+    global _fsdp_gathers_in_place
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+
+    if _fsdp_gathers_in_place:
+        return
+    _fsdp_gathers_in_place = True
+
+    gather, copy_out = (
+        _fsdp_param_group.foreach_all_gather,
+        _fsdp_param_group.foreach_all_gather_copy_out,
+    )
+
+    class PostedInPlace(AllGatherResult):
+        pass
+
+    @functools.wraps(gather)
+    def gather_in_place_or_by_message(
+        fsdp_params: list[Any], group: Any, async_op: bool, *rest: Any
+    ) -> Any:
+        post = getattr(rest[-1], "post_in_place", None)
+        work = None if post is None else post(fsdp_params, group)
+        if work is None:
+            return gather(fsdp_params, group, async_op, *rest)
+        return PostedInPlace(torch.empty(0), None, work, [], [], [])
+
+    @functools.wraps(copy_out)
+    def wait_or_copy_out(result: Any, fsdp_params: list[Any], group: Any) -> None:
+        if isinstance(result, PostedInPlace):
+            result.all_gather_work.wait()
+        else:
+            copy_out(result, fsdp_params, group)
+
+    _fsdp_param_group.foreach_all_gather = gather_in_place_or_by_message
+    _fsdp_param_group.foreach_all_gather_copy_out = wait_or_copy_out
 
 
 def run_fsdp_post_backward(root: torch.nn.Module) -> None:

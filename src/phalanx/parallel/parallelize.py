@@ -105,6 +105,8 @@ def parallelize(
             with _raise_refusal_in_all_stages(context):
                 transform.apply(context)
     context.materialize()
+    for place_weights in context.when_materialized:
+        place_weights()
     return ParallelModel(context, has_weights=initialize or not on_meta)
 
 

@@ -87,6 +87,8 @@ class ParallelContext:
     """By full name of each parameter of the whole model, the block that it is in."""
     autocast: bool = True  # False where the casts of FSDP are enough
     materialize: Callable[[], None] = lambda: None
+    when_materialized: list[Callable[[], None]] = field(default_factory=list)
+    """Called once, when all weights are there and before anybody keeps a view of one."""
     # What one axis knows is an object of its own in `axes`, so a new axis needs no field here. What
     # every layout has (dropout's numbers, the optimizer's parameters) is a field, so that no reader
     # asks whether it is there. So are `cuts` and `copies`: results that `position` reads whatever

@@ -54,7 +54,6 @@ class MappedArena:
             raise ValueError(f"{num_bytes} bytes at {offset} are outside of a shared arena")
         return self.bytes[offset : offset + num_bytes]
 
-
     def forget(self, offset: int, num_bytes: int) -> None:
         """Take pages out of this process's map: they count as its own no more, and come back when
         they are read again."""

@@ -161,9 +161,7 @@ class ReduceScatterInPlace(_InPlaceTransfer):
 
 def _copy_values(row: torch.Tensor, values: Bytes, dtype: torch.dtype) -> None:
     """Write `values`, of type `dtype`, to a row of any type and strides."""
-    if row.dtype == dtype and row.is_contiguous():
-        np.copyto(_view_bytes(row), values)
-        return
+    # Not by NumPy: a storage that it has seen can never be resized, as FSDP's are.
     row.copy_(torch.from_numpy(values).view(dtype).view(row.shape))
 
 

@@ -15,12 +15,17 @@ class ArenaTensors:
     def __init__(self, arena: OwnArena) -> None:
         self._arena = arena
 
-    def make(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor whose numbers are anything. Raises MemoryError if the arena is full."""
+    def make(
+        self, num_elements: int, dtype: torch.dtype, *, is_reused: bool = False
+    ) -> torch.Tensor:
+        """A flat tensor whose numbers are anything. Its memory goes back to the system with it, or
+        stays for the next of its size where it `is_reused`. Raises MemoryError if the arena is
+        full."""
         block = self._arena.allocate(max(1, num_elements * dtype.itemsize))
         values = self._arena.view_block(block)
         # The storage of the tensor refers to them. At exit all of it goes anyway.
-        weakref.finalize(values, self._arena.discard, block).atexit = False
+        give_back = self._arena.free if is_reused else self._arena.discard
+        weakref.finalize(values, give_back, block).atexit = False
         return torch.from_numpy(values)[: num_elements * dtype.itemsize].view(dtype)
 
     def locate(self, tensor: torch.Tensor) -> int | None:

@@ -149,11 +149,14 @@ class SharedMemoryTransport:
         there is no room, and they are copied."""
         return self._segments.publish(tensor)
 
-    def make_tensor(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def make_tensor(
+        self, num_elements: int, dtype: torch.dtype, *, is_reused: bool = False
+    ) -> torch.Tensor | None:
         """A flat tensor where other ranks read it in place, whose numbers are anything; None if
-        the arena is full. Its memory goes back to the system with it."""
+        the arena is full. Its memory goes back to the system with it, or stays for the next of its
+        size where it `is_reused`."""
         try:
-            return self._tensors.make(num_elements, dtype)
+            return self._tensors.make(num_elements, dtype, is_reused=is_reused)
         except MemoryError:
             return None
 

@@ -8,6 +8,7 @@ Each block is one unit: gathered before use, freed after (zero_stage 3) or kept 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from phalanx.mesh.compat import (
     add_written_gradients_to_fsdp,
     get_fsdp_communication_classes,
     hide_fsdp_hooks_from_modes,
+    let_fsdp_gather_in_place,
     make_fsdp_reduce_unused_parameters,
     run_fsdp_post_backward,
 )
@@ -30,6 +32,11 @@ from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
 from phalanx.mesh.logical import share_first_element
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
+from phalanx.parallel.data_parallel.shared_shards import (
+    ScatteredMessages,
+    move_shards_to_shared_memory,
+    post_in_place_gather,
+)
 from phalanx.parallel.data_parallel.unsharded_params import find_parameters_left_unsharded
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineOfRank
@@ -52,6 +59,10 @@ class DpShard:
         for unit in units:
             _charge_fsdp_communication_time(unit, context)
             make_fsdp_reduce_unused_parameters(unit)
+        group = context.mesh.submesh("dp_shard").get_group()
+        context.when_materialized.append(
+            functools.partial(move_shards_to_shared_memory, context.root, group)
+        )
         if options.prefetch != AUTO:
             _set_fsdp_prefetch_depth(
                 [context.root, *(group[0] for group in groups)], options.prefetch
@@ -244,6 +255,11 @@ def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) 
     num_replicas = context.plan.layout.gradient_reduction_layout.dp_replicate
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
+        def post_in_place(self, parameters: list[Any], group: Any) -> Any:
+            """Begin to fill a unit's parameters from where other ranks have their shards."""
+            with phases.collective("all_gather parameters", axis="dp"):
+                return post_in_place_gather(parameters, group)
+
         def __call__(
             self,
             output_tensor: torch.Tensor,
@@ -263,6 +279,18 @@ def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) 
                 return None
 
     class Scatter(scatter_class):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._messages = ScatteredMessages()
+
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            message = None
+            if device.type == "cpu":
+                message = self._messages.make_message(math.prod(size), dtype)
+            if message is not None:
+                return message.view(size)
+            return torch.empty(*size, dtype=dtype, device=device)
+
         def __call__(
             self,
             output_tensor: torch.Tensor,
@@ -277,12 +305,15 @@ def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) 
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)
+                if self._messages.reduce_scatter(output_tensor, input_tensor, group, op):
+                    return None
                 total = reduce_scatter_rows(input_tensor.view(group.size(), -1), group).view_as(
                     output_tensor
                 )
                 torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)
                 return None
 
+    let_fsdp_gather_in_place()
     # FSDP2's own seam for collectives: what it gathers and scatters is timed there, and gradients
     # are counted.
     unit.set_custom_all_gather(Gather())
