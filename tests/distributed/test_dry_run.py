@@ -3,6 +3,7 @@ tensors take at one time. The reference is a run over gloo that the same tracker
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from models import CPU
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.nn.routing import Router
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.communication import (
@@ -85,7 +87,11 @@ def has_buckets(plan: Plan) -> bool:
 
 
 def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats]:
-    with open_mesh(plan.layout, device="cpu") as mesh:
+    with open_mesh(plan.layout, device="cpu") as mesh, contextlib.ExitStack() as stack:
+        transport = current_transport()
+        if transport is not None:
+            # As on other devices, which a dry run is of.
+            stack.enter_context(transport.sending_messages())
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh))
         with tracker.tracking_storage_resizes(), tracker:
             phases = TrackedPhases(tracker)

@@ -478,7 +478,8 @@ def check_in_place(rank: int, num_ranks: int) -> list[str]:
     wrong = []
     with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
         transport, group = current_transport(), dist.group.WORLD
-        assert transport is not None and group is not None
+        assert transport is not None
+        assert group is not None
         # Rank 0 shows what it cannot show in place; others do.
         for in_arena, size in itertools.product((True, rank > 0, False), (1, 1000, 300_001)):
             shard = make_shown(transport, make_values(rank, size, torch.float32), in_arena=in_arena)
@@ -529,7 +530,8 @@ def change_after_the_gather(rank: int) -> float:
     """What a rank that is late reads of one that goes on at once and changes what it showed."""
     with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared") as mesh:
         transport, group = current_transport(), dist.group.WORLD
-        assert transport is not None and group is not None
+        assert transport is not None
+        assert group is not None
         shown = transport.make_tensor(1 << 20, torch.float32).fill_(rank + 1.0)
         whole = torch.zeros(2, 1 << 20)
         most = 0.0

@@ -71,6 +71,25 @@ class _Pending:
     has_moved: bool = False
 
 
+class _MemoryOfMembers:
+    """GroupMemory of this rank and those that it has mapped."""
+
+    def __init__(self, arena: OwnArena, members: Sequence[Peer | None]) -> None:
+        self._arena, self._members = arena, members
+
+    def view(self, rank: int, place: int, num_bytes: int) -> Bytes:
+        peer = self._members[rank]
+        if peer is None:
+            return self._arena.view(place, num_bytes)
+        return peer.segments.view(place, num_bytes)
+
+    def forget(self, rank: int, place: int, num_bytes: int) -> None:
+        peer = self._members[rank]
+        # Segments beside the arena stay in the map.
+        if peer is not None and place + num_bytes <= peer.arena.num_bytes:
+            peer.arena.forget(place, num_bytes)
+
+
 class GroupChannel:
     """The operations of one process group on this rank.
 
@@ -85,6 +104,7 @@ class GroupChannel:
         self.members = tuple(members)
         self.rank = self.members.index(None)
         self.num_ranks = len(self.members)
+        self._memory = _MemoryOfMembers(arena, self.members)
         self.lock = threading.RLock()
         has_own_core = self.num_ranks <= len(os.sched_getaffinity(0))
         self._num_spins = _NUM_SPINS if has_own_core else 0
@@ -300,7 +320,7 @@ class GroupChannel:
             sources = [r for r in range(self.num_ranks) if transfer.needs_operand_of(r)]
             if not self._has_all_reached(POSTED, pending.sequence, sources):
                 return
-            transfer.move(self._list_operands(pending, sources), self._find_bytes)
+            transfer.move(self._list_operands(pending, sources), self._memory)
             pending.has_moved = True
             if transfer.ends_when_all_moved:
                 self._own.write(REDUCED, pending.sequence)
@@ -323,13 +343,6 @@ class GroupChannel:
             elif pending.block is not None:
                 operands[rank] = self._arena.view_block(pending.block)
         return operands
-
-    def _find_bytes(self, rank: int, place: int, num_bytes: int) -> Bytes:
-        """What rank `rank` of the group has at a place that it named."""
-        peer = self.members[rank]
-        if peer is None:
-            return self._arena.view(place, num_bytes)
-        return peer.segments.view(place, num_bytes)
 
     def _name_member(self, rank: int) -> int:
         peer = self.members[rank]

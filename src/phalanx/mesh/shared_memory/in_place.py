@@ -15,7 +15,7 @@ import torch
 
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.reduction import DTYPES, reduce_into
-from phalanx.mesh.shared_memory.transfers import FindBytes, Transfer
+from phalanx.mesh.shared_memory.transfers import GroupMemory, Transfer
 
 # Tells where a tensor lies that other ranks see, and None of others.
 Locate = Callable[[torch.Tensor], int | None]
@@ -64,8 +64,8 @@ class _ShownTensors:
 class _SeenTensors:
     """The tensors that another rank shows, by its operand."""
 
-    def __init__(self, block: Bytes, num_tensors: int, rank: int, find_bytes: FindBytes) -> None:
-        self._block, self._rank, self._find_bytes = block, rank, find_bytes
+    def __init__(self, block: Bytes, num_tensors: int, rank: int, memory: GroupMemory) -> None:
+        self._block, self._rank, self._memory = block, rank, memory
         table = block[: num_tensors * _ENTRY_BYTES].view(np.int64).reshape(num_tensors, 2)
         self._table = table.tolist()
 
@@ -80,7 +80,15 @@ class _SeenTensors:
             )
         if place <= 0:
             return self._block[start - place : start - place + num_bytes]
-        return self._find_bytes(self._rank, place + start, num_bytes)
+        return self._memory.view(self._rank, place + start, num_bytes)
+
+    def forget(self) -> None:
+        """Do not keep in this process's map what was read."""
+        places = [(place, size) for place, size in self._table if place > 0]
+        if places:
+            first = min(place for place, _ in places)
+            last = max(place + size for place, size in places)
+            self._memory.forget(self._rank, first, last - first)
 
 
 class _InPlaceTransfer(Transfer):
@@ -97,8 +105,8 @@ class _InPlaceTransfer(Transfer):
     def stage(self, block: Bytes) -> None:
         self._shown.write(block)
 
-    def _see(self, blocks: Sequence[Bytes], rank: int, find_bytes: FindBytes) -> _SeenTensors:
-        return _SeenTensors(blocks[rank], self._num_sources, rank, find_bytes)
+    def _see(self, blocks: Sequence[Bytes], rank: int, memory: GroupMemory) -> _SeenTensors:
+        return _SeenTensors(blocks[rank], self._num_sources, rank, memory)
 
 
 class GatherInPlace(_InPlaceTransfer):
@@ -113,18 +121,19 @@ class GatherInPlace(_InPlaceTransfer):
         self._gathered = gathered
         self.agreed_bytes = sum(each.source.nbytes for each in gathered)
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         for rank in range(len(blocks)):
             if rank == self._rank:
                 self._copy_own_rows()
                 continue
-            seen = self._see(blocks, rank, find_bytes)
+            seen = self._see(blocks, rank, memory)
             for index, each in enumerate(self._gathered):
                 source, row = each.source, each.rows[rank]
                 if row.numel():
                     item = source.element_size()
                     values = seen.view(index, each.starts[rank] * item, row.numel() * item)
                     _copy_values(row, values, source.dtype)
+            seen.forget()
 
     def _copy_own_rows(self) -> None:
         for each in self._gathered:
@@ -147,14 +156,14 @@ class ReduceScatterInPlace(_InPlaceTransfer):
         self._rows = rows
         self.agreed_bytes = rows.nbytes
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         num_bytes = self._row.nbytes
         operands = []
         for rank in range(len(blocks)):
             if rank == self._rank:
                 operands.append(_view_bytes(self._row))
             else:
-                seen = self._see(blocks, rank, find_bytes)
+                seen = self._see(blocks, rank, memory)
                 operands.append(seen.view(0, self._rank * num_bytes, num_bytes))
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
 

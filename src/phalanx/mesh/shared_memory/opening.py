@@ -38,6 +38,15 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
     return transport is not None and transport.shares_memory(group)
 
 
+def find_transport_in_place(group: dist.ProcessGroup) -> SharedMemoryTransport | None:
+    """The shared memory by which ranks of `group` read each other's tensors where they lie; None
+    where they do not."""
+    transport = current_transport()
+    if transport is None or not transport.reads_in_place(group):
+        return None
+    return transport
+
+
 def gathers_in_one_call(group: dist.ProcessGroup) -> bool:
     """True if one all-gather, or one reduce-scatter, is the quickest way on the CPU: through shared
     memory, or where a program is followed that would run there."""

@@ -7,7 +7,8 @@ read each other's tensors where they lie, it ends when all have moved theirs (`c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,11 +16,20 @@ import torch
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.reduction import reduce_into
 
-# (rank of the group, a place that it has named, bytes) -> what lies there.
-FindBytes = Callable[[int, int, int], Bytes]
-
 # Slices begin at cache lines.
 _SLICE_ALIGNMENT = 64
+
+
+class GroupMemory(Protocol):
+    """The memory of all ranks of a group, by places that they have named."""
+
+    def view(self, rank: int, place: int, num_bytes: int) -> Bytes:
+        """The bytes at a place of a rank."""
+        ...
+
+    def forget(self, rank: int, place: int, num_bytes: int) -> None:
+        """What was read there is not needed any more, and counts as this process's no longer."""
+        ...
 
 
 class Transfer:
@@ -46,8 +56,8 @@ class Transfer:
         """True if `move` reads what `rank` stages, or waits for it to come."""
         return True
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
-        """Move what this rank has to, from the operands of all ranks of the group. `find_bytes`:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
+        """Move what this rank has to, from the operands of all ranks of the group. `memory`:
         what lies at places that an operand names."""
 
     def collect(self, block: Bytes) -> None:
@@ -82,7 +92,7 @@ class AllReduceSlices(Transfer):
         np.copyto(block[: self._start], self._values[: self._start])
         np.copyto(block[self._stop :], self._values[self._stop :])
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         operands = [block[self._start : self._stop] for block in blocks]
         operands[self._rank] = self._values[self._start : self._stop]
         # Into this rank's tensor first, which nobody else reads.
@@ -106,7 +116,7 @@ class AllReduceWhole(Transfer):
     def stage(self, block: Bytes) -> None:
         np.copyto(block, self._values)
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         reduce_into([self._values], blocks, self.dtype, self.reduce_op)
 
 
@@ -124,9 +134,9 @@ class ReduceToRoot(AllReduceWhole):
     def needs_operand_of(self, rank: int) -> bool:
         return self._rank == self.root
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         if self._rank == self.root:
-            super().move(blocks, find_bytes)
+            super().move(blocks, memory)
 
 
 class AllGather(Transfer):
@@ -141,7 +151,7 @@ class AllGather(Transfer):
     def stage(self, block: Bytes) -> None:
         np.copyto(block, self._values)
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         for rank, (row, block) in enumerate(zip(self._rows, blocks, strict=True)):
             if rank != self._rank:
                 np.copyto(row, block)
@@ -167,7 +177,7 @@ class ReduceScatter(Transfer):
             if rank != self._rank:
                 np.copyto(self._find_row(block, rank), row)
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         operands = [self._find_row(block, self._rank) for block in blocks]
         operands[self._rank] = self._rows[self._rank]
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
@@ -194,7 +204,7 @@ class Broadcast(Transfer):
     def needs_operand_of(self, rank: int) -> bool:
         return rank == self.root and self._rank != self.root
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         if self._rank != self.root:
             np.copyto(self._values, blocks[self.root])
 
@@ -222,7 +232,7 @@ class AllToAll(Transfer):
             np.copyto(block[start : start + len(part)], part)
             start += len(part)
 
-    def move(self, blocks: Sequence[Bytes], find_bytes: FindBytes) -> None:
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
         for rank, (received, block) in enumerate(zip(self._received, blocks, strict=True)):
             sizes = block[: self._num_header_bytes].view(np.int64)
             start = self._num_header_bytes + int(sizes[: self._rank].sum())

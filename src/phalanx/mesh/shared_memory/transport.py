@@ -77,6 +77,7 @@ class SharedMemoryTransport:
     ) -> None:
         self._arena, self._rank, self._peers, self._reduce_ops = arena, rank, peers, reduce_ops
         self._reach, self._is_closed, self._is_paused = reach, False, False
+        self._reads_in_place = True
         self._groups: dict[str, _KnownGroup] = {}
         self._channels: dict[int, GroupChannel] = {}
         self._open_works: deque[SharedMemoryWork] = deque()
@@ -137,6 +138,24 @@ class SharedMemoryTransport:
             yield
         finally:
             self._is_paused = before
+
+    @contextlib.contextmanager
+    def sending_messages(self) -> Iterator[None]:
+        """Send what could be read in place while the body runs, on all ranks, as GPUs do."""
+        self._reads_in_place, before = False, self._reads_in_place
+        try:
+            yield
+        finally:
+            self._reads_in_place = before
+
+    def reads_in_place(self, group: dist.ProcessGroup) -> bool:
+        """True if ranks of `group` read each other's tensors where they lie."""
+        return self.shows_tensors and self.shares_memory(group)
+
+    @property
+    def shows_tensors(self) -> bool:
+        """True if some group reads tensors in place."""
+        return self._reads_in_place and not self._is_paused
 
     def shares_memory(self, group: dist.ProcessGroup) -> bool:
         """True if collectives of `group` go through shared memory."""

@@ -15,24 +15,15 @@ from torch import nn
 
 from phalanx.mesh.compat import list_fsdp_parameters
 from phalanx.mesh.shared_memory.in_place import GatheredTensor
-from phalanx.mesh.shared_memory.opening import current_transport
-from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
+from phalanx.mesh.shared_memory.opening import current_transport, find_transport_in_place
 from phalanx.mesh.shared_memory.work import SharedMemoryWork
-
-
-def find_shared_transport(group: dist.ProcessGroup) -> SharedMemoryTransport | None:
-    """The shared memory of the ranks of `group`; None where they have none."""
-    transport = current_transport()
-    if transport is None or not transport.shares_memory(group):
-        return None
-    return transport
 
 
 @torch.no_grad()
 def move_shards_to_shared_memory(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Have the shards of this rank lie where others read them, if there is such memory. Before
     anybody keeps a view of one."""
-    transport = find_shared_transport(group)
+    transport = find_transport_in_place(group)
     if transport is None:
         return
     for parameter in list_fsdp_parameters(root):
@@ -55,7 +46,7 @@ def post_in_place_gather(
 ) -> SharedMemoryWork | None:
     """Begin to gather FSDP's `parameters` to where their modules use them; None if ranks of `group`
     do not share memory, or one of them is no plain shard."""
-    transport = find_shared_transport(group)
+    transport = find_transport_in_place(group)
     if transport is None or not all(_is_shard(each) for each in parameters):
         return None
     gathered = []
@@ -81,7 +72,7 @@ class ScatteredMessages:
         """Memory for a message that others see; None for its result, and where there is none."""
         self._is_message_made = not self._is_message_made
         transport = current_transport()
-        if transport is None or not self._is_message_made:
+        if transport is None or not transport.shows_tensors or not self._is_message_made:
             return None
         return transport.make_tensor(num_elements, dtype, is_reused=True)
 
@@ -91,7 +82,7 @@ class ScatteredMessages:
         """Reduce this rank's part of all messages into `result`. False, and nothing is done, if
         ranks of `group` do not share memory."""
         self._is_message_made = False
-        transport = find_shared_transport(group)
+        transport = find_transport_in_place(group)
         if transport is None:
             return False
         reduce_op = "avg" if op == dist.ReduceOp.AVG else "sum"

@@ -21,7 +21,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import wrap_local_as_dtensor
 from phalanx.mesh.gloo_collectives import all_gather_rows_in_place
 from phalanx.mesh.shared_memory.in_place import GatheredTensor
-from phalanx.mesh.shared_memory.opening import current_transport
+from phalanx.mesh.shared_memory.opening import find_transport_in_place
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.optimizer_params import OptimizerParameterSubstitute
 from phalanx.parallel.protocol import ParallelContext, TransformOrder
@@ -64,8 +64,8 @@ class Zero1:
 def _move_to_shared_memory(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Have trained parameters lie where the other ranks of `group` read the rows that this one
     updates, if there is such memory."""
-    transport = current_transport()
-    if transport is None or not transport.shares_memory(group):
+    transport = find_transport_in_place(group)
+    if transport is None:
         return
     for parameter in parameters:
         is_cut = find_rows_of_rank(parameter, 0, dist.get_world_size(group)) is not None
@@ -188,8 +188,8 @@ class UpdatedParameterGather:
 
     @torch.no_grad()
     def gather_updated_parameters(self) -> None:
-        transport = current_transport()
-        if transport is None or not transport.shares_memory(self._group):
+        transport = find_transport_in_place(self._group)
+        if transport is None:
             self._gather_by_buckets()
             return
         with self._phases("collective", "all_gather updated weights", axis="dp"):
