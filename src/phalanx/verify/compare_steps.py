@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import xxhash
 
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
+from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.begin import load_starting_weights_of_trace
@@ -106,35 +108,36 @@ def train_beside_reference(
     # Once: the places of what is updated stay where they are.
     places = model.trained_shards()
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
-        optimizer.zero_grad()
-        means: list[float] = []
-        sent_gradients.begin_step(number)
-        if watch is not None:
-            watch.begin_step(number + 1, microbatches)
-        sums = model.forward_backward(
-            microbatches, wrap_objective_to_record_means(objective, means)
-        )
-        facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
-        observations.losses.append(facts.loss)
-        observations.norms.append(facts.grad_norm)
-        observations.num_targets.append(facts.num_targets)
-        observations.local_means.append(means)
-        observations.loads.append(_collect_expert_loads(model))
-        gradients, kind = collect_gradient_shards(model, places), name_gradients_set(number)
-        # By its own norm: an error of the norm is not one of every gradient.
-        unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
-        if unsent_errors.are_kept:
-            observations.apart["sent"] = max(
-                observations.apart.get("sent", 0.0),
-                _relative_distance(compute_block_dots(trace, kind, unclipped)),
+        with _reading_in_place_or_by_messages(number):
+            optimizer.zero_grad()
+            means: list[float] = []
+            sent_gradients.begin_step(number)
+            if watch is not None:
+                watch.begin_step(number + 1, microbatches)
+            sums = model.forward_backward(
+                microbatches, wrap_objective_to_record_means(objective, means)
             )
-            unclipped = unsent_errors.restore_full_gradients(facts.num_targets, unclipped)
-            observations.norms[-1] = _compute_gradient_norm(unclipped)
-        observations.tensors[kind] = compute_block_dots(trace, kind, unclipped)
-        observations.digests[kind] = hash_block_bits(gradients)
-        overwrite_step_gradients(applied, number, gradients)
-        model.update(optimizer)
-        _observe_update(observations, model, trace, number)
+            facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
+            observations.losses.append(facts.loss)
+            observations.norms.append(facts.grad_norm)
+            observations.num_targets.append(facts.num_targets)
+            observations.local_means.append(means)
+            observations.loads.append(_collect_expert_loads(model))
+            gradients, kind = collect_gradient_shards(model, places), name_gradients_set(number)
+            # By its own norm: an error of the norm is not one of every gradient.
+            unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
+            if unsent_errors.are_kept:
+                observations.apart["sent"] = max(
+                    observations.apart.get("sent", 0.0),
+                    _relative_distance(compute_block_dots(trace, kind, unclipped)),
+                )
+                unclipped = unsent_errors.restore_full_gradients(facts.num_targets, unclipped)
+                observations.norms[-1] = _compute_gradient_norm(unclipped)
+            observations.tensors[kind] = compute_block_dots(trace, kind, unclipped)
+            observations.digests[kind] = hash_block_bits(gradients)
+            overwrite_step_gradients(applied, number, gradients)
+            model.update(optimizer)
+            _observe_update(observations, model, trace, number)
     observations.sent_faults = sent_gradients.faults
     if watch is not None:
         observations.wrong_masks = [
@@ -144,6 +147,15 @@ def train_beside_reference(
     observations.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
     model.train()
     return observations
+
+
+def _reading_in_place_or_by_messages(number: int) -> AbstractContextManager[None]:
+    """Ranks that share memory read shards and updated rows in place in the first of two steps, and
+    send them in the second, as GPUs and gloo do: both are judged."""
+    transport = current_transport()
+    if transport is None or number % 2 == 0:
+        return nullcontext()
+    return transport.sending_messages()
 
 
 def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservations:

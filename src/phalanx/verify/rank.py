@@ -20,6 +20,7 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.attention_kernels import using_unfused_attention_alone
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.shared_memory.opening import find_transport_in_place
 from phalanx.parallel.compute.fp8 import Float8LinearLayers
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import discover_transforms
@@ -71,6 +72,8 @@ FP8_NOTE = (
 )
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
+
+READ_IN_PLACE = "shards read in place in every second step, and sent as messages in the others"
 
 
 def main(document: JsonObject, link: RankLink) -> int:
@@ -192,6 +195,11 @@ def compare_layout_with_reference(
                 steps, inner.data_parallel_rank, plan.layout.data_parallel_size
             )
             rank_steps = move_steps_to_device(rank_steps, inner.device)
+            is_read_in_place = (
+                plan.layout.gradient_reduction_layout.dp_shard > 1
+                and inner.device_mesh is not None
+                and find_transport_in_place(inner.submesh("dp_shard").get_group()) is not None
+            )
             result = run.run(reference, rank_steps, inner)
             near_tie = near_tie_tolerance(dtype, tolerance)
             routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
@@ -229,7 +237,10 @@ def compare_layout_with_reference(
         tolerance=summarize_error_bands(reference).median if is_narrow_dtype(dtype) else tolerance,
         first=verdict.first,
         notes=result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed),
-        judged=list_compared_quantities(plan, reference, job.optim.kind),
+        judged=(
+            *list_compared_quantities(plan, reference, job.optim.kind),
+            *((READ_IN_PLACE,) if is_read_in_place else ()),
+        ),
         not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,

@@ -14,8 +14,8 @@ PLANT = Plant(
         Edit(
             "parallel/optimizer_params.py",
             "OptimizerParameterSubstitute.copy_updated_values_to_model",
-            "        if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():\n",
-            "        if self.on_host and not __planted__() and in_model.data_ptr() != in_optimizer.data_ptr():\n",
+            "        if in_model.data_ptr() != in_optimizer.data_ptr():\n",
+            "        if not __planted__() and in_model.data_ptr() != in_optimizer.data_ptr():\n",
         ),
     ),
     shows=("ddp-unused-offload-optimizer", "zero1-offload-optimizer"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",
-            "UpdatedParameterGather.gather_updated_parameters",
+            "UpdatedParameterGather._gather_by_buckets",
             "        for spans in self._buckets:\n",
             "        for spans in self._buckets[:1] if __planted__(len(self._buckets) > 1) else self._buckets:\n",
         ),
