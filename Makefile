@@ -55,11 +55,11 @@ exam: $(READY)  ## bugs planted in phalanx: how many `phalanx verify` finds (doc
 SMALL := model.dim=256 model.num_layers=6 model.num_heads=4 model.vocab_size=4096 train.global_batch_size=8
 LARGE := model.dim=512 model.num_layers=8 model.num_heads=8 model.vocab_size=32000 train.global_batch_size=4
 
-bench: $(READY)  ## training beside torch's own loops and other libraries, two models in fp32 and bf16; about 25 minutes
+bench: $(READY)  ## training beside torch's own loops and other libraries, two models in fp32 and bf16; ARGS=...; up to an hour
 	$(BIN)/phalanx bench train $(SMALL) data.seq_len=256 precision.compute=fp32 $(ARGS)
 	$(BIN)/phalanx bench train $(SMALL) data.seq_len=256 precision.compute=bf16 $(ARGS)
-	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=fp32 $(ARGS)
-	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=bf16 $(ARGS)
+	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=fp32 --turns 8 $(ARGS)
+	$(BIN)/phalanx bench train $(LARGE) data.seq_len=256 precision.compute=bf16 --turns 8 $(ARGS)
 
 bench-command: $(READY)  ## `phalanx train` from the command line on: first step, memory, tokens/s beside a bare DDP loop
 	$(BIN)/python benchmarks/throughput

@@ -1,12 +1,11 @@
-"""Collectives through shared memory beside gloo's, and the training steps that use them.
+"""Collectives through shared memory beside gloo's.
 
-    python benchmarks/shared_memory.py [calls|steps] [--ranks N] [--out FILE]
+    python benchmarks/shared_memory.py [--ranks N] [--out FILE]
 
-"calls": each primitive at several sizes, of fp32 and bf16; turns of gloo and of shared memory take
-turns in the same ranks, with a copy of as many bytes by one rank's `Tensor.copy_` beside them.
-"steps": two models of the table in docs/benchmarks.md under each layout: the step of ranks that
-never talk, over gloo and through shared memory, in the same processes in turn. Printed are medians
-and the shares of the speed without talking. Other load falls on all alike; it is printed.
+Each primitive at several sizes, of fp32 and bf16; turns of gloo and of shared memory take turns in
+the same ranks, with a copy of as many bytes by one rank's `Tensor.copy_` beside them. Printed are
+medians. Other load falls on all alike; it is printed. Whole steps: `phalanx bench train --layouts
+ddp,ddp/gloo`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import phalanx
 from forked_ranks import measure_in_forked_ranks
-from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
-from phalanx.nn.build import build_model, build_objective
-from phalanx.optim.build import build_optimizer
-from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 
 CALL_BYTES = (1 << 10, 64 << 10, 1 << 20, 25 << 20)
@@ -40,28 +35,10 @@ CALL_TYPES = (torch.float32, torch.bfloat16)
 SECONDS_OF_TURN = 0.15
 NUM_TURNS = 8
 
-MODELS = {
-    "256 x 6, vocab 4,096": (256, 6, 4, 4096, 256),
-    "512 x 8, vocab 32,000": (512, 8, 8, 32_000, 256),
-}
-LAYOUTS = {
-    "ddp": ["parallel.dp_replicate={n}"],
-    "zero1": ["parallel.zero_stage=1"],
-    "zero2": ["parallel.zero_stage=2"],
-    "zero3": ["parallel.zero_stage=3"],
-    "tp": ["parallel.tp={n}"],
-    "cp": ["parallel.cp={n}"],
-}
-STEPS_OF_TURN = 2
-NUM_STEP_TURNS = 6
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("calls", "steps"), default="calls")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--models", type=int, default=len(MODELS), help="the first so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     measured = measure_in_forked_ranks(
@@ -74,9 +51,8 @@ def main() -> None:
 
 def _measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    measure = {"calls": _measure_calls, "steps": _measure_steps}[options.what]
     rows = []
-    for row in measure(options):
+    for row in _measure_calls(options):
         row |= {"date": datetime.date.today().isoformat(), "load": round(os.getloadavg()[0], 1)}
         rows.append(row)
         if rank == 0:
@@ -157,70 +133,6 @@ def _time_copy(num_bytes: int) -> float:
         target.copy_(source)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
-
-
-def _measure_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for model, layout in itertools.product(
-        list(MODELS)[: options.models], options.layouts.split(",")
-    ):
-        overrides = [each.format(n=options.ranks) for each in LAYOUTS[layout]]
-        dim, num_layers, num_heads, vocab, seq_len = MODELS[model]
-        settings = [
-            *(f"model.dim={dim}", f"model.num_layers={num_layers}"),
-            *(f"model.num_heads={num_heads}", f"data.seq_len={seq_len}"),
-            f"train.global_batch_size={2 * options.ranks}",
-            *overrides,
-        ]
-        job = phalanx.load_job(None, settings)
-        plan = phalanx.make_plan(job, num_ranks=options.ranks, vocab_size=vocab)
-        with open_mesh(plan.layout, device="cpu", collectives="shared") as mesh:
-            transport = current_transport()
-            assert transport is not None
-            steps = {"shared": _build_step(job, plan, mesh)}
-            with transport.paused():
-                steps["gloo"] = _build_step(job, plan, mesh)
-            alone = phalanx.load_job(None, [*settings[:4], "train.global_batch_size=2"])
-            single = phalanx.make_plan(alone, num_ranks=1, vocab_size=vocab)
-            steps["never talk"] = _build_step(alone, single, Mesh(single.layout, 0, 0, mesh.device))
-            seconds: dict[str, list[float]] = {way: [] for way in steps}
-            for _ in range(NUM_STEP_TURNS):
-                for way, take_step in steps.items():
-                    with transport.paused() if way == "gloo" else nullcontext():
-                        dist.barrier()
-                        began = time.perf_counter()
-                        for _ in range(STEPS_OF_TURN):
-                            take_step()
-                        seconds[way].append((time.perf_counter() - began) / STEPS_OF_TURN)
-        # The first turn warms up.
-        medians = {way: statistics.median(each[1:]) for way, each in seconds.items()}
-        # Ranks that never talk do two sequences each; together the others do as many.
-        yield {
-            "model": model,
-            "layout": layout,
-            "ranks": options.ranks,
-            **{f"{way}, ms": round(each * 1e3, 1) for way, each in medians.items()},
-            "gloo, share": round(medians["never talk"] / medians["gloo"], 3),
-            "shared, share": round(medians["never talk"] / medians["shared"], 3),
-            "staged, MiB": round(transport.staged_bytes / 2**20, 1),
-        }
-
-
-def _build_step(job: Any, plan: Any, mesh: Mesh) -> Callable[[], None]:
-    model = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=0)
-    optimizer = build_optimizer(model, job.optim)
-    objective = build_objective(job)
-    generator = torch.Generator().manual_seed(mesh.data_parallel_rank)
-    rows = plan.global_batch_size // plan.layout.data_parallel_size
-    tokens = torch.randint(plan.vocab_size, (rows, job.data.seq_len + 1), generator=generator)
-    batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-
-    def take_step() -> None:
-        loss = model.forward_backward([batch], objective)
-        model.reduce_and_clip(loss, max_norm=1.0)
-        model.update(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-
-    return take_step
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def run_and_print_bench_train(
     others than the reference's."""
     from phalanx.bench.training.drive import bench_training
     from phalanx.bench.training.rows import open_rows
+    from phalanx.run.stop_signals import StoppedBySignalError
 
     refuse_launcher("bench")
     with ExitStack() as stack:
@@ -77,9 +78,11 @@ def run_and_print_bench_train(
                 on_progress=lambda progress: _show_progress(line, progress, began),
                 on_row=file.write_turn,
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedBySignalError) as stop:
             line.hide()
-            print(f"interrupted; the turns until now are in {path}", file=sys.stderr)
+            print(f"stopped; the turns until now are in {path}", file=sys.stderr)
+            if isinstance(stop, StoppedBySignalError):
+                return ExitCode.PREEMPTED
             return ExitCode.INTERRUPTED
         for standing in result.standings:
             file.write_standing(standing)
