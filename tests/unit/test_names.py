@@ -58,3 +58,12 @@ def test_no_public_function_is_named_twice() -> None:
     reviewed = BY_CONTRACT.keys() | REVIEWED_FUNCTIONS.keys()
     assert {name: places for name, places in repeated.items() if name not in reviewed} == {}
     assert reviewed - repeated.keys() == set(), "no longer needed"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest collects none of two files of one name: `make test-all` would end before its first
+    test."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in Path(__file__).parent.parent.rglob("test_*.py"):
+        places[path.name].append(str(path))
+    assert [found for found in places.values() if len(found) > 1] == []
