@@ -38,6 +38,7 @@ def test_two_contenders_train_the_same_in_turns(tmp_path: Path) -> None:
         assert standing["peak_bytes"] > 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["schema"] for row in rows} == {"phalanx.bench-train-row/1"}
+    assert all(contender["version"] for contender in rows[0]["contenders"])
     turns = [row for row in rows if row["row"] == "turn"]
     # Each warms up, and has two turns, in an order that rotates.
     assert [row["contender"] for row in turns[:3]] == list(standings)

@@ -38,7 +38,10 @@ class RowsFile:
             "began": time.strftime("%Y-%m-%dT%H:%M:%S"),
             **describe_setting(compared),
             "job": compared.job.to_json(),
-            "contenders": [contender.to_json() for contender in request.contenders],
+            "contenders": [
+                {**contender.to_json(), "version": contender.find_version() or None}
+                for contender in request.contenders
+            ],
         }
         self._write("comparison", facts)
 
