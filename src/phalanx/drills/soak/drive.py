@@ -180,17 +180,23 @@ def run_soak(
     with opening_runs_folder(request.out) as folder:
         runner = _SoakRunner(request, folder, on_progress)
         plan = _plan_soak(request, runner.probe_step_s(probe_job))
+        # At the start: sources may change while it runs.
+        circumstances = Circumstances.now(digest(read_job_facts(plan.job.job)))
         on_plan(plan)
         runner.num_steps = 2 * plan.shape.num_steps
         charged_s = sum_charges_s(plan.strikes, plan.shape, plan.step_s)
         undisturbed = runner.run_undisturbed(plan, charged_s)
         disturbed = runner.run_disturbed(plan, undisturbed, charged_s)
         on_progress(SoakProgress("judging", runner.num_steps, runner.num_steps))
-        return judge_soak(request, plan, undisturbed, disturbed)
+        return judge_soak(request, plan, undisturbed, disturbed, circumstances)
 
 
 def judge_soak(
-    request: SoakRequest, plan: SoakPlan, undisturbed: SoakedRun, disturbed: SoakedRun
+    request: SoakRequest,
+    plan: SoakPlan,
+    undisturbed: SoakedRun,
+    disturbed: SoakedRun,
+    circumstances: Circumstances,
 ) -> SoakResult:
     """Judge both runs of a soak by what they left on the disk."""
     record = disturbed.record
@@ -219,7 +225,6 @@ def judge_soak(
         num_left=undisturbed.end.num_left + disturbed.end.num_left,
         keeps_all_checkpoints=plan.job.job.checkpoint.keep_last is None,
     )
-    circumstances = Circumstances.now(digest(read_job_facts(plan.job.job)))
     return SoakResult(
         request,
         plan,
