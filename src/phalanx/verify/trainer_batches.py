@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,15 @@ class RankBatches:
 @dataclass
 class OverflowInjector:
     """Multiplies the gradients of the first microbatch of OVERFLOW_STEP on the first
-    data-parallel rank: its loss stays as it is, and only the norm is not finite.
+    data-parallel rank: its loss stays as it is, and only the norm is not finite. So they are when
+    the step is repeated: its numbers are at fault, and no processor.
 
     Compressed gradients become infinite: compression keeps what it did not send of a finite one,
     also where the step is skipped for its norm.
     """
 
     batches: RankBatches
-    _done: set[int] = field(default_factory=set)
+    _num_calls: int = 0
 
     def wrap_objective(self, objective: Objective) -> Objective:
         """The objective, which also spoils."""
@@ -138,7 +139,6 @@ class OverflowInjector:
         def call_and_spoil(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             loss, targets = objective(outputs, batch)
             if loss.requires_grad and self._is_overflow_due():
-                self._done.add(self.batches.step)
                 loss.register_hook(lambda gradient: gradient * self._factor)
             return loss, targets
 
@@ -151,6 +151,8 @@ class OverflowInjector:
         return OVERFLOW_FACTOR
 
     def _is_overflow_due(self) -> bool:
-        step = self.batches.step
-        is_first = self.batches.mesh.data_parallel_rank == 0
-        return is_first and step == OVERFLOW_STEP and step not in self._done
+        if self.batches.step != OVERFLOW_STEP or self.batches.mesh.data_parallel_rank != 0:
+            return False
+        self._num_calls += 1
+        # The first of each time that the step is computed.
+        return (self._num_calls - 1) % self.batches.plan.num_microbatches == 0
