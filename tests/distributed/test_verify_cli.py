@@ -18,6 +18,7 @@ from commands import environment, finish, run, run_all, start, survivors, wait_u
 from phalanx.core.errors import ExitCode
 from phalanx.plan.nvidia import list_visible_gpus
 from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
+from phalanx.verify.choose import select_layout_cases
 from phalanx.verify.row import Row
 
 OWN = """
@@ -312,6 +313,18 @@ def test_a_job_is_verified_from_python_outside_the_main_thread(
     with pytest.raises(phalanx.PhalanxError, match="'dpp' is no layout"):
         phalanx.verify_job(job, "dpp", ranks=2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_module_of_ones_own_is_judged_as_it_is_in_all_layouts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = phalanx.load_job(None, ["model.kind=own:build"])
+    chosen = select_layout_cases(job, "all", ranks=2, steps=1, shrink=None)
+    assert "ddp" in {case.name for _, case in chosen.work}
+    assert not any("shrunk" in note for note in chosen.notes)
 
 
 def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(

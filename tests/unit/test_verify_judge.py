@@ -160,6 +160,18 @@ def test_what_is_judged_in_float64_alone_is_refused_without_it(types: str) -> No
     assert chosen.required == set(layouts)
 
 
+@pytest.mark.parametrize(
+    ("layouts", "shrink", "dim"),
+    [("all", None, 32), ("all", False, 128), ("ddp,tp2", None, 128), ("ddp,tp2", True, 32)],
+)
+def test_all_layouts_are_judged_at_small_widths_unless_it_is_said_otherwise(
+    layouts: str, shrink: bool | None, dim: int
+) -> None:
+    chosen = select_layout_cases(Job(), layouts, ranks=2, steps=2, shrink=shrink)
+    assert {case.plan.model_shape.dim for _, case in chosen.work if case.plan is not None} == {dim}
+    assert any("--no-shrink" in note for note in chosen.notes) == (shrink is None and dim == 32)
+
+
 def test_on_gpus_layouts_are_judged_and_runs_of_the_trainer_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

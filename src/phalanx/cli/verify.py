@@ -47,9 +47,13 @@ def command(
         int | None, typer.Option("--ranks", min=1, metavar="N", help="How many ranks.")
     ] = None,
     shrink: Annotated[
-        bool,
-        typer.Option("--shrink", help="Judge a built-in model at two blocks and small widths."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--shrink/--no-shrink",
+            help="Built-in models at two blocks and small widths; default with --layouts all.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=100, metavar="K", help="Optimizer steps.")
     ] = NUM_STEPS,
@@ -102,7 +106,7 @@ def print_verification(
     run: Path | None = None,
     layouts: str = "asked",
     ranks: int | None = None,
-    shrink: bool = False,
+    shrink: bool | None = None,
     steps: int = NUM_STEPS,
     types: str = "",
     device: str = "cpu",
@@ -133,7 +137,8 @@ def print_verification(
         if run is not None:
             suspected = _load_job_of_suspected_run(run, arguments, model, as_json=as_json)
             job, ranks = suspected.job, ranks or suspected.num_ranks
-            shrink = shrink or suspected.needs_small_widths
+            if shrink is None and suspected.needs_small_widths:
+                shrink = True
         else:
             job_file, overrides = split_job_file_and_overrides(arguments)
             job = load_job(job_file, build_overrides_of_model(model, overrides))

@@ -147,12 +147,13 @@ def select_layout_cases(
     *,
     ranks: int | None,
     steps: int,
-    shrink: bool,
+    shrink: bool | None,
     types: str | Sequence[str] = "",
     device: str = "cpu",
 ) -> Selection:
     """The selection for `layouts`: "asked", "all", or names (one string with commas, or a
-    sequence), in `types`, as `verify_job` has them, on `device`.
+    sequence), in `types`, as `verify_job` has them, on `device`. `shrink` None: where all are
+    asked for and the model is built in.
 
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
@@ -169,9 +170,16 @@ def select_layout_cases(
         layout_names, job_layout, num_ranks, has_experts=has_experts
     )
     notes = []
+    is_asked_to_shrink = shrink is not None
+    if shrink is None:
+        # Their number is what takes the time: a few blocks of small widths go through each of them.
+        shrink = "all" in layout_names and not job.model.is_foreign
     if shrink:
         job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(axes_of_name.values()))
-        notes.append(f"shrunk  {changes or 'nothing: it is small'}")
+        note = f"shrunk  {changes or 'nothing: it is small'}"
+        if changes and not is_asked_to_shrink:
+            note += "; --no-shrink judges the model as it is"
+        notes.append(note)
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
     dtypes = resolve_dtype_names(types, compute)

@@ -40,7 +40,7 @@ def verify_job(
     *,
     ranks: int | None = None,
     steps: int = NUM_STEPS,
-    shrink: bool = False,
+    shrink: bool | None = None,
     types: str | Sequence[str] = "",
     device: str = "cpu",
     on_selection: Callable[[Selection], None] = lambda selection: None,
@@ -53,9 +53,9 @@ def verify_job(
     `layouts`: "asked" (the job's own), "all" (each layout of `ranks` ranks), or names (one string
     with commas, or a sequence). `ranks`: how many processes of this machine; by default as many as
     the job says, else 4. `steps`: optimizer steps of each layout. `shrink`: a built-in model is
-    compared at two blocks and small widths. `types`: "float64", "float32", "bf16", "fp16" and "fp8"
-    (one string with commas, or a sequence); by default the first two, and the job's own compute
-    type.
+    compared at two blocks (or as many as the pipelines need) and small widths; None: where
+    `layouts` is "all". `types`: "float64", "float32", "bf16", "fp16" and "fp8" (one string with
+    commas, or a sequence); by default the first two, and the job's own compute type.
     `device`: where layouts compute, "cpu" or "cuda"; the reference is always the CPU's.
 
     `on_selection` is called once, before ranks start; `on_row` with each row as it comes;

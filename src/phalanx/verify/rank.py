@@ -66,6 +66,8 @@ MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 MAX_RECOMPILES = 64
 # Of the logits of a microbatch: a first, a middle and a last one.
 NUM_LOSS_CHUNKS = 3
+# A quarter of a model, which a stage or a rank of tp may hold, still fills several.
+MAX_BUCKETS_OF_MODEL = 32
 FP8_NOTE = (
     "fp8 is emulated on the CPU: products of what was rounded are made in float32; kernels of GPUs"
     " are not run"
@@ -252,6 +254,11 @@ def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
     block. In float32 attention has one mask, as it has in usual training."""
     sizes = shrink_block_sizes()
+    # A bucket more is a collective more: a larger model has larger ones.
+    num_bytes = plan.num_params * getattr(torch, parameter_dtype_of_row(dtype)).itemsize
+    sizes = replace(
+        sizes, bucket_bytes=max(sizes.bucket_bytes or 1, num_bytes // MAX_BUCKETS_OF_MODEL | 1)
+    )
     num_tokens = plan.micro_batch_size * plan.seq_len // plan.layout.cp
     # No more turns than that, which take collectives with tp; the last one has fewer tokens.
     chunk = num_tokens // NUM_LOSS_CHUNKS + 1
