@@ -3,12 +3,8 @@ before it, on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
 
-from models import share
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
@@ -18,10 +14,9 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 from resuming import (
-    BATCH,
     CPU,
-    SEQ_LEN,
     VOCAB,
+    RandomSteps,
     differing,
     job_for,
     new_module,
@@ -31,17 +26,6 @@ from resuming import (
 
 LEFT_OUT = (1, 3, 4)
 STEPS = 5
-
-
-@dataclass(frozen=True)
-class RandomSteps:
-    rank: int
-
-    def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        drawn = torch.randint(
-            VOCAB, (2, BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(step)
-        )
-        return share({"inputs": drawn[0], "targets": drawn[1]}, self.rank, 2, 2)
 
 
 class LeavesOut:
@@ -56,7 +40,7 @@ def find_changes_of_steps(rank: int) -> dict[int, list[str]]:
     changes = {}
     with open_mesh(plan.layout, device="cpu") as mesh:
         state = new_state(mesh, job, plan, new_module(torch.float32))
-        data = TrainingData(RandomSteps(rank), causal_cross_entropy(64))
+        data = TrainingData(RandomSteps(rank, 2, 2), causal_cross_entropy(64))
         trainer = Trainer(job, plan, state, Bus(rank=rank), data, guards=[LeavesOut()])
         for step in range(1, STEPS + 1):
             before = whole_tensors(state)

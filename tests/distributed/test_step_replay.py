@@ -3,14 +3,11 @@ run has the bits of one in which nothing happened. One that stays so is left out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from models import share
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
@@ -21,10 +18,9 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 from resuming import (
-    BATCH,
     CPU,
-    SEQ_LEN,
     VOCAB,
+    RandomSteps,
     differing,
     job_for,
     new_module,
@@ -38,17 +34,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_stage": 1},
     "zero3": {"zero_stage": 3},
 }
-
-
-@dataclass(frozen=True)
-class RandomSteps:
-    rank: int
-
-    def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        drawn = torch.randint(
-            VOCAB, (2, BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(step)
-        )
-        return share({"inputs": drawn[0], "targets": drawn[1]}, self.rank, 2, MICROBATCHES)
 
 
 class SpoiledGradients:
@@ -79,7 +64,9 @@ class HeardEvents(Bus):
 def train_steps(rank: int, mesh: Mesh, job: Any, plan: Plan, times: int) -> dict[str, Any]:
     state = new_state(mesh, job, plan, new_module(torch.float32, dropout=0.1))
     objective, bus = SpoiledGradients(times), HeardEvents(rank)
-    trainer = Trainer(job, plan, state, bus, TrainingData(RandomSteps(rank), objective))
+    trainer = Trainer(
+        job, plan, state, bus, TrainingData(RandomSteps(rank, 2, MICROBATCHES), objective)
+    )
     reasons = []
     for objective.step in range(1, STEPS + 1):
         reasons.append(trainer.step()[1])

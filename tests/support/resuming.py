@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints import Tensors, newest, restore_state
 from commands import write_text
+from models import share
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.files import write_json_atomically
 from phalanx.data.corpus import load_corpus
@@ -41,6 +42,22 @@ from phalanx.train.training_data import TrainingData
 SEQ_LEN, BATCH, VOCAB, SEED = 12, 24, 257, 5
 STEPS, SAVED = 5, 3  # saved once
 CPU = Cluster("cpu", 8, 64 * 2**30)
+
+
+@dataclass(frozen=True)
+class RandomSteps:
+    """A rank's microbatches of random tokens, the same of a step whenever it is asked for."""
+
+    rank: int
+    num_ranks: int
+    num_microbatches: int
+
+    def step_microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        drawn = torch.randint(
+            VOCAB, (2, BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(step)
+        )
+        batch = {"inputs": drawn[0], "targets": drawn[1]}
+        return share(batch, self.rank, self.num_ranks, self.num_microbatches)
 
 
 class Everything(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
-from phalanx.core.errors import NumericsError, RunTakenError
+from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
@@ -26,9 +25,8 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.block_norms import BlockNormRequest
 from phalanx.parallel.executor import Batch
-from phalanx.parallel.step_stats import LocalLoss, StepStats
+from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestCheckpointRecorder
 from phalanx.train.block_norms import BlockNormRecorder
@@ -46,12 +44,12 @@ from phalanx.train.invariants import (
     act_on_corruption,
 )
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.nonfinite import NonFiniteFinder
 from phalanx.train.old_trainer_call import accept_deprecated_trainer_arguments
 from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
 from phalanx.train.step_recorder import StepRecorder
+from phalanx.train.step_repeat import NonFiniteStepRepeater
 from phalanx.train.step_tracer import StepTracer
 from phalanx.train.stop import StopRequestedError, StopSignalFlags
 from phalanx.train.training_data import TrainingData
@@ -100,7 +98,9 @@ class Trainer:
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
         self._norms = BlockNormRecorder(job.observe.norms_every, plan, state.model, bus)
-        self._nonfinite = NonFiniteFinder(state, data.objective, data.sample_numbers)
+        self._nonfinite = NonFiniteStepRepeater(
+            state, data, bus, max_norm=job.optim.clip_norm, on_corruption=on_corruption
+        )
         self._tracer = self._build_tracer()
         self._schedule = self._build_checkpoint_schedule()
         self._best = BestCheckpointRecorder(job, self.mesh, bus, storage)
@@ -218,7 +218,7 @@ class Trainer:
         )
         facts = self._invariants.remove_counts_from_flags(facts)
         if facts.reason_to_skip == "nonfinite_gradients":
-            facts = self._search_and_replay(step, microbatches, sums, facts, norms)
+            facts = self._nonfinite.find_origin_and_repeat(step, microbatches, sums, facts, norms)
         # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
             facts.reason_to_skip,
@@ -246,44 +246,6 @@ class Trainer:
             self._invariants.finish_step(facts)
             self._norms.finish_step(step, facts)
         return facts, skipped
-
-    def _search_and_replay(
-        self,
-        step: int,
-        microbatches: Sequence[Batch],
-        sums: LocalLoss,
-        facts: StepStats,
-        norms: BlockNormRequest,
-    ) -> StepStats:
-        """Find where a step that is not finite began. Where its forwards are finite when they are
-        computed again, the whole step is: neither its batch nor the weights need be at fault.
-
-        Returns the facts of the step as it stands, whose gradients are there.
-        """
-        origin = self._nonfinite.find(step, microbatches, sums)
-        if origin is None:
-            return facts
-        if origin.origin in ("gradient", "unknown") and self.state.model.can_repeat_step:
-            self.state.undo_forward()
-            self.state.optimizer.zero_grad(set_to_none=True)
-            seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
-            sums = self.state.model.forward_backward(microbatches, self.data.objective, step=step)
-            repeated = self.state.model.reduce_and_clip(
-                sums, max_norm=self.job.optim.clip_norm, by_block=norms
-            )
-            # What ranks said in the step's own reduction they have said once.
-            facts = replace(repeated, flags=facts.flags)
-            origin = replace(origin, was_repeated=facts.finite)
-        if self.mesh.rank == 0:
-            self.bus.emit(origin)
-        if origin.was_repeated and self._on_corruption == "stop":
-            raise NumericsError(
-                f"step {step} was not finite, and computed again it is: something went wrong in a"
-                " processor, in memory or on the way",
-                why='resilience.on_corruption = "stop"',
-                fix="find the machine at fault; the newest checkpoint may be continued from",
-            )
-        return facts
 
     def _settle_buckets(self, microbatch: Batch, step: int) -> None:
         """Before the first step of a run that is continued: a forward and a backward after which

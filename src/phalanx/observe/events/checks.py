@@ -52,7 +52,7 @@ class NonFiniteFound(Event):
     the loss; the forward is finite), "unknown" (computed again all is finite). `failed_rank`: whose
     it is, -1 where that is not known. `samples`: global numbers of the samples whose rows are not
     finite, at most 16; empty where the output has no rows of samples. `why`: what was not finite
-    before it. `was_repeated`: the whole step was computed again, was finite, and was applied.
+    before it. `was_repeated`: the whole step was computed again, and is finite.
     """
 
     step: int
