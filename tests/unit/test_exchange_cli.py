@@ -439,7 +439,15 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
         (d / "job.toml",),
         (f"model.init_from={d}", "--ranks", "1,2", "--repeats", "1", "--steps", "8"),
     ],
-    ("bench", "train"): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--with", "none")],
+    ("bench", "train"): lambda d: [
+        (d / "job.toml",),
+        # Whatever it compares reads the same: one layout, twice.
+        (
+            f"model.init_from={d}",
+            *("--with", "none", "--layouts", "ddp", "--turns", "2", "--steps", "1"),
+            *("--out", d.parent / "rows.jsonl"),
+        ),
+    ],
     ("drill",): lambda d: [
         (d / "job.toml", "kill"),
         ("kill", "--campaign", d / "job.toml", "parallel.ranks=2"),

@@ -14,7 +14,9 @@ import pytest
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import UsageError
 from phalanx.core.registry import list_modules_of_registry
+from phalanx.drills.command import CommandEnd
 from phalanx.drills.record import RunRecord
+from phalanx.drills.soak.kept import BEGUN_FILE_NAME, SOAK_RESULT_FILE_NAME, BegunSoak, claim_folder
 from phalanx.drills.soak.measure import (
     AnsweredStrike,
     count_steps_done_again,
@@ -312,3 +314,49 @@ def test_what_a_soak_cannot_do_is_refused_before_any_run(
     assert body["schema"] == "phalanx.error/1"
     assert words in str(body)
     assert not out.exists()
+
+
+# --- a soak that was stopped ----------------------------------------------------------------------
+
+ENDED = CommandEnd(0, 12.5, False, 100.0, 101.0, 0)
+
+
+def test_a_soak_that_was_stopped_goes_on_with_what_had_ended(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert claim_folder(out, "key") == BegunSoak("key")
+    (out / "runs" / "probe").mkdir(parents=True)
+    # Stopped before anything had ended: it is still the same soak.
+    assert claim_folder(out, "key") == BegunSoak("key")
+    # And another may begin, as none of its runs has.
+    assert claim_folder(out, "other") == BegunSoak("other")
+    BegunSoak("key", 0.25, ENDED).write(out)
+    assert claim_folder(out, "key") == BegunSoak("key", 0.25, ENDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (BEGUN_FILE_NAME, None, "another job, mix, length, seed, code or machine"),
+        (SOAK_RESULT_FILE_NAME, "{}", "this soak has ended"),
+        (BEGUN_FILE_NAME, "[]", "it is not phalanx.drill-soak-begun/1"),
+        (BEGUN_FILE_NAME, '{"schema": "phalanx.drill-soak-begun/1"}', "key"),
+        (BEGUN_FILE_NAME, "torn {", BEGUN_FILE_NAME),
+    ],
+)
+def test_the_runs_of_another_soak_are_left_alone(
+    name: str, text: str | None, words: str, tmp_path: Path
+) -> None:
+    BegunSoak("key", 0.25, ENDED).write(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=words):
+        claim_folder(tmp_path, "other" if text is None else "key")
+
+
+def test_runs_that_no_soak_began_are_left_alone(tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / "undisturbed" / "weights"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    with pytest.raises(UsageError, match="has runs already"):
+        claim_folder(tmp_path, "key")
+    assert kept.read_text() == "mine"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from phalanx.drills.soak.measure import AnsweredStrike
     from phalanx.drills.soak.mix import FaultMix
 
-RESULT_FILE_NAME = "soak.json"
 # Of half an hour a line now and then is enough.
 _PROGRESS_LINE_S = 15.0
 
@@ -45,6 +44,7 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
     """Run a soak and print what it made of its faults. Returns the exit code: 11 if a bar is
     missed."""
     from phalanx.drills.soak.drive import SoakRequest, run_soak
+    from phalanx.drills.soak.kept import SOAK_RESULT_FILE_NAME
     from phalanx.drills.soak.mix import choose_mix
     from phalanx.run.stop_signals import raising_on_stop_signals
 
@@ -87,10 +87,10 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
             )
         except KeyboardInterrupt:
             line.hide()
-            print(
-                "stopped; the run that went on is ended, and nothing is left of it",
-                file=sys.stderr,
-            )
+            stopped = "stopped: the run that went on is ended"
+            if options.out is not None:
+                stopped += "; the same command goes on from the undisturbed run, if that had ended"
+            print(stopped, file=sys.stderr)
             return int(ExitCode.INTERRUPTED)
     if options.out is not None:
         _write_result(options.out, result)
@@ -100,7 +100,7 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
         for text in describe_soak(result):
             print(text)
         if options.out is not None:
-            print(f"result  {options.out / RESULT_FILE_NAME}")
+            print(f"result  {options.out / SOAK_RESULT_FILE_NAME}")
             print(f"page    {result.run_dir / 'report.html'}")
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)
 
@@ -188,8 +188,9 @@ def describe_mix(result: SoakResult) -> list[str]:
 
 def _write_result(out: Path, result: SoakResult) -> None:
     from phalanx.core.files import build_path_resource_error, write_json_atomically
+    from phalanx.drills.soak.kept import SOAK_RESULT_FILE_NAME
 
-    path = out / RESULT_FILE_NAME
+    path = out / SOAK_RESULT_FILE_NAME
     try:
         write_json_atomically(path, {"schema": "phalanx.drill-soak/1", **result.to_json()})
     except OSError as error:

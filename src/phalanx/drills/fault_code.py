@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import phalanx
@@ -34,11 +35,19 @@ def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
 
 @functools.cache
 def _digest_recovery_rooms(package: Path) -> str:
+    paths = [path for room in RECOVERY_ROOMS for path in sorted((package / room).rglob("*.py"))]
+    return _digest_files(package, [p for p in paths if p.relative_to(package).parent != _FAULTS])
+
+
+@functools.cache
+def digest_package_code(package: Path = _PACKAGE) -> str:
+    """Digest of all files of phalanx: what may change the numbers of a run."""
+    return _digest_files(package, sorted(package.rglob("*.py")))
+
+
+def _digest_files(package: Path, paths: Sequence[Path]) -> str:
     hasher = hashlib.sha256()
-    for room in RECOVERY_ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
-            relative = path.relative_to(package)
-            if relative.parent != _FAULTS:
-                hasher.update(f"{relative}\0".encode())
-                hasher.update(path.read_bytes())
+    for path in paths:
+        hasher.update(f"{path.relative_to(package)}\0".encode())
+        hasher.update(path.read_bytes())
     return hasher.hexdigest()

@@ -3,7 +3,10 @@ the judgement."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import platform
+import shutil
 import statistics
 import time
 from collections import Counter
@@ -21,10 +24,12 @@ from phalanx.core.units import format_seconds
 from phalanx.drills.campaign import Circumstances
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.drive import opening_runs_folder, read_job_facts
+from phalanx.drills.fault_code import digest_package_code
 from phalanx.drills.job import DrilledJob, format_inject, load_drilled_job, measure_job
 from phalanx.drills.judge import Check, finite_or_none
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.run_trial import compare_final_checkpoints, read_last_line
+from phalanx.drills.soak.kept import BegunSoak, claim_folder
 from phalanx.drills.soak.measure import (
     AnsweredStrike,
     find_early_verdicts,
@@ -177,15 +182,26 @@ def run_soak(
     """
     # Refused, if at all, before there is a folder.
     probe_job = _load_soaked_job(request, PROBE_STEPS, None, ())
+    begun = BegunSoak(_compute_soak_key(request, probe_job))
+    if request.out is not None:
+        begun = claim_folder(request.out, begun.key)
     with opening_runs_folder(request.out) as folder:
         runner = _SoakRunner(request, folder, on_progress)
-        plan = _plan_soak(request, runner.probe_step_s(probe_job))
+        step_s = begun.step_s
+        if step_s is None:
+            step_s = runner.probe_step_s(probe_job)
+        plan = _plan_soak(request, step_s)
         # At the start: sources may change while it runs.
         circumstances = Circumstances.now(digest(read_job_facts(plan.job.job)))
         on_plan(plan)
         runner.num_steps = 2 * plan.shape.num_steps
         charged_s = sum_charges_s(plan.strikes, plan.shape, plan.step_s)
-        undisturbed = runner.run_undisturbed(plan, charged_s)
+        if begun.undisturbed is None:
+            undisturbed = runner.run_undisturbed(plan, charged_s)
+            if request.out is not None:
+                BegunSoak(begun.key, step_s, undisturbed.end).write(request.out)
+        else:
+            undisturbed = runner.take_over_undisturbed(begun.undisturbed)
         disturbed = runner.run_disturbed(plan, undisturbed, charged_s)
         on_progress(SoakProgress("judging", runner.num_steps, runner.num_steps))
         return judge_soak(request, plan, undisturbed, disturbed, circumstances)
@@ -234,6 +250,18 @@ def judge_soak(
         tuple(checks),
         goodput,
         circumstances,
+    )
+
+
+def _compute_soak_key(request: SoakRequest, job: DrilledJob) -> str:
+    """The key of a soak: two of the same key have equal undisturbed runs."""
+    return digest(
+        [
+            read_job_facts(job.job),
+            list(request.mix.faults),
+            [request.minutes, request.fault_every_s, request.seed],
+            [digest_package_code(), importlib.metadata.version("torch"), platform.node()],
+        ]
     )
 
 
@@ -313,6 +341,11 @@ class _SoakRunner:
         probe = self._run("probe", job, (), 3600.0, lambda run_dir: None)
         return measure_usual_step_s(probe.record)
 
+    def take_over_undisturbed(self, end: CommandEnd) -> SoakedRun:
+        """The undisturbed run that an earlier command left, which ended so."""
+        run_dir = self._folder / "undisturbed" / "run"
+        return SoakedRun(read_run_record(run_dir), end, *_read_shares(run_dir))
+
     def run_undisturbed(self, plan: SoakPlan, charged_s: float) -> SoakedRun:
         steps, tell = plan.shape.num_steps, self._on_progress
         meter = _StepMeter(plan.shape)
@@ -360,6 +393,8 @@ class _SoakRunner:
     ) -> SoakedRun:
         """Train the job. Raises UsageError where that fails and may not."""
         run_dir = self._folder / name / "run"
+        # What this soak had begun when it was stopped.
+        shutil.rmtree(run_dir.parent, ignore_errors=True)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = run_dir.with_suffix(".log")
         end = run_phalanx(
