@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli._app import run_command_line
+from phalanx.core.errors import ExitCode
 from phalanx.plan.profiles import PROFILE_SECTIONS, load_profile
 
 
@@ -104,3 +106,11 @@ def test_autotune_runs_a_layout_and_cleans_up(tmp_path: Path) -> None:
     assert "uncalibrated" in facts["basis"]
     assert [path.name for path in temporary.iterdir() if "autotune" in path.name] == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_directory_for_the_profile_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.bench.drive.bench_machine", None)
+    assert run_command_line(["bench", "gemm", "--out", str(tmp_path)]) == ExitCode.USAGE
+    assert f"--out {tmp_path} is a directory" in capsys.readouterr().err

@@ -419,7 +419,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("data", "stats"): lambda d: [(d,)],
     ("data", "ledger"): lambda d: [(d,)],
     # Measuring reads no file: what it is given is where it writes.
-    ("bench", "gemm"): lambda d: [("--out", d)],
+    ("bench", "gemm"): lambda d: [("--out", d), ("--out", d / "job.toml", "--seconds", "5")],
     ("bench", "comm"): lambda d: [("--out", d)],
     ("bench", "storage"): lambda d: [("--directory", d / "job.toml")],
     ("bench", "all"): lambda d: [("--directory", d / "job.toml")],

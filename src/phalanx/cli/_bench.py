@@ -26,6 +26,9 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
     with print_errors_as_json(as_json), ProgressLine("measuring") as line:
         if request.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"--device is auto, cpu or cuda, not {request.device!r}")
+        if out is not None and out.is_dir():
+            # Said before a minute of measuring, and not after it.
+            raise UsageError(f"--out {out} is a directory", fix="give a file, which is written")
         result = bench_machine(
             request, on_progress=lambda progress: _show_bench_progress(line, progress)
         )
