@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phalanx.cli._app import run_command_line
@@ -48,12 +49,20 @@ def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path
     assert not storage.parent.exists()
 
 
+def _wait_for_ranks(pid: int) -> None:
+    """Until the command has started both of its ranks, which then measure."""
+    until_s = time.monotonic() + 60
+    while len(psutil.Process(pid).children(recursive=True)) < 2:
+        assert time.monotonic() < until_s, "no ranks were started"
+        time.sleep(0.05)
+
+
 def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
     command, environment = bench(tmp_path, "comm", "--device=cpu", "--ranks=2")
     process = subprocess.Popen(
         command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    time.sleep(4)
+    _wait_for_ranks(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
