@@ -49,7 +49,7 @@ format: $(READY)  ## make the code look as lint wants it
 	$(BIN)/ruff format src tests tools examples benchmarks docs
 	$(BIN)/ruff check --fix src tests tools examples benchmarks docs
 
-exam: $(READY)  ## bugs planted in phalanx: how many `phalanx verify` finds (docs/exam.md); up to an hour, resumable
+exam: $(READY)  ## bugs planted in phalanx: how many `phalanx verify` finds (docs/exam.md); an hour or two, resumable
 	@cd tests && ../$(BIN)/python -m exam $(ARGS)
 
 SMALL := model.dim=256 model.num_layers=6 model.num_heads=4 model.vocab_size=4096 train.global_batch_size=8

@@ -78,7 +78,8 @@ def run_clean(run: CleanRun, processes: Processes) -> CleanScore:
     job = ("--model", run.model, "--shrink", f"run.seed={run.seed}")
     command = verify_command(job, ",".join(run.layouts), NUM_RANKS)
     with tempfile.TemporaryDirectory(prefix="exam-") as directory:
-        done = processes.run(command, Path(directory), build_environment())
+        # Ten times the rows of a plant.
+        done = processes.run(command, Path(directory), build_environment(), num_timeouts=3)
     if done is None:
         return CleanScore(run.name, run.seed, 0, 0, ("it hung",))
     rows = read_rows(done.stdout)

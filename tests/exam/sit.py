@@ -37,10 +37,15 @@ class Processes:
     _is_closed: bool = False
 
     def run(
-        self, command: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        num_timeouts: int = 1,
     ) -> subprocess.CompletedProcess[str] | None:
-        """The finished process, or None if it took more than `timeout_s` and was killed, with all
-        that it started. Raises ClosedError."""
+        """The finished process, or None if it took more than `num_timeouts` times `timeout_s` and
+        was killed, with all that it started. Raises ClosedError."""
         with self._lock:
             if self._is_closed:
                 raise ClosedError
@@ -55,7 +60,7 @@ class Processes:
             )
             self._running.add(process)
         try:
-            out, err = process.communicate(timeout=self.timeout_s)
+            out, err = process.communicate(timeout=num_timeouts * self.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()

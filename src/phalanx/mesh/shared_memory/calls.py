@@ -16,6 +16,7 @@ from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.messages import Receive, Send
 from phalanx.mesh.shared_memory.operations import Collective, Operation
 from phalanx.mesh.shared_memory.reduction import DTYPES, can_reduce
+from phalanx.mesh.shared_memory.tensors import view_bytes
 from phalanx.mesh.shared_memory.transfers import (
     AllGather,
     AllReduceSlices,
@@ -67,28 +68,23 @@ class _Places:
 
     def read(self, tensor: torch.Tensor) -> Bytes:
         """The bytes of a tensor that is read."""
-        return _view_bytes(tensor.detach().contiguous())
+        return view_bytes(tensor.detach().contiguous())
 
     def write(self, tensor: torch.Tensor, *, keeps_values: bool = False) -> Bytes:
         """The bytes of a tensor that is written, and read before where it `keeps_values`."""
         # Without the version counter, which counts what autograd must know of.
         target = tensor.data
         if target.is_contiguous():
-            return _view_bytes(target)
+            return view_bytes(target)
         copy = torch.empty(target.shape, dtype=target.dtype)
         if keeps_values:
             copy.copy_(target)
         self._copies.append((target, copy))
-        return _view_bytes(copy)
+        return view_bytes(copy)
 
     def finish(self) -> None:
         for target, copy in self._copies:
             target.copy_(copy)
-
-
-def _view_bytes(tensor: torch.Tensor) -> Bytes:
-    view: Bytes = tensor.view(-1).view(torch.uint8).numpy()
-    return view
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.reduction import DTYPES, reduce_into
+from phalanx.mesh.shared_memory.tensors import view_bytes
 from phalanx.mesh.shared_memory.transfers import GroupMemory, Transfer
 
 # Tells where a tensor lies that other ranks see, and None of others.
@@ -50,7 +51,7 @@ class _ShownTensors:
             place = locate(source)
             if place is None:
                 place = -self.num_bytes
-                self._copies.append((self.num_bytes, _view_bytes(source)))
+                self._copies.append((self.num_bytes, view_bytes(source)))
                 self.num_bytes += _round_up(source.nbytes)
             entry[:] = place, source.nbytes
 
@@ -152,7 +153,7 @@ class ReduceScatterInPlace(_InPlaceTransfer):
         self, result: torch.Tensor, rows: torch.Tensor, reduce_op: str, rank: int, locate: Locate
     ) -> None:
         super().__init__([rows], rows.dtype, rank, locate)
-        self._result, self._row, self.reduce_op = _view_bytes(result), rows[rank], reduce_op
+        self._result, self._row, self.reduce_op = view_bytes(result), rows[rank], reduce_op
         self._rows = rows
         self.agreed_bytes = rows.nbytes
 
@@ -161,7 +162,7 @@ class ReduceScatterInPlace(_InPlaceTransfer):
         operands = []
         for rank in range(len(blocks)):
             if rank == self._rank:
-                operands.append(_view_bytes(self._row))
+                operands.append(view_bytes(self._row))
             else:
                 seen = self._see(blocks, rank, memory)
                 operands.append(seen.view(0, self._rank * num_bytes, num_bytes))
@@ -172,13 +173,6 @@ def _copy_values(row: torch.Tensor, values: Bytes, dtype: torch.dtype) -> None:
     """Write `values`, of type `dtype`, to a row of any type and strides."""
     # Not by NumPy: a storage that it has seen can never be resized, as FSDP's are.
     row.copy_(torch.from_numpy(values).view(dtype).view(row.shape))
-
-
-def _view_bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a contiguous tensor. Without the version counter, which counts what autograd
-    must know of."""
-    view: Bytes = tensor.data.view(-1).view(torch.uint8).numpy()
-    return view
 
 
 def _round_up(num_bytes: int) -> int:

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from phalanx.mesh.shared_memory.arena import OwnArena
+from phalanx.mesh.shared_memory.arena import Bytes, OwnArena
 
 
 class ArenaTensors:
@@ -34,3 +34,10 @@ class ArenaTensors:
         if 0 <= place < self._arena.num_bytes:
             return place
         return None
+
+
+def view_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor. Without the version counter, which counts what autograd
+    must know of."""
+    view: Bytes = tensor.data.view(-1).view(torch.uint8).numpy()
+    return view
