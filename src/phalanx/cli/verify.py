@@ -137,8 +137,9 @@ def print_verification(
         if run is not None:
             suspected = _load_job_of_suspected_run(run, arguments, model, as_json=as_json)
             job, ranks = suspected.job, ranks or suspected.num_ranks
-            if shrink is None and suspected.needs_small_widths:
-                shrink = True
+            if shrink is None:
+                # As little as the machine allows, whatever layouts are asked for.
+                shrink = suspected.needs_small_widths
         else:
             job_file, overrides = split_job_file_and_overrides(arguments)
             job = load_job(job_file, build_overrides_of_model(model, overrides))

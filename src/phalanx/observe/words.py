@@ -275,7 +275,7 @@ def _describe_hang(event: events.HangFound) -> str:
 def _describe_nonfinite(event: events.NonFiniteFound) -> str:
     if event.was_repeated:
         return (
-            f"step {event.step} was not finite, and computed again it is, which counts:"
+            f"step {event.step} was not finite, and computed again it is:"
             " something went wrong in a processor, in memory or on the way"
         )
     if event.origin == "unknown":
