@@ -170,15 +170,10 @@ def select_layout_cases(
         layout_names, job_layout, num_ranks, has_experts=has_experts
     )
     notes = []
-    is_asked_to_shrink = shrink is not None
-    if shrink is None:
-        # Their number is what takes the time: a few blocks of small widths go through each of them.
-        shrink = "all" in layout_names and not job.model.is_foreign
-    if shrink:
-        job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(axes_of_name.values()))
-        note = f"shrunk  {changes or 'nothing: it is small'}"
-        if changes and not is_asked_to_shrink:
-            note += "; --no-shrink judges the model as it is"
+    # Their number is what takes the time: a few blocks of small widths go through each of them.
+    shrinks_unasked = shrink is None and "all" in layout_names and not job.model.is_foreign
+    if shrink or shrinks_unasked:
+        job, note = _shrink_and_describe(job, axes_of_name.values(), is_asked=not shrinks_unasked)
         notes.append(note)
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
@@ -219,6 +214,17 @@ def select_layout_cases(
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+def _shrink_and_describe(
+    job: Job, layouts: Iterable[Mapping[str, Any]], *, is_asked: bool
+) -> tuple[Job, str]:
+    """The job at small sizes that `layouts` can cut, and the line that says what was shrunk."""
+    job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(layouts))
+    note = f"shrunk  {changes or 'nothing: it is small'}"
+    if changes and not is_asked:
+        note += "; --no-shrink judges the model as it is"
+    return job, note
 
 
 def _parse_layout_names(layouts: str | Sequence[str]) -> list[str]:
