@@ -35,6 +35,7 @@ from phalanx.mesh.devices import (
     set_cuda_variables_for_pipeline,
     set_threads_and_device,
 )
+from phalanx.mesh.gloo_devices import share_gloo_devices_between_groups
 from phalanx.mesh.rendezvous import (
     RENDEZVOUS_TIMEOUT_S,
     open_default_group,
@@ -295,6 +296,7 @@ def open_mesh(
     shared memory, and others through gloo; "shared" raises EnvironmentProblem where they cannot.
     """
     silence_torch_warnings()
+    share_gloo_devices_between_groups()
     launched = _find_rank_of_this_process(layout)
     if layout.pp > 1 and device != "cpu":
         # Before anything asks the driver, which reads them once.
