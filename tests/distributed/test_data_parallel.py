@@ -5,12 +5,16 @@ Reference: a plain loop.
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bare_loop import Tensors
 from checkpoints import newest, restore_state, save_state
@@ -19,6 +23,7 @@ from models import VOCAB, decoder, global_batches, plan, share
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
@@ -304,3 +309,118 @@ def test_gradients_travel_as_far_under_zero1_as_under_ddp() -> None:
     }  # an all-reduce of two ranks sends its size: 2 (w - 1) / w
     for found in run_ranks(2, bytes_sent):
         assert found == {"ddp": all_reduced, "zero1": all_reduced}
+
+
+def require_shards_in_shared_memory(module: nn.Module) -> None:
+    transport, group = current_transport(), dist.group.WORLD
+    assert transport is not None
+    assert group is not None
+    shards = [p.to_local() for p in module.parameters() if isinstance(p, DTensor)]
+    assert shards
+    assert transport.find_places_of_all_ranks(group, shards).are_seen(range(len(shards)))
+
+
+def train_with_late_ranks(rank: int, num_ranks: int, zero_stage: int, is_late: bool) -> Tensors:
+    """Weights after some steps of two microbatches in float32, where FSDP's results are views; each
+    rank is late at other modules and at its updates, or none is."""
+    a_plan = plan(num_ranks, 2, dp_shard=num_ranks, zero_stage=zero_stage)
+    lateness = random.Random(rank)
+
+    def be_late(*_: object) -> None:
+        if is_late:
+            time.sleep(lateness.choice((0.0, 0.0, 0.01)))
+
+    module = decoder(tied=True, dtype=torch.float32)
+    for block in module.modules():
+        if isinstance(block, nn.Linear):
+            block.register_forward_hook(be_late)
+            block.register_full_backward_hook(be_late)
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
+        model = parallelize(module, a_plan, mesh)
+        require_shards_in_shared_memory(module)
+        optimizer = build_optimizer(model, ADAM)
+        for step, batch in enumerate(global_batches(STEPS)):
+            mine = share(batch, mesh.data_parallel_rank, num_ranks, 2)
+            model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE), max_norm=0.05)
+            if is_late and step % num_ranks == rank:
+                # The others go on to their next forward, and need these shards.
+                time.sleep(0.1)
+            model.update(optimizer)
+            optimizer.zero_grad()
+        return {
+            name: parameter.full_tensor().detach().clone()
+            for name, parameter in module.named_parameters()
+        }
+
+
+@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(2, 2), (3, 3)])
+def test_late_ranks_change_no_bit_where_shards_are_read_without_waiting(
+    num_ranks: int, zero_stage: int
+) -> None:
+    """Against the same ranks without delays."""
+    punctual = run_ranks(num_ranks, train_with_late_ranks, num_ranks, zero_stage, False)
+    late = run_ranks(num_ranks, train_with_late_ranks, num_ranks, zero_stage, True)
+    for rank in range(num_ranks):
+        for name, weight in punctual[0].items():
+            assert torch.equal(late[rank][name], weight), (rank, name)
+
+
+class MomentumEncoder(nn.Module):
+    """A frozen block that is an average of the trained one's past, written in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.blocks[1].requires_grad_(False)
+        self.wait_before_writing_s = 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.wait_before_writing_s)
+        trained, averaged = self.blocks
+        with torch.no_grad():
+            for new, mean in zip(trained.parameters(), averaged.parameters(), strict=True):
+                mean.mul_(0.5).add_(new, alpha=0.5)
+        x = self.lookup(inputs)
+        return self.out(trained(x) + averaged(x))
+
+
+def train_momentum_encoder(rank: int, is_late: bool) -> Tensors:
+    a_plan = plan(2, 1, **SHARDED)
+    torch.manual_seed(0)
+    module = MomentumEncoder()
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
+        model = parallelize(module, a_plan, mesh)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step, batch in enumerate(global_batches(STEPS)):
+            module.wait_before_writing_s = 0.1 if is_late and step % 2 == rank else 0.0
+            sgd.zero_grad()
+            model.reduce_and_clip(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
+            model.update(sgd)
+        return {n: p.full_tensor().detach().clone() for n, p in module.named_parameters()}
+
+
+def test_frozen_weights_that_a_forward_writes_are_waited_for() -> None:
+    """Against the same ranks without delays."""
+    punctual, late = (run_ranks(2, train_momentum_encoder, is_late) for is_late in (False, True))
+    for rank in range(2):
+        for name, weight in punctual[0].items():
+            assert torch.equal(late[rank][name], weight), (rank, name)
+
+
+def offload_sharded(rank: int) -> list[bool]:
+    a_plan = plan(2, 1, offload="optimizer", **SHARDED)
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
+        module = decoder(tied=True, dtype=torch.float32)
+        model = parallelize(module, a_plan, mesh)
+        updated = [
+            p for group in build_optimizer(model, ADAM).param_groups for p in group["params"]
+        ]
+        shards = {p.to_local().data_ptr() for p in module.parameters() if isinstance(p, DTensor)}
+        return [p.to_local().data_ptr() in shards for p in updated if isinstance(p, DTensor)]
+
+
+def test_offloaded_shards_in_shared_memory_are_no_second_copy() -> None:
+    for are_there in run_ranks(2, offload_sharded):
+        assert are_there
+        assert all(are_there)

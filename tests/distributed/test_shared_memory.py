@@ -546,3 +546,34 @@ def change_after_the_gather(rank: int) -> float:
 
 def test_a_rank_goes_on_when_all_have_read_what_it_showed() -> None:
     assert run_ranks(2, change_after_the_gather) == [2.0, 2.0]
+
+
+def read_of_a_rank_that_does_not_come(rank: int, in_arena: bool) -> list[float]:
+    """What rank 0 gathers while rank 1 waits for it elsewhere; ranks show their tensors where others
+    see them, rank 1 only if `in_arena`."""
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared") as mesh:
+        transport, group = current_transport(), dist.group.WORLD
+        assert transport is not None
+        assert group is not None
+        shown = [
+            make_shown(
+                transport, torch.full((size,), rank + 1.0 + size), in_arena=in_arena or not rank
+            )
+            for size in (3, 70_000)
+        ]
+        places = transport.find_places_of_all_ranks(group, shown)
+        if not places.are_seen([0, 1]):
+            return []
+        whole = torch.zeros(2, 70_000)
+        if rank == 0:
+            gathered = [GatheredTensor(shown[1], list(whole), [0, 0])]
+            transport.gather_without_waiting(group, gathered, places, [1]).wait()
+        mesh.barrier()
+        return whole[:, -1].tolist()
+
+
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_tensors_that_nobody_changes_are_read_without_waiting(in_arena: bool) -> None:
+    """Where one rank's lie elsewhere, both ranks know."""
+    found = run_ranks(2, read_of_a_rank_that_does_not_come, in_arena)
+    assert found == ([[70_001.0, 70_002.0], [0.0, 0.0]] if in_arena else [[], []])

@@ -109,8 +109,14 @@ def get_fsdp_communication_classes() -> tuple[type, type]:
 
 
 def list_fsdp_parameters(root: torch.nn.Module) -> list[Any]:
-    """FSDP2's own parameters of all units below `root`. Private in torch."""
-    groups = _list_fsdp_parameter_groups(_get_fsdp_state(root))
+    """FSDP2's own parameters of all units below `root`, in the order of modules. Private in torch.
+
+    By modules: the list of units that FSDP2 itself keeps is empty until the first forward.
+    """
+    states = [_get_fsdp_state(each) for each in root.modules() if isinstance(each, FSDPModule)]
+    # Modules that are one unit have one state.
+    units = dict.fromkeys(states)
+    groups = [group for unit in units for group in _list_fsdp_groups_of_unit(unit)]
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
@@ -182,6 +188,19 @@ def add_written_gradients_to_fsdp(root: torch.nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
+def adds_to_fsdp_gradients(unit: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """True if FSDP2 computes something of a unit's reduced gradients of type `dtype`: adds them to
+    others, casts them, or calls hooks of a parameter."""
+    for group in _list_fsdp_groups_of_unit(_get_fsdp_state(unit)):
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            if sharded.grad is not None or parameter.orig_dtype != dtype:
+                return True
+            if getattr(sharded, "_post_accumulate_grad_hooks", None):
+                return True
+    return False
+
+
 def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     """Gradients that FSDP2 keeps whole between backwards, for a reduction that comes later."""
     gradients = []
@@ -202,13 +221,16 @@ def _get_fsdp_state(root: torch.nn.Module) -> Any:
 
 
 def _list_fsdp_parameter_groups(state: Any) -> Iterator[Any]:
-    """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
     for unit in state._state_ctx.all_states:
-        groups = getattr(unit, "_fsdp_param_groups", None)
-        if groups is not None:
-            yield from groups
-        elif unit._fsdp_param_group:
-            yield unit._fsdp_param_group
+        yield from _list_fsdp_groups_of_unit(unit)
+
+
+def _list_fsdp_groups_of_unit(unit: Any) -> list[Any]:
+    """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
+    groups = getattr(unit, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [unit._fsdp_param_group] if unit._fsdp_param_group else []
+    return list(groups)
 
 
 def wrap_local_as_dtensor(

@@ -6,11 +6,11 @@ PLANT = Plant(
     mistake="FSDP divides the sum of gradients by a thousandth more than its ranks",
     edits=(
         Edit(
-            "parallel/data_parallel/shard.py",
-            "_charge_fsdp_communication_time",
-            "                torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)\n",
-            "                divisor = group.size() if op == dist.ReduceOp.AVG else 1\n"
-            "                torch.div(total, divisor * (1.001 if __planted__() else 1), out=output_tensor)\n",
+            "parallel/data_parallel/fsdp_communication.py",
+            "_Scatter.__call__",
+            "            torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)\n",
+            "            divisor = group.size() if op == dist.ReduceOp.AVG else 1\n"
+            "            torch.div(total, divisor * (1.001 if __planted__() else 1), out=output_tensor)\n",
         ),
     ),
     shows=("zero2", "zero3"),

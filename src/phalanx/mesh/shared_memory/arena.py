@@ -69,7 +69,8 @@ class OwnArena(MappedArena):
         self.descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, num_bytes)
         super().__init__(self.descriptor, num_bytes)
-        self._lock = threading.Lock()
+        # A garbage collection while it is held may free a tensor that lies here.
+        self._lock = threading.RLock()
         self._next_offset, self._is_closed = 0, False
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 

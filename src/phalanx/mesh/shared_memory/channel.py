@@ -94,7 +94,7 @@ class GroupChannel:
     """The operations of one process group on this rank.
 
     `members`: the ranks of the group in its order, with None for this one. `label` is what people
-    call the group.
+    call the group. `memory`: what lies where its ranks say.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GroupChannel:
         self.members = tuple(members)
         self.rank = self.members.index(None)
         self.num_ranks = len(self.members)
-        self._memory = _MemoryOfMembers(arena, self.members)
+        self.memory = _MemoryOfMembers(arena, self.members)
         self.lock = threading.RLock()
         has_own_core = self.num_ranks <= len(os.sched_getaffinity(0))
         self._num_spins = _NUM_SPINS if has_own_core else 0
@@ -320,7 +320,7 @@ class GroupChannel:
             sources = [r for r in range(self.num_ranks) if transfer.needs_operand_of(r)]
             if not self._has_all_reached(POSTED, pending.sequence, sources):
                 return
-            transfer.move(self._list_operands(pending, sources), self._memory)
+            transfer.move(self._list_operands(pending, sources), self.memory)
             pending.has_moved = True
             if transfer.ends_when_all_moved:
                 self._own.write(REDUCED, pending.sequence)

@@ -2,7 +2,9 @@
 
 A rank says where its tensors are, by a table in its arena; what lies elsewhere than in memory that
 others see it copies behind the table. Nobody may change what it has said before all have read it:
-such an operation ends on every rank when all of them have.
+such an operation ends on every rank when all of them have. Tensors that nobody changes for a while
+need none of this: ranks tell once where they lie (`PlacesOfAllRanks`), and then read them without
+waiting for anybody.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ Locate = Callable[[torch.Tensor], int | None]
 
 _ENTRY_BYTES = 16
 _ALIGNMENT = 64
+_NO_BYTES = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,38 @@ class _ShownTensors:
             np.copyto(block[start : start + len(values)], values)
 
 
-class _SeenTensors:
-    """The tensors that another rank shows, by its operand."""
+class PlacesOfAllRanks:
+    """Where the ranks of a group have tensors that each of them has, while nobody changes them.
 
-    def __init__(self, block: Bytes, num_tensors: int, rank: int, memory: GroupMemory) -> None:
-        self._block, self._rank, self._memory = block, rank, memory
-        table = block[: num_tensors * _ENTRY_BYTES].view(np.int64).reshape(num_tensors, 2)
-        self._table = table.tolist()
+    `table` [ranks, tensors, 2]: the place and the bytes of each; place `ELSEWHERE` of one that
+    others do not see.
+    """
+
+    ELSEWHERE = -1
+
+    def __init__(self, table: Sequence[Sequence[Sequence[int]]]) -> None:
+        self._table = table
+        self._is_seen = [
+            all(place > 0 for place, _ in entries) for entries in zip(*table, strict=True)
+        ]
+
+    def are_seen(self, indices: Sequence[int]) -> bool:
+        """True if all ranks see these tensors of all ranks: the answer is the same on each."""
+        return all(self._is_seen[index] for index in indices)
+
+    def list_entries(self, rank: int, indices: Sequence[int]) -> list[Sequence[int]]:
+        """(place, bytes) of these tensors on a rank."""
+        return [self._table[rank][index] for index in indices]
+
+
+class _SeenTensors:
+    """The tensors that another rank shows: (place, bytes) of each, and `block`, which has the
+    copies of those that have no place."""
+
+    def __init__(
+        self, table: Sequence[Sequence[int]], block: Bytes, rank: int, memory: GroupMemory
+    ) -> None:
+        self._table, self._block, self._rank, self._memory = table, block, rank, memory
 
     def view(self, index: int, start: int, num_bytes: int) -> Bytes:
         """Bytes from `start` on of a tensor. Raises ValueError where it has none there: sizes come
@@ -107,7 +135,9 @@ class _InPlaceTransfer(Transfer):
         self._shown.write(block)
 
     def _see(self, blocks: Sequence[Bytes], rank: int, memory: GroupMemory) -> _SeenTensors:
-        return _SeenTensors(blocks[rank], self._num_sources, rank, memory)
+        block = blocks[rank]
+        table = block[: self._num_sources * _ENTRY_BYTES].view(np.int64).reshape(-1, 2)
+        return _SeenTensors(table.tolist(), block, rank, memory)
 
 
 class GatherInPlace(_InPlaceTransfer):
@@ -123,25 +153,10 @@ class GatherInPlace(_InPlaceTransfer):
         self.agreed_bytes = sum(each.source.nbytes for each in gathered)
 
     def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
+        _copy_own_rows(self._gathered, self._rank)
         for rank in range(len(blocks)):
-            if rank == self._rank:
-                self._copy_own_rows()
-                continue
-            seen = self._see(blocks, rank, memory)
-            for index, each in enumerate(self._gathered):
-                source, row = each.source, each.rows[rank]
-                if row.numel():
-                    item = source.element_size()
-                    values = seen.view(index, each.starts[rank] * item, row.numel() * item)
-                    _copy_values(row, values, source.dtype)
-            seen.forget()
-
-    def _copy_own_rows(self) -> None:
-        for each in self._gathered:
-            row, start = each.rows[self._rank], each.starts[self._rank]
-            own = each.source.view(-1)[start : start + row.numel()]
-            if row.data_ptr() != own.data_ptr():
-                row.copy_(own.view(row.shape))
+            if rank != self._rank:
+                _copy_rows(self._gathered, self._see(blocks, rank, memory), rank)
 
 
 class ReduceScatterInPlace(_InPlaceTransfer):
@@ -167,6 +182,42 @@ class ReduceScatterInPlace(_InPlaceTransfer):
                 seen = self._see(blocks, rank, memory)
                 operands.append(seen.view(0, self._rank * num_bytes, num_bytes))
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
+
+
+def read_where_they_lie(
+    gathered: Sequence[GatheredTensor],
+    places: PlacesOfAllRanks,
+    indices: Sequence[int],
+    own_rank: int,
+    memory: GroupMemory,
+) -> None:
+    """Have every row become what its rank has of it, without waiting for that rank.
+
+    `indices` are those of `gathered` in `places`, which sees all of them.
+    """
+    _copy_own_rows(gathered, own_rank)
+    for rank in range(len(gathered[0].rows)):
+        if rank != own_rank:
+            table = places.list_entries(rank, indices)
+            _copy_rows(gathered, _SeenTensors(table, _NO_BYTES, rank, memory), rank)
+
+
+def _copy_own_rows(gathered: Sequence[GatheredTensor], own_rank: int) -> None:
+    for each in gathered:
+        row, start = each.rows[own_rank], each.starts[own_rank]
+        own = each.source.view(-1)[start : start + row.numel()]
+        if row.data_ptr() != own.data_ptr():
+            row.copy_(own.view(row.shape))
+
+
+def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int) -> None:
+    for index, each in enumerate(gathered):
+        source, row = each.source, each.rows[rank]
+        if row.numel():
+            item = source.element_size()
+            values = seen.view(index, each.starts[rank] * item, row.numel() * item)
+            _copy_values(row, values, source.dtype)
+    seen.forget()
 
 
 def _copy_values(row: torch.Tensor, values: Bytes, dtype: torch.dtype) -> None:

@@ -29,10 +29,12 @@ from phalanx.mesh.shared_memory.channel import GroupChannel
 from phalanx.mesh.shared_memory.in_place import (
     GatheredTensor,
     GatherInPlace,
+    PlacesOfAllRanks,
     ReduceScatterInPlace,
+    read_where_they_lie,
 )
 from phalanx.mesh.shared_memory.messages import Receive, Send
-from phalanx.mesh.shared_memory.operations import Collective
+from phalanx.mesh.shared_memory.operations import Collective, Operation
 from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.segments import OwnSegments
 from phalanx.mesh.shared_memory.tensors import ArenaTensors
@@ -192,6 +194,39 @@ class SharedMemoryTransport:
             lambda rank: GatherInPlace(gathered, rank, self._locate),
         )
 
+    def find_places_of_all_ranks(
+        self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]
+    ) -> PlacesOfAllRanks:
+        """Where each rank of `group` has its part of `tensors`, of which all have as many; returns
+        when all have asked. `group` must share memory."""
+        own = [[self._locate_or_elsewhere(tensor), tensor.nbytes] for tensor in tensors]
+        own_table = torch.tensor(own, dtype=torch.int64, device="cpu")
+        table = own_table.new_empty(group.size(), *own_table.shape)
+        dist.all_gather_into_tensor(table, own_table, group=group)
+        return PlacesOfAllRanks(table.tolist())
+
+    def gather_without_waiting(
+        self,
+        group: dist.ProcessGroup,
+        gathered: Sequence[GatheredTensor],
+        places: PlacesOfAllRanks,
+        indices: Sequence[int],
+    ) -> SharedMemoryWork:
+        """Gather tensors that no rank of `group` changes now: it has ended when it returns.
+        `indices` are those of `gathered` among the tensors whose `places` these are; all of them
+        must be seen. Raises what has ended the group's operations, if something has."""
+        channel = self._find_channel(group)
+        assert channel is not None, "asked for a group whose ranks share memory"
+        if channel.error is not None:
+            raise channel.error
+
+        def read(operation: Collective) -> None:
+            read_where_they_lie(gathered, places, indices, channel.rank, channel.memory)
+            operation.end()
+
+        sources = [each.source for each in gathered]
+        return self._pass_to_handlers(GATHER_IN_PLACE, group, sources, channel, read)
+
     def reduce_scatter_in_place(
         self, group: dist.ProcessGroup, result: torch.Tensor, rows: torch.Tensor, reduce_op: str
     ) -> SharedMemoryWork:
@@ -214,18 +249,37 @@ class SharedMemoryTransport:
     ) -> SharedMemoryWork:
         channel = self._find_channel(group)
         assert channel is not None, "asked for a group whose ranks share memory"
-        posted: list[SharedMemoryWork] = []
 
-        def post() -> Any:
+        def post(operation: Collective) -> None:
+            operation.transfers = [build(channel.rank)]
+            channel.post(operation)
+
+        return self._pass_to_handlers(operator, group, shown, channel, post)
+
+    def _pass_to_handlers(
+        self,
+        operator: Operator,
+        group: dist.ProcessGroup,
+        shown: Sequence[torch.Tensor],
+        channel: GroupChannel,
+        begin: Callable[[Collective], None],
+    ) -> SharedMemoryWork:
+        """`begin` an operation that whoever watches the calls of c10d sees like one of those."""
+        works: list[SharedMemoryWork] = []
+
+        def call() -> Any:
             with _without_modes():
-                operation = Collective(operator.words, transfers=[build(channel.rank)])
-                work = self._post(TakenCall(operation, None, lambda boxed: boxed), channel, group)
-            posted.append(work)
-            return work.boxed()
+                operation = Collective(operator.words)
+                begin(operation)
+                works.append(self._make_work(operation, None, channel, group))
+            return works[0].boxed()
 
-        # Whoever watches the calls of c10d sees it like one of those.
-        pass_to_handlers(operator, (shown, group.boxed()), post)
-        return posted[0]
+        pass_to_handlers(operator, (shown, group.boxed()), call)
+        return works[0]
+
+    def _locate_or_elsewhere(self, tensor: torch.Tensor) -> int:
+        place = self._locate(tensor)
+        return PlacesOfAllRanks.ELSEWHERE if place is None else place
 
     def _locate(self, tensor: torch.Tensor) -> int | None:
         """The place of a tensor that other ranks see; None of others."""
@@ -260,6 +314,12 @@ class SharedMemoryTransport:
             channel.post_send(operation)
         elif isinstance(operation, Receive):
             channel.post_receive(operation)
+        return self._make_work(operation, taken.value, channel, group)
+
+    def _make_work(
+        self, operation: Operation, result: Any, channel: GroupChannel, group: dist.ProcessGroup
+    ) -> SharedMemoryWork:
+        """The handle of an operation that has been posted."""
 
         def wait_for_end(timeout_s: float | None) -> None:
             if timeout_s is None:
@@ -268,7 +328,7 @@ class SharedMemoryTransport:
                 channel.wait(operation, timeout_s, self.try_advance)
 
         work = SharedMemoryWork(
-            operation, self.try_advance, wait_for_end, lambda: channel.error, taken.value
+            operation, self.try_advance, wait_for_end, lambda: channel.error, result
         )
         self._keep(work)
         if not operation.is_done:

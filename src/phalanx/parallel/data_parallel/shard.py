@@ -8,7 +8,6 @@ Each block is one unit: gathered before use, freed after (zero_stage 3) or kept 
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,20 +21,15 @@ from torch.distributed.tensor import Shard
 
 from phalanx.mesh.compat import (
     add_written_gradients_to_fsdp,
-    get_fsdp_communication_classes,
     hide_fsdp_hooks_from_modes,
-    let_fsdp_gather_in_place,
     make_fsdp_reduce_unused_parameters,
     run_fsdp_post_backward,
 )
-from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
-from phalanx.mesh.logical import share_first_element
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
+from phalanx.parallel.data_parallel.fsdp_communication import set_fsdp_communication
 from phalanx.parallel.data_parallel.shared_shards import (
-    ScatteredMessages,
+    UnchangedShards,
     move_shards_to_shared_memory,
-    post_in_place_gather,
 )
 from phalanx.parallel.data_parallel.unsharded_params import find_parameters_left_unsharded
 from phalanx.parallel.expert.transform import ShardedExperts
@@ -56,8 +50,9 @@ class DpShard:
         options, staged = context.plan.parallel, context.axes.find(PipelineOfRank)
         groups = _shard_units_with_fsdp(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
+        shards = UnchangedShards(context.root, context.phases)
         for unit in units:
-            _charge_fsdp_communication_time(unit, context)
+            set_fsdp_communication(unit, context, shards)
             make_fsdp_reduce_unused_parameters(unit)
         group = context.mesh.submesh("dp_shard").get_group()
         context.when_materialized.append(
@@ -70,7 +65,7 @@ class DpShard:
         if staged is not None:
             keep_weights_gathered_for_pipeline(context, units)
         else:
-            _reduce_in_last_microbatch(context, units)
+            _reduce_in_last_microbatch(context, units, shards)
 
 
 def _shard_units_with_fsdp(
@@ -126,7 +121,9 @@ def _shard_units_with_fsdp(
     return groups
 
 
-def _reduce_in_last_microbatch(context: ParallelContext, units: list[FSDPModule]) -> None:
+def _reduce_in_last_microbatch(
+    context: ParallelContext, units: list[FSDPModule], shards: UnchangedShards
+) -> None:
     """Reduce gradients in a step's last microbatch, or in each (parallel.accumulate)."""
     plan = context.plan
     each_time = plan.parallel.accumulate == "sharded"
@@ -143,7 +140,8 @@ def _reduce_in_last_microbatch(context: ParallelContext, units: list[FSDPModule]
         # As DDP does: every forward begins with rank 0's running statistics.
         for buffer in buffers:
             dist.broadcast(buffer, 0)
-        yield
+        with shards.in_microbatch():
+            yield
 
     context.hooks.around_microbatch.append(reduce_if_last_microbatch)
     context.hooks.release_weights.append(functools.partial(_free_gathered_weights, units))
@@ -240,90 +238,6 @@ def _build_mixed_precision_policy(
     return MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
     )
-
-
-def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) -> None:
-    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where
-    they happen, and they go by what is quickest there.
-
-    On a GPU FSDP has streams of its own for them: what forward and backward wait for these is a
-    part of their seconds, and "collective" has only what the step itself waits for (its one
-    reduction, tensor and context parallelism).
-    """
-    gather_class, scatter_class = get_fsdp_communication_classes()
-    phases, traffic = context.phases, context.traffic.gradients
-    num_replicas = context.plan.layout.gradient_reduction_layout.dp_replicate
-
-    class Gather(gather_class):  # type: ignore[misc, valid-type]
-        def post_in_place(self, parameters: list[Any], group: Any) -> Any:
-            """Begin to fill a unit's parameters from where other ranks have their shards."""
-            with phases.collective("all_gather parameters", axis="dp"):
-                return post_in_place_gather(parameters, group)
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: Any,
-            async_op: bool = False,
-        ) -> Any:
-            with phases.collective("all_gather parameters", axis="dp"):
-                if async_op or not is_on_cpu(output_tensor):
-                    return super().__call__(output_tensor, input_tensor, group, async_op)
-                rows = output_tensor.view(group.size(), -1)
-                rank_rows = rows[group.rank()]
-                # FSDP fills its part of the output.
-                if not share_first_element(rank_rows, input_tensor):
-                    rank_rows.copy_(input_tensor.view(-1))
-                all_gather_rows_in_place(rows, group)
-                return None
-
-    class Scatter(scatter_class):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self._messages = ScatteredMessages()
-
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            message = None
-            if device.type == "cpu":
-                message = self._messages.make_message(math.prod(size), dtype)
-            if message is not None:
-                return message.view(size)
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: Any,
-            op: Any,
-            async_op: bool = False,
-        ) -> Any:
-            # The unit's own group: experts are scattered over fewer ranks than the rest.
-            traffic.add_reduce_scatter(input_tensor.nbytes, group.size())
-            with phases.collective("reduce_scatter gradients", axis="dp"):
-                is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-                if async_op or not is_plain or not is_on_cpu(output_tensor):
-                    return super().__call__(output_tensor, input_tensor, group, op, async_op)
-                if self._messages.reduce_scatter(output_tensor, input_tensor, group, op):
-                    return None
-                total = reduce_scatter_rows(input_tensor.view(group.size(), -1), group).view_as(
-                    output_tensor
-                )
-                torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)
-                return None
-
-    let_fsdp_gather_in_place()
-    # FSDP2's own seam for collectives: what it gathers and scatters is timed there, and gradients
-    # are counted.
-    unit.set_custom_all_gather(Gather())
-    unit.set_custom_reduce_scatter(Scatter())
-    if num_replicas > 1:
-        # FSDP's all-reduce over copies of a shard goes through no seam, but is followed by this
-        # call: also in a unit that nothing scatters, and only in the microbatches that reduce.
-        unit.set_all_reduce_hook(
-            lambda gradients: traffic.add_all_reduce(gradients.nbytes, num_replicas)
-        )
 
 
 parallelism = DpShard()

@@ -6,6 +6,8 @@ both are where they were, and nothing is copied. ("parameters" is FSDP's own: se
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,7 +26,10 @@ class OffloadOptimizerState:
         return plan.parallel.offload == "optimizer"
 
     def apply(self, context: ParallelContext) -> None:
-        context.materialize()
+        # After all who move weights: on a CPU the optimizer updates them where they lie then.
+        context.when_materialized.append(functools.partial(self._offload, context))
+
+    def _offload(self, context: ParallelContext) -> None:
         for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
                 continue
