@@ -11,6 +11,7 @@ import contextlib
 import json
 import platform
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,9 @@ class Work:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    # Ended by a scheduler, or in the background of a shell, it ends what runs as after Ctrl-C.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     plants = [plant for plant in list_plants() if fnmatchcase(plant.name, options.only)]
     if options.plants:
         plants = choose_plants(plants, options.plants.read_text(encoding="utf-8").split())
