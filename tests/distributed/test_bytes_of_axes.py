@@ -33,7 +33,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Router, Routing
-from phalanx.parallel.data_parallel import shard as dp_shard
+from phalanx.parallel.data_parallel import fsdp_communication
 from phalanx.parallel.expert.transform import is_mixture_of_experts
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.communication import ep_sent_bytes_per_step
@@ -77,8 +77,12 @@ def sent_by_fsdp(
 
         return run
 
-    dp_shard.all_gather_rows_in_place = counted("gather", dp_shard.all_gather_rows_in_place)  # type: ignore[attr-defined]
-    dp_shard.reduce_scatter_rows = counted("scatter", dp_shard.reduce_scatter_rows)  # type: ignore[attr-defined]
+    fsdp_communication.all_gather_rows_in_place = counted(
+        "gather", fsdp_communication.all_gather_rows_in_place
+    )  # type: ignore[attr-defined]
+    fsdp_communication.reduce_scatter_rows = counted(
+        "scatter", fsdp_communication.reduce_scatter_rows
+    )  # type: ignore[attr-defined]
     a_plan = plan(num_ranks, num_microbatches, **how)
     with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
