@@ -29,6 +29,7 @@ from phalanx.observe.events import (
     RunStarted,
     SamplesRead,
     StepFinished,
+    StoreLost,
 )
 
 STEPS, SAVED_EACH = 20, 10
@@ -127,6 +128,30 @@ def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
         recorded = Counter((e.rank, e.event.step) for e in events(run_dir, kind))
         assert recorded == {(rank, step): 1 for rank in range(2) for step in range(1, STEPS + 1)}
     assert len(re.findall(r"starting it again beside rank \d \(restart", done.out)) == len(faults)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str) -> None:
+    """Where they come to need it they start again with what all of them hold: no step is done
+    twice. Reference: the same layout undisturbed."""
+    fault = "kill_store:rank=0,step=3,phase=forward"
+    first, second = run_all(
+        [
+            arguments(layout, f"{layout} with it"),
+            arguments(layout, f"{layout} lost", inject(fault)),
+        ],
+        folder,
+    )
+    assert first.code == 0, first.err
+    run_dir = folder / f"{layout} lost"
+    require_same_as_straight(folder / f"{layout} with it", run_dir, second)
+    (lost,) = events(run_dir, StoreLost)
+    assert lost.event.step in (3, 4)
+    # Whether they come to need it again depends on the layout and on how it saves.
+    assert {e.event.failed_rank for e in events(run_dir, RankFailed)} <= {-1}
+    assert [e.event.kept for e in events(run_dir, RanksStarted)] in ([[]], [[], [0, 1]])
+    recorded = Counter((e.rank, e.event.step) for e in events(run_dir, StepFinished))
+    assert recorded == {(rank, step): 1 for rank in range(2) for step in range(1, STEPS + 1)}
 
 
 @pytest.mark.parametrize("layout", ["ddp4", "hsdp", pytest.param("tp", marks=pytest.mark.long)])

@@ -158,6 +158,7 @@ SLOW: dict[str, Any] = {
             "store killed",
             (),
         ),
+        (events.StoreLost(7, "exit status -9"), "store killed", ()),
         (events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8), "not finite", ()),
         (events.InvariantChecked(7, "replicas_equal", ok=False, ranks=[2]), "corrupt", (2,)),
         (events.NonFiniteFound(7, "output", "embed", 1), "not finite", (1,)),
@@ -199,11 +200,12 @@ def test_what_holds_is_no_verdict() -> None:
     assert find_verdicts([said(event, 1.0) for event in healthy]) == []
 
 
+STRIKE_AT_4 = Strike("kill", 1, 4, "backward", 4.0)
 STRIKE_AT_5 = Strike("kill", 1, 5, "backward", 4.5)
 
 
 def make_record(strike_s: float, envelopes: list[Envelope]) -> RunRecord:
-    strike = Strike("kill", 1, 4, "backward", strike_s)
+    strike = replace(STRIKE_AT_4, monotonic_s=strike_s)
     return RunRecord(Path("nowhere"), tuple(envelopes), (strike,))
 
 
@@ -221,6 +223,19 @@ def test_training_again_is_the_first_step_that_was_never_done() -> None:
     # Nobody was stopped: both ranks went on.
     went_on = make_record(4.0, [*before, *late, *(finished(5, 5.0 + r, rank=r) for r in (0, 1))])
     assert went_on.find_trained_again_s(went_on.strikes[0]) == pytest.approx(2.0)
+
+
+def test_ranks_that_go_on_without_a_store_have_trained_again() -> None:
+    """They did step 5 in the struck attempt, and started again when they came to need the store."""
+    before = [finished(s, float(s), rank=r) for s in (1, 2, 3, 4) for r in (0, 1)]
+    both = [finished(5, 5.0 + r, rank=r) for r in (0, 1)]
+    again = finished(6, 20.0, attempt=1)
+    record = make_record(4.0, [*before, *both, again])
+    assert record.find_trained_again_s(STRIKE_AT_4, ranks_go_on=True) == pytest.approx(2.0)
+    # A server's death may leave ranks the time for a step, and ends them all the same.
+    assert record.find_trained_again_s(STRIKE_AT_4) == pytest.approx(16.0)
+    alone = make_record(4.0, [*before, both[0], again])
+    assert alone.find_trained_again_s(STRIKE_AT_4, ranks_go_on=True) == pytest.approx(16.0)
 
 
 def test_a_save_that_was_open_at_the_fault_is_not_there_yet() -> None:
@@ -241,7 +256,8 @@ def test_a_verdict_before_the_fault_is_a_false_one() -> None:
     record = make_record(4.0, [said(crash, 2.0), said(kill, 4.25)])
     end = CommandEnd(0, 9.0, False, 9.0, 9.0, 0)
     undisturbed = UndisturbedRun(Path("nowhere"), record, 5.0)
-    measured = measure_trial(record, find_verdicts(record.envelopes), [end], undisturbed)
+    verdicts, wanted = find_verdicts(record.envelopes), load_fault("kill").expectation
+    measured = measure_trial(record, verdicts, [end], undisturbed, wanted)
     assert (measured.verdict, measured.ranks, measured.detected_s) == ("killed", (1,), 0.25)
     assert measured.false_verdicts == ("exception",)
     assert measured.is_bit_equal is None

@@ -232,6 +232,23 @@ def test_verdicts_on_nothing_are_false_ones() -> None:
 STRIKES_TUPLE = tuple(STRIKES)
 
 
+def test_ranks_that_miss_the_store_later_give_no_false_verdict() -> None:
+    planned = [plan("kill_store", 0, 30)]
+    lost = said(events.StoreLost(30, "exit status -9"), 30.6)
+    missed = said(
+        failed(-1, "the process that holds the rendezvous store ended (exit status -9)"), 50.0
+    )
+    steps = [*train(1, 50, 1.0, 0), *train(51, 60, 53.0, 1)]
+    record = RunRecord(
+        Path("nowhere"), (*steps, lost, missed), (strike("kill_store", 0, 30, 30.5),)
+    )
+    (answered,) = measure_strikes(record, planned, SHAPE, step_p99_s=1.0)
+    assert answered.measured.verdict == "store killed"
+    assert answered.measured.trained_again_s == pytest.approx(1.5)
+    assert answered.measured.false_verdicts == ()
+    assert answered.is_passed
+
+
 def test_a_strike_counts_only_with_all_that_come_with_it() -> None:
     both = [plan("kill_two", 1, 30)]
     record = RunRecord(Path("nowhere"), (*STEPS, KILLED), (strike("kill_two", 1, 30, 30.5),))

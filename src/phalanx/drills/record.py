@@ -69,12 +69,19 @@ class RunRecord:
         ]
         return max(attempts, default=0)
 
-    def find_trained_again_s(self, strike: Strike) -> float:
+    def find_trained_again_s(self, strike: Strike, *, ranks_go_on: bool = False) -> float:
         """Seconds from a strike to the end of the next step that was never done before; NaN if
-        there is none. Where no attempt followed, all ranks have to have done it."""
+        there is none.
+
+        Where no attempt followed, or `ranks_go_on` after such a fault, it is one of the attempt
+        that was struck, and all ranks have to have done it.
+        """
         attempt = self.find_attempt(strike.rank, strike.monotonic_s)
-        if all(each.attempt <= attempt for each in self.envelopes):
-            return self._find_went_on_s(strike)
+        is_last = all(each.attempt <= attempt for each in self.envelopes)
+        if is_last or ranks_go_on:
+            went_on_s = self._find_went_on_s(strike, attempt)
+            if is_last or math.isfinite(went_on_s):
+                return went_on_s
         before = [_step(each) for each in self.finished_steps if each.attempt <= attempt]
         last = max(before, default=0)
         for each in self.finished_steps:
@@ -82,12 +89,13 @@ class RunRecord:
                 return each.monotonic_s - strike.monotonic_s
         return math.nan
 
-    def _find_went_on_s(self, strike: Strike) -> float:
-        """Seconds from a strike to when each rank had done a step beyond the struck one; NaN if one
-        never did."""
+    def _find_went_on_s(self, strike: Strike, attempt: int) -> float:
+        """Seconds from a strike to when each rank had done a step beyond the struck one in the
+        `attempt` that was struck; NaN if one never did."""
         first_s: dict[int, float] = {}
         for each in self.finished_steps:
-            if each.monotonic_s >= strike.monotonic_s and _step(each) > strike.step:
+            is_later = each.monotonic_s >= strike.monotonic_s and _step(each) > strike.step
+            if each.attempt == attempt and is_later:
                 first_s.setdefault(each.rank, each.monotonic_s)
         if not first_s or first_s.keys() != {each.rank for each in self.finished_steps}:
             return math.nan

@@ -146,7 +146,7 @@ class TrialRunner:
             verdicts.append(_build_departure_verdict(record.strikes[0], ends[0]))
         return FinishedTrial(
             trial,
-            measure_trial(record, verdicts, ends, undisturbed, preceded_by=expectation.preceded_by),
+            measure_trial(record, verdicts, ends, undisturbed, expectation),
             bars,
             record.losses,
             record.strikes,
@@ -166,20 +166,18 @@ def measure_trial(
     verdicts: Sequence[Verdict],
     ends: Sequence[CommandEnd],
     undisturbed: UndisturbedRun,
-    *,
-    preceded_by: Sequence[str] = (),
+    expectation: Expectation,
 ) -> Measured:
-    """Measure how a run took its first strike. Verdicts of the classes `preceded_by` come before
-    the one that counts."""
+    """Measure how a run took its first strike."""
     strike = record.strikes[0] if record.strikes else None
     struck_s = strike.monotonic_s if strike is not None else math.inf
     before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]
     after = [verdict for verdict in verdicts if verdict.monotonic_s >= struck_s]
-    after = [verdict for verdict in after if verdict.kind not in preceded_by]
+    after = [verdict for verdict in after if verdict.kind not in expectation.preceded_by]
     first = after[0] if after else None
     again_s = math.nan
     if strike is not None:
-        again_s = record.find_trained_again_s(strike)
+        again_s = record.find_trained_again_s(strike, ranks_go_on=expectation.ranks_go_on)
     detected_s, detected_steps = None, None
     if first is not None and strike is not None:
         detected_s = round(first.monotonic_s - struck_s, 4)

@@ -23,6 +23,7 @@ from phalanx.observe.events import (
     RolledBack,
     StepSkipped,
     StopRequested,
+    StoreLost,
 )
 
 _CLASS_OF_SIGNAL = {
@@ -79,6 +80,8 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
         case HangFound():
             kind = event.hang_kind.replace("_", " ")
             return Verdict(kind, tuple(event.culprits), event.step, at_s, event.collective)
+        case StoreLost():
+            return Verdict("store killed", (), event.step, at_s, event.detail)
         case RolledBack():
             kind = _CLASS_OF_ROLL_BACK.get(event.cause, event.cause)
             ranks = _list_known_rank(event.failed_rank)

@@ -199,6 +199,10 @@ class AttemptListener(Protocol):
         """Ranks keep the others from progress, and are killed now."""
         ...
 
+    def emit_store_lost(self, how: str) -> None:
+        """The process that holds the ranks' rendezvous store ended, as `how` says."""
+        ...
+
 
 class AttemptWatch:
     """Drives one attempt through `server`. `stop` outlives it and is shared with the supervisor."""
@@ -287,8 +291,7 @@ class AttemptWatch:
             case ForkFailed():
                 self.end.start_error = report.report
             case StoreExited(attempt, code) if attempt == number:
-                self.end.store_loss = f"exit status {code}"
-                self._first_failure_at = min(self._first_failure_at, time.monotonic())
+                self._handle_store_loss(f"exit status {code}")
             case EventRefused():
                 self._listener.handle_refused_event(report.line)
             case EndRecorded(attempt, rank, record) if attempt == number:
@@ -298,6 +301,15 @@ class AttemptWatch:
                 self._first_failure_at = min(self._first_failure_at, time.monotonic())
             case RankExited(attempt) if attempt == number:
                 self._handle_rank_exit(report)
+
+    def _handle_store_loss(self, how: str) -> None:
+        """Let ranks go on that do not need the store to train: those that come to need it leave
+        with what they hold. Where nothing of them is kept, or nobody would see that they wait for
+        ever, they end now."""
+        self.end.store_loss = how
+        self._listener.emit_store_lost(how)
+        if self._progress is None or not self._spec.keeps_ranks:
+            self._first_failure_at = min(self._first_failure_at, time.monotonic())
 
     def _handle_end_record(self, rank: int, record: EndRecord) -> None:
         now = time.monotonic()

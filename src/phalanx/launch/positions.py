@@ -46,6 +46,16 @@ def read_rank_states(run_dir: Path, sample_s: float = SAMPLE_S) -> dict[int, Ran
     return states
 
 
+def read_furthest_position(run_dir: Path) -> LastPosition | None:
+    """The place of the rank that has come furthest; None if none has a black box."""
+    furthest = None
+    for box in (run_dir / BLACK_BOXES).glob("rank-*"):
+        last_seen = read_last_position(box)
+        if last_seen is not None and (furthest is None or last_seen[:2] > furthest[:2]):
+            furthest = last_seen
+    return furthest
+
+
 def _read_position(path: Path) -> LastPosition | None:
     try:
         return read_last_position(path)

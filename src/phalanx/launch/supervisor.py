@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
@@ -21,13 +22,14 @@ from phalanx.launch.messages import (
 )
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
+from phalanx.launch.positions import read_furthest_position
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import HangFound, Note, RanksStarted
+from phalanx.observe.events import HangFound, Note, RanksStarted, StoreLost
 
 
 def supervise_ranks(
@@ -105,7 +107,11 @@ class _Supervisor:
 
     def _run_attempt(self, number: int, ranks: StartAgain) -> AttemptEnd:
         reporter = _AttemptReporter(
-            self._bus, self._say, self._on_refused_event, sorted(ranks.survivors.values())
+            self._bus,
+            self._say,
+            self._on_refused_event,
+            sorted(ranks.survivors.values()),
+            self._spec.run_dir,
         )
         self._bus.attempt = number
         # Places of the last attempt would be taken for those of this one.
@@ -188,13 +194,19 @@ class _AttemptReporter:
         say: Callable[[str], None],
         on_refused_event: Callable[[str], None],
         survivors: list[int],
+        run_dir: Path,
     ) -> None:
         self.say, self.handle_refused_event = say, on_refused_event
+        self._run_dir = run_dir
         self._bus, self._survivors, self._began_s = bus, survivors, time.monotonic()
 
     def emit_ranks_started(self, pids: Sequence[int]) -> None:
         start_s = time.monotonic() - self._began_s
         self._bus.emit(RanksStarted(list(pids), start_s, self._survivors))
+
+    def emit_store_lost(self, how: str) -> None:
+        furthest = read_furthest_position(self._run_dir)
+        self._bus.emit(StoreLost(0 if furthest is None else furthest.step, how))
 
     def emit_hang_found(self, hang: HangVerdict) -> None:
         last_seen = hang.positions.get(hang.culprits[0])

@@ -27,8 +27,8 @@ from phalanx.launch.log_excerpts import (
     read_log_end_explaining_death,
     read_main_thread_stack,
 )
-from phalanx.launch.paths import BLACK_BOXES, black_box_path, rank_log_path
-from phalanx.launch.positions import describe_waits_at_end
+from phalanx.launch.paths import black_box_path, rank_log_path
+from phalanx.launch.positions import describe_waits_at_end, read_furthest_position
 from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
@@ -84,6 +84,9 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     if end.hang is not None:
         return _blame_hang(end.hang, end, run_dir)
     earliest = _find_earliest_failure(end, run_dir)
+    if earliest is None and not end.server_loss and end.exits.keys() <= end.records.keys():
+        # They ended their work, with a store or without.
+        return None
     if earliest is None or earliest.is_consequence:
         process_failure = _blame_server_or_store_process(end, run_dir)
         if process_failure is not None or earliest is None:
@@ -233,12 +236,7 @@ def _blame_server_or_store_process(end: AttemptEnd, run_dir: Path) -> RankFailur
     detail = f"the process that holds the rendezvous store ended ({end.store_loss})"
     if end.server_loss:
         detail = f"the process that starts the ranks {end.server_loss}"
-    # The place of the rank that had come furthest.
-    newest = None
-    for box in (run_dir / BLACK_BOXES).glob("rank-*"):
-        last_seen = read_last_position(box)
-        if last_seen is not None and (newest is None or last_seen[:2] > newest[:2]):
-            newest = last_seen
+    newest = read_furthest_position(run_dir)
     step, phase = _read_step_and_phase(newest)
     summary = f"{detail} {describe_rank_position(newest, end.stepless)}"
     return RankFailure(

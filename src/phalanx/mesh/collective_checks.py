@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -47,6 +48,8 @@ from phalanx.mesh.collective_tags import (
 # Below the number of tags that ranks remember: the first that differs is still known.
 SAMPLING_INTERVAL = NUM_REMEMBERED // 2
 _POLL_S = 0.5
+# While ranks ask each other, as one that asks is about to announce an error.
+_POLL_DURING_QUESTIONS_S = 0.02
 _ANSWER_TIMEOUT_S = 4.0
 # For training to end by itself once the error is known: its operations end when others leave.
 _END_TIMEOUT_S = 3.0
@@ -82,6 +85,7 @@ class CollectiveChecks:
         self._examined: set[int] = set()
         self._store: dist.Store | None = None
         self._rank, self._world_size, self._answered = 0, 1, 0
+        self._answered_s = -math.inf
         self._is_lost = False
         self._board_path = board_path
         self._board: CallBoard | None = None
@@ -284,7 +288,7 @@ class CollectiveChecks:
         question = self._store.add("questions", 0)
         if question == self._answered:
             return
-        self._answered = question
+        self._answered, self._answered_s = question, time.monotonic()
         newest: list[Any] = []
         label = ""
         if self._newest is not None:
@@ -297,7 +301,7 @@ class CollectiveChecks:
 
     def watch(self) -> None:
         """Answer other ranks and look for calls that one does not come to, until `stop`."""
-        while not self._stopped.wait(_POLL_S):
+        while not self._stopped.wait(self._choose_poll_s()):
             if self._store is None or self._is_lost:
                 continue
             try:
@@ -308,6 +312,11 @@ class CollectiveChecks:
             if error is not None:
                 self._end_if_training_does_not(error)
                 return
+
+    def _choose_poll_s(self) -> float:
+        if time.monotonic() < self._answered_s + _ANSWER_TIMEOUT_S:
+            return _POLL_DURING_QUESTIONS_S
+        return _POLL_S
 
     def _look_around(self) -> RanksDifferError | None:
         assert self._store is not None

@@ -452,6 +452,7 @@ _EVENT_CLASSES_SHOWN_YELLOW = (
     events.LoaderWorkerReplaced,
     events.RankSlow,
     events.HangFound,
+    events.StoreLost,
 )
 
 

@@ -95,6 +95,11 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             )
         case events.HangFound():
             return _describe_hang(event)
+        case events.StoreLost():
+            return (
+                f"the process that holds the rendezvous store ended at step {event.step}"
+                f" ({event.detail}): ranks go on until they need it"
+            )
         case events.RankSlow():
             return _describe_slow_rank(event)
         case events.RankSlowEnded():

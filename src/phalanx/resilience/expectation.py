@@ -42,7 +42,8 @@ class Expectation:
     what the drill builds around the run for it, by its name in `drills.stages`. `preceded_by`:
     classes of verdicts that come before the one that counts. `needs_saves`: the fault strikes after
     so many checkpoints; `lost_intervals`: how many intervals of them may be lost. `lasts_s`: the
-    fault goes on for so long after it struck.
+    fault goes on for so long after it struck. `ranks_go_on`: they train on as if nothing had
+    happened, and start again later for the same reason.
     """
 
     verdict: str
@@ -65,6 +66,7 @@ class Expectation:
     strikes_at_saves: bool = False
     settling_steps: int = 0
     lasts_s: float = 0.0
+    ranks_go_on: bool = False
 
 
 # A process that the run's owner takes back: the run saves, and goes on with --resume.

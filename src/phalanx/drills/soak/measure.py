@@ -123,8 +123,11 @@ def _measure_answer(window: RunRecord, strike: Strike, expectation: Expectation)
     if first is not None:
         detected_s = round(first.monotonic_s - struck_s, 4)
         detected_steps = max(0, first.step - strike.step)
-    again_s = window.find_trained_again_s(strike)
+    again_s = window.find_trained_again_s(strike, ranks_go_on=expectation.ranks_go_on)
     over_s = struck_s + max(again_s, detected_s or 0.0, expectation.lasts_s)
+    # Where nobody trained again (NaN) nothing is over.
+    late = [each for each in verdicts if each.monotonic_s > over_s]
+    consequences = {expectation.verdict} if expectation.ranks_go_on else set()
     return MeasuredAnswer(
         has_struck=True,
         verdict=first.kind if first is not None else NO_VERDICT,
@@ -132,8 +135,7 @@ def _measure_answer(window: RunRecord, strike: Strike, expectation: Expectation)
         ranks=find_named_ranks(verdicts),
         detected_s=detected_s,
         detected_steps=detected_steps,
-        # Where nobody trained again (NaN) nothing is over.
-        false_verdicts=tuple(each.kind for each in verdicts if each.monotonic_s > over_s),
+        false_verdicts=tuple(each.kind for each in late if each.kind not in consequences),
         trained_again_s=finite_or_none(again_s),
         lost_steps=count_steps_done_again(window, struck_s),
     )

@@ -53,6 +53,7 @@ from phalanx.observe.events.supervision import (
     ReliabilityMeasured,
     RestartScheduled,
     RolledBack,
+    StoreLost,
 )
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "ReliabilityMeasured",
     "RankFailed",
     "HangFound",
+    "StoreLost",
     "RankSlow",
     "RankSlowEnded",
     "RestartScheduled",

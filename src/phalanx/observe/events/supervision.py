@@ -67,6 +67,20 @@ class HangFound(Event):
 
 
 @dataclass(frozen=True)
+class StoreLost(Event):
+    """From the supervisor: the process of the ranks' rendezvous store ended (`detail`: how).
+
+    Ranks that train do not need it and go on, where their processes are kept and their progress is
+    watched. Where one needs it (a save, an evaluation, a new group) they leave with what they hold
+    in memory, and meet again at a new store: `rank_failed` says when. `step` is that of the rank
+    that has come furthest, 0 before training.
+    """
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True)
 class RankSlow(Event):
     """From the supervisor: a rank takes `factor` times as long for its own work as ranks with the
     same work, at least since `first_step`. It is slow, not hung, and nothing is restarted.

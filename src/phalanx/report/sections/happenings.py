@@ -22,6 +22,7 @@ _SIGNS: tuple[tuple[str, type[events.Event], str, str], ...] = (
     ("faults", events.CheckpointUnusable, "!", "bad"),
     ("faults", events.LoaderWorkerReplaced, "!", "warn"),
     ("faults", events.RankSlow, "~", "warn"),
+    ("faults", events.StoreLost, "!", "warn"),
     ("faults", events.InvariantChecked, "≠", "bad"),
     ("starts", events.RestartScheduled, "↻", "warn"),
     ("starts", events.LayoutChanged, "↔", "warn"),

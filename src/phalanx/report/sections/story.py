@@ -24,6 +24,7 @@ MAX_JOB_ROWS = 400
 _FAILURE_EVENTS = (
     events.RankFailed,
     events.HangFound,
+    events.StoreLost,
     events.CheckpointFailed,
     events.CheckpointUnusable,
     events.StepSkipped,
