@@ -20,6 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	@# Also where the environment forbids Python to keep what it compiled: each process would compile it again.
+	@$(BIN)/python -m compileall -q src
 	@touch $(READY)
 
 train: $(READY)  ## the main job: a small decoder on this interpreter's own source text, two ranks or more
@@ -27,6 +29,7 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
+	@$(BIN)/python -m compileall -q src
 	@# Unit tests keep one core busy, the others start processes and wait for them: side by side they take half as long.
 	@$(BIN)/python -m pytest -m 'not long' $(BESIDE) > .venv/beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(BESIDE)); rest=$$?; \

@@ -74,6 +74,13 @@ def at_step(payload: dict[str, Any], step: int, phase: str) -> PhaseTimer:
     return phases
 
 
+def parents(payload: dict[str, Any], link: RankLink) -> int:
+    """Tell which process forked this rank."""
+    (Path(payload["marks"]) / f"parent-{rank()}").write_text(str(os.getppid()))
+    link.report_work_done()
+    return 0
+
+
 def reduce(payload: dict[str, Any], link: RankLink) -> int:
     """Rendezvous through the environment; hold still until the test has looked at the sockets."""
     import torch

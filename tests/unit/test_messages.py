@@ -21,6 +21,7 @@ from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
     ForkFailed,
+    ImportAhead,
     KillRanks,
     KillStore,
     PreloadBeginsCuda,
@@ -55,6 +56,7 @@ FAILED = ErrorReport(
     "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
 )
 SENT_ORDERS: list[ServerOrder] = [
+    ImportAhead(("torch", "phalanx.run.rank")),
     PreloadModules(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
@@ -131,7 +133,7 @@ def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
 
 
 def test_a_message_of_another_direction_is_not_sent() -> None:
-    with pytest.raises(TypeError, match="PreloadFinished is none of PreloadModules"):
+    with pytest.raises(TypeError, match="PreloadFinished is none of ImportAhead"):
         SUPERVISOR_TO_SERVER_CODEC.encode(PreloadFinished(1.0, 1))  # type: ignore[arg-type]
 
 

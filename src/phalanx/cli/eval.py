@@ -51,6 +51,7 @@ def command(
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
+    from phalanx.launch.server_process import start_server_ahead
     from phalanx.run.scratch import open_scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
     from phalanx.run.trained.launch import RanksEndedEarlyError
@@ -60,6 +61,7 @@ def command(
     try:
         with make_errors_printable(as_json), open_scratch_directory("eval") as scratch:
             refuse_launcher("eval")
+            start_server_ahead("phalanx.run.trained.rank")
             job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(
                 checkpoint,

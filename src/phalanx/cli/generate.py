@@ -79,6 +79,7 @@ def command(
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable, print_line
+    from phalanx.launch.server_process import start_server_ahead
     from phalanx.run.scratch import open_scratch_directory
     from phalanx.run.trained.generate import (
         GENERATION_KEYS,
@@ -92,6 +93,7 @@ def command(
     try:
         with make_errors_printable(as_json), open_scratch_directory("generate") as scratch:
             refuse_launcher("generate")
+            start_server_ahead("phalanx.run.trained.rank")
             job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(
                 checkpoint,

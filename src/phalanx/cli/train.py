@@ -54,6 +54,7 @@ def command(
     """
     from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json, print_json, redirect_text_to_stderr
+    from phalanx.launch.server_process import start_server_ahead
 
     with print_errors_as_json(as_json):
         job_file, overrides = split_job_file_and_overrides(
@@ -68,6 +69,7 @@ def command(
             job, source = load_job_for_explain(job_file, overrides, resume)
             print_explained_job(job, source, overrides, as_json=as_json)
             return 0
+        start_server_ahead("phalanx.run.rank")
         # Before what takes long to import: a run in use is refused at once.
         from phalanx.run.run_in_use import refuse_run_in_use
 

@@ -114,9 +114,13 @@ def print_verification(
     as_json: bool = False,
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
+    from phalanx.cli._launched import refuse_launcher
+    from phalanx.launch.server_process import start_server_ahead
+
+    refuse_launcher("verify")
+    start_server_ahead("phalanx.verify.rank")
     from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json
-    from phalanx.cli._launched import refuse_launcher
     from phalanx.cli._progress import ProgressLine
     from phalanx.cli._verify_table import (
         VERIFY_PROGRESS_INTERVAL_S,
@@ -128,7 +132,6 @@ def print_verification(
     from phalanx.run.next_command import format_next_command
     from phalanx.verify.drive import verify_job
 
-    refuse_launcher("verify")
     printer = VerifyRowPrinter(as_json=as_json)
     with (
         print_errors_as_json(as_json),

@@ -15,6 +15,14 @@ from phalanx.launch.wire import JsonLineCodec
 
 
 @dataclass(frozen=True)
+class ImportAhead:
+    """Import modules of `site-packages` before the run is known. One that fails is told of when it
+    is preloaded."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PreloadModules:
     """Take over the search path of modules, and import `preload`, so that ranks have them when
     they are forked."""
@@ -160,7 +168,13 @@ class StoreExited:
 
 
 ServerOrder: TypeAlias = (
-    PreloadModules | StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks | KillStore
+    ImportAhead
+    | PreloadModules
+    | StartRanks
+    | SendSignalToRanks
+    | WriteStacksToLogs
+    | KillRanks
+    | KillStore
 )
 ServerReport: TypeAlias = (
     PreloadFinished

@@ -12,6 +12,7 @@ of each rank at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.files import open_regular_file_for_append
 from phalanx.core.logs import redact_standard_streams
 from phalanx.core.secrets import Redactor
 from phalanx.launch.cuda_state import is_cuda_driver_initialized
@@ -39,6 +41,7 @@ from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
     ForkFailed,
+    ImportAhead,
     KillRanks,
     KillStore,
     PreloadBeginsCuda,
@@ -56,6 +59,7 @@ from phalanx.launch.messages import (
     WriteStacksToLogs,
 )
 from phalanx.launch.next_attempt import NextAttempt, OrderSender, open_order_pipe
+from phalanx.launch.paths import server_log_path
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
@@ -63,6 +67,7 @@ from phalanx.launch.store import open_loopback_listener, serve_rendezvous_store
 from phalanx.launch.wire import MessageChannel
 
 SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
+_MAX_MOVED_BYTES = 1 << 20
 # A scheduler signals every process of the job; the server outlives these signals.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -92,6 +97,7 @@ class RankServer:
         self._server_life, self._server_life_write = os.pipe()
         self._wakeup, self._wakeup_write = os.pipe()
         self._run_dir = Path()
+        self._is_ahead = False
         self._attempt = AttemptProcesses(-1)
 
     def execute_orders_until_closed(self) -> int:
@@ -117,6 +123,12 @@ class RankServer:
 
     def _execute_order(self, order: ServerOrder) -> None:
         match order:
+            case ImportAhead(modules):
+                self._is_ahead = True
+                for name in modules:
+                    # Told when it is preloaded.
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
             case PreloadModules():
                 self._preload_modules(order)
             case StartRanks():
@@ -138,6 +150,8 @@ class RankServer:
     def _preload_modules(self, order: PreloadModules) -> None:
         started = time.monotonic()
         self._run_dir = order.run_dir
+        if self._is_ahead:
+            _move_output_to_log(server_log_path(order.run_dir))
         sys.path[:] = order.sys_path
         os.environ.pop("PYTHONPATH", None)
         if order.python_path is not None:
@@ -156,6 +170,7 @@ class RankServer:
         gc.collect()
         # collections in a rank would otherwise write to, and so copy, every page we share
         gc.freeze()
+        gc.enable()
         self._link.send(PreloadFinished(time.monotonic() - started, _count_own_threads()))
 
     def _fork_attempt_ranks(self, order: StartRanks) -> None:
@@ -375,6 +390,19 @@ def _kill_process_group(pid: int) -> None:
         pass
 
 
+def _move_output_to_log(log: Path) -> None:
+    """Have standard output and error, a file without a name until now, go on in `log`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # On a disk that takes nothing it stays where it is, and is lost.
+    with contextlib.suppress(OSError), open_regular_file_for_append(log) as file:
+        size = os.fstat(1).st_size
+        file.write(os.pread(1, min(size, _MAX_MOVED_BYTES), 0))
+        file.flush()
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+
+
 def _count_own_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
@@ -387,6 +415,8 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
 
 
 def run_server(arguments: Sequence[str]) -> int:
+    # Thousands of modules are imported, and collections among them find next to nothing.
+    gc.disable()
     link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -3,22 +3,27 @@ it forked."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import socket
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 from phalanx.core.files import (
     build_path_resource_error,
     open_regular_file,
     open_regular_file_for_append,
 )
+from phalanx.launch.external import read_external_launch
 from phalanx.launch.messages import (
     SERVER_TO_SUPERVISOR_CODEC,
     SUPERVISOR_TO_SERVER_CODEC,
+    ImportAhead,
     ServerOrder,
     ServerReport,
 )
@@ -48,18 +53,24 @@ class ServerProcess:
         link: ServerLink,
         life: int,
         presence: int,
-        log: Path,
-        log_start: int,
     ) -> None:
         self._process = process
         self.link = link
         self._life = life
         self._presence = presence
-        self._log, self._log_start = log, log_start
+        self._log, self._log_start = Path(os.devnull), 0
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self.link.closed or self._process.poll() is not None
+
+    def read_log_from(self, log: Path, start: int) -> None:
+        """Take what follows on byte `start` of `log` for what this server writes."""
+        self._log, self._log_start = log, start
 
     def kill(self, timeout_s: float = 2.0) -> int:
         """SIGKILL the server, whose end kills what it forked, and wait for all of them.
@@ -102,6 +113,59 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-num_lines:])
 
 
+@dataclass(frozen=True)
+class _ServerAhead:
+    """A server that was started before its run was known, and its environment."""
+
+    server: ServerProcess
+    environment: dict[str, str]
+
+
+_ahead: _ServerAhead | None = None
+
+
+def start_server_ahead(module: str) -> None:
+    """Start a server that imports torch and `module`, of phalanx, while this process finds out what
+    to run; the next `start_server` takes it. It ends with this process.
+
+    Not as a rank of another launcher, which starts none. Raises EnvironmentProblem as
+    `read_external_launch` does.
+    """
+    global _ahead
+    # A copy: asking writes what it finds into the environment.
+    if _ahead is not None or read_external_launch(dict(os.environ)) is not None:
+        return
+    # What it writes until it has a run, which no person sees before.
+    try:
+        with tempfile.TemporaryFile() as output:
+            environment = _build_server_environment()
+            _ahead = _ServerAhead(_spawn_server(output, environment), environment)
+    except OSError:
+        # Without one the run starts its own, and says what is wrong.
+        return
+    _ahead.server.link.send(ImportAhead(("torch", "torch._dynamo", module)))
+    atexit.register(_end_server_ahead)
+
+
+def _take_server_ahead() -> ServerProcess | None:
+    """The server that was started ahead, if it is as one that is started now would be."""
+    global _ahead
+    if _ahead is None:
+        return None
+    if _ahead.server.has_ended or _ahead.environment != _build_server_environment():
+        _end_server_ahead()
+        return None
+    server, _ahead = _ahead.server, None
+    return server
+
+
+def _end_server_ahead() -> None:
+    global _ahead
+    if _ahead is not None:
+        _ahead.server.kill()
+        _ahead = None
+
+
 def start_server(run_dir: Path) -> ServerProcess:
     """Start a server in a session of its own, which Ctrl-C at the terminal does not reach.
 
@@ -113,6 +177,13 @@ def start_server(run_dir: Path) -> ServerProcess:
         log = open_regular_file_for_append(log_path)
     except OSError as error:
         raise build_path_resource_error(error, "opening the server's log", log_path) from None
+    with log:
+        server = _take_server_ahead() or _spawn_server(log, _build_server_environment())
+        server.read_log_from(log_path, log.tell())
+    return server
+
+
+def _spawn_server(output: IO[bytes], environment: dict[str, str]) -> ServerProcess:
     our_end, server_end = socket.socketpair()
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()
@@ -121,17 +192,16 @@ def start_server(run_dir: Path) -> ServerProcess:
     # follows by message.
     command = [sys.executable, "-P", "-m", "phalanx.launch.server", *map(str, inherited)]
     try:
-        with log, server_end:
+        with server_end:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_build_server_environment(),
+                stdout=output,
+                stderr=output,
+                env=environment,
                 pass_fds=inherited,
                 start_new_session=True,
             )
-            log_start = log.tell()
     finally:
         # Ours are closed: a pipe has an end only when nobody holds its other end any more.
         os.close(life_read)
@@ -141,8 +211,6 @@ def start_server(run_dir: Path) -> ServerProcess:
         MessageChannel(our_end, SUPERVISOR_TO_SERVER_CODEC, SERVER_TO_SUPERVISOR_CODEC),
         life_write,
         presence_read,
-        log_path,
-        log_start,
     )
 
 
