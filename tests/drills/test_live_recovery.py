@@ -146,7 +146,7 @@ def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str) -> None
     run_dir = folder / f"{layout} lost"
     require_same_as_straight(folder / f"{layout} with it", run_dir, second)
     (lost,) = events(run_dir, StoreLost)
-    assert lost.event.step in (3, 4)
+    assert 3 <= lost.event.step <= STEPS
     # Whether they come to need it again depends on the layout and on how it saves.
     assert {e.event.failed_rank for e in events(run_dir, RankFailed)} <= {-1}
     assert [e.event.kept for e in events(run_dir, RanksStarted)] in ([[]], [[], [0, 1]])

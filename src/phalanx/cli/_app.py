@@ -171,8 +171,14 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     # First, so that no other file gets the number of a closed stream.
     open_closed_standard_streams()
-    with filtering_standard_streams():
-        return _invoke_app(arguments)
+    try:
+        with filtering_standard_streams():
+            return _invoke_app(arguments)
+    finally:
+        # Its process may go on, and a server that was started for the command is not to.
+        server_process = sys.modules.get("phalanx.launch.server_process")
+        if server_process is not None:
+            server_process.end_server_ahead()
 
 
 def _invoke_app(arguments: Sequence[str]) -> int:

@@ -144,7 +144,7 @@ def start_server_ahead(module: str) -> None:
         # Without one the run starts its own, and says what is wrong.
         return
     _ahead.server.link.send(ImportAhead(("torch", "torch._dynamo", module)))
-    atexit.register(_end_server_ahead)
+    atexit.register(end_server_ahead)
 
 
 def _take_server_ahead() -> ServerProcess | None:
@@ -153,13 +153,14 @@ def _take_server_ahead() -> ServerProcess | None:
     if _ahead is None:
         return None
     if _ahead.server.has_ended or _ahead.environment != _build_server_environment():
-        _end_server_ahead()
+        end_server_ahead()
         return None
     server, _ahead = _ahead.server, None
     return server
 
 
-def _end_server_ahead() -> None:
+def end_server_ahead() -> None:
+    """End the server that was started ahead, if nothing took it."""
     global _ahead
     if _ahead is not None:
         _ahead.server.kill()
