@@ -365,6 +365,34 @@ def test_late_ranks_change_no_bit_where_shards_are_read_without_waiting(
             assert torch.equal(late[rank][name], weight), (rank, name)
 
 
+def fail_in_backward(rank: int) -> list[bool]:
+    """For each sharded parameter, whether it has a gradient after a backward that failed in the
+    first block of this rank, while reductions of later units were open."""
+    a_plan = plan(2, 1, dp_shard=2, zero_stage=3)
+    module = decoder(tied=True, dtype=torch.float32)
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
+        model = parallelize(module, a_plan, mesh)
+        require_shards_in_shared_memory(module)
+
+        def fail(*_: object) -> None:
+            raise ArithmeticError("as a user's function may")
+
+        next(m for m in module.modules() if isinstance(m, nn.Linear)).register_full_backward_hook(
+            fail
+        )
+        batch = share(global_batches(1)[0], rank, 2, 1)
+        with pytest.raises(ArithmeticError):
+            model.forward_backward(batch, OBJECTIVE)
+        return [p.grad is not None for p in module.parameters() if isinstance(p, DTensor)]
+
+
+def test_after_an_error_in_the_backward_no_gradient_is_filled_later() -> None:
+    """Reductions of later blocks may have begun: what they fill is no gradient any more."""
+    for have_gradients in run_ranks(2, fail_in_backward):
+        assert have_gradients
+        assert not any(have_gradients)
+
+
 class MomentumEncoder(nn.Module):
     """A frozen block that is an average of the trained one's past, written in the forward."""
 
