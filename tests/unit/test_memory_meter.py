@@ -130,12 +130,48 @@ def test_shared_pages_count_by_their_share() -> None:
     assert pss - 4 * MIB <= in_all <= pss + 24 * MIB
 
 
+def map_what_another_process_maps(rank: int) -> tuple[MemoryMeasured, int]:
+    """64 MiB of shared memory that a second process has mapped as well; (the event, the record of
+    a step after that)."""
+    meter = MemoryMeter()
+    meter.start(CPU)
+    meter.begin_phase(1, "backward")
+    memory = mmap.mmap(-1, 64 * MIB)
+    for start in range(0, len(memory), MIB):
+        memory[start : start + MIB] = b"x" * MIB
+    has_read, say_read = os.pipe()
+    may_end, say_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        sum(memory[:: mmap.PAGESIZE])
+        os.write(say_read, b".")
+        os.read(may_end, 1)
+        os._exit(0)
+    os.read(has_read, 1)
+    meter.begin_phase(1, "optimizer")
+    step = meter.read_rank_memory().own_bytes
+    event = event_of(meter)
+    os.write(say_end, b".")
+    os.waitpid(child, 0)
+    return event, step
+
+
+def test_shared_memory_counts_by_its_share() -> None:
+    """The kernel's Pss of a page that two processes map is half a page, as between two ranks that
+    show each other as much: counted whole in each, twice their memory would be measured."""
+    if "Pss_Shmem:" not in Path("/proc/self/smaps_rollup").read_text():
+        pytest.skip("the kernel does not tell shared memory apart")
+    ((event, step),) = run_ranks(1, map_what_another_process_maps)
+    assert 31 * MIB <= event.measured_bytes["peak"] <= 40 * MIB
+    assert event.start_bytes + 31 * MIB <= step <= event.start_bytes + 40 * MIB
+
+
 def test_a_process_that_is_gone_has_no_memory() -> None:
     gone = ProcessMemoryReader(2**22 + 1)
     assert (
         gone.read(),
         gone.reset_peak_resident_bytes(),
-        gone.measure_bytes_shared_with_others(),
+        gone.measure_bytes_of_others(),
     ) == (None, False, None)
     gone.close()
 

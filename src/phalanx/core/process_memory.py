@@ -1,9 +1,9 @@
 """How much memory a process has: the one definition that a plan, the console, the page and
 benchmarks go by.
 
-- *Of its own*: pages that no file backs (heap and other anonymous memory, shared memory).
-  Training's memory is what a rank has of its own on top of what it had when training began: what is
-  compared with a plan.
+- *Of its own*: pages that no file backs (heap and other anonymous memory, and shared memory by its
+  share: ranks of one host map what others of them show). Training's memory is what a rank has of
+  its own on top of what it had when training began: what is compared with a plan.
 - *In all*: every resident page, one that several processes share by its share: the kernel's Pss.
   Ranks are forked from a process that has imported torch, and share its pages until they write to
   them, and libraries and token shards.
@@ -56,6 +56,17 @@ class ResidentMemory:
         return self.own_bytes + self.file_bytes
 
 
+@dataclass(frozen=True)
+class BytesOfOthers:
+    """Resident bytes of a process that other processes' shares account for: Rss less Pss.
+
+    `shared_bytes`: those of them in shared memory; 0 where the kernel does not tell them apart.
+    """
+
+    all_bytes: int = 0
+    shared_bytes: int = 0
+
+
 class ProcessMemoryReader:
     """Reads the memory of a process (None: this one), which costs some ten microseconds a time."""
 
@@ -98,10 +109,9 @@ class ProcessMemoryReader:
             return False
         return True
 
-    def measure_bytes_shared_with_others(self) -> int | None:
-        """Resident bytes that other processes' shares account for: Rss less Pss.
-
-        None where the kernel does not say.
+    def measure_bytes_of_others(self) -> BytesOfOthers | None:
+        """What of the resident memory counts for other processes; None where the kernel does not
+        say.
 
         It walks the process's page tables: ten milliseconds for each few hundred MiB, so not in
         every step.
@@ -110,9 +120,14 @@ class ProcessMemoryReader:
             with open(f"{self._directory}/smaps_rollup", "rb") as file:
                 text = file.read()
             # With the line's beginning: "SwapPss:" ends in the same letters.
-            return max(0, _read_kib_field(text, b"Rss:") - _read_kib_field(text, b"\nPss:"))
+            all_bytes = _read_kib_field(text, b"Rss:") - _read_kib_field(text, b"\nPss:")
         except (OSError, ValueError):
             return None
+        shared_bytes, now = 0, self.read()
+        # Since Linux 5.9.
+        if now is not None and b"Pss_Shmem:" in text:
+            shared_bytes = now.shared_bytes - _read_kib_field(text, b"Pss_Shmem:")
+        return BytesOfOthers(max(0, all_bytes), max(0, shared_bytes))
 
 
 def _read_kib_field(text: bytes, name: bytes) -> int:

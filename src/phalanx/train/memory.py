@@ -11,7 +11,12 @@ import psutil
 import torch
 
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, OPTIMIZER_TENSOR_PREFIX
-from phalanx.core.process_memory import PeriodicSampler, ProcessMemoryReader, ResidentMemory
+from phalanx.core.process_memory import (
+    BytesOfOthers,
+    PeriodicSampler,
+    ProcessMemoryReader,
+    ResidentMemory,
+)
 from phalanx.core.units import MIB
 from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes, get_local_tensor
 from phalanx.observe.events import MemoryMeasured
@@ -61,7 +66,7 @@ class MemoryMeter:
         self._in_all_bytes = 0
         self._most_resident_bytes = 0
         self._file_bytes = 0
-        self._elsewhere_bytes: int | None = None
+        self._of_others = BytesOfOthers()
         self._moment = self._peak_moment = (0, "startup")
         self._num_steps = 0
 
@@ -90,7 +95,7 @@ class MemoryMeter:
         self._start_bytes = self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
         self._most_resident_bytes = self._in_all_bytes = now.all_bytes
-        self._elsewhere_bytes = self._process.measure_bytes_shared_with_others()
+        self._measure_bytes_of_others()
 
     def stop(self) -> None:
         """Stop to measure; results so far stay."""
@@ -165,12 +170,15 @@ class MemoryMeter:
             )
         now = self._update_memory_peak()
         self._num_steps += 1
-        # By now the pages that are written to are no longer shared. Once: it walks the page tables.
-        if self._num_steps == 1:
-            self._elsewhere_bytes = self._process.measure_bytes_shared_with_others()
+        # By the end of the first step the pages that are written to are no longer shared; by that
+        # of the third ranks have mapped what they show each other, as DDP makes its buckets anew
+        # after the first backward. Not each time: it walks the page tables.
+        if self._num_steps in (1, 3):
+            self._measure_bytes_of_others()
         resident_bytes = own_bytes = 0
         if now is not None:
-            resident_bytes, own_bytes = now.all_bytes, now.own_bytes
+            resident_bytes = now.all_bytes
+            own_bytes = now.own_bytes - min(now.shared_bytes, self._of_others.shared_bytes)
         return RankMemory(
             resident_bytes,
             self._compute_own_share_of_bytes(self._most_resident_bytes),
@@ -179,7 +187,10 @@ class MemoryMeter:
 
     def _compute_own_share_of_bytes(self, resident_bytes: int) -> int:
         """The part of `resident_bytes` that counts for this process: its share of shared pages."""
-        return max(resident_bytes - (self._elsewhere_bytes or 0), 0)
+        return max(resident_bytes - self._of_others.all_bytes, 0)
+
+    def _measure_bytes_of_others(self) -> None:
+        self._of_others = self._process.measure_bytes_of_others() or self._of_others
 
     def peak_bytes(self) -> int | None:
         """Bytes at the worst moment so far, on top of the runtime; None before `start`."""
@@ -187,7 +198,8 @@ class MemoryMeter:
             return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return self._peak_bytes - self._start_bytes
+        # What other ranks show this one has counted as its own since it was mapped.
+        return max(0, self._peak_bytes - self._start_bytes - self._of_others.shared_bytes)
 
     @property
     def runtime_bytes(self) -> int:
@@ -195,8 +207,7 @@ class MemoryMeter:
         process's share."""
         return max(
             0,
-            self._compute_own_share_of_bytes(self._in_all_bytes)
-            - (self._peak_bytes - self._start_bytes),
+            self._compute_own_share_of_bytes(self._in_all_bytes) - (self.peak_bytes() or 0),
         )
 
     def _read_device_bytes(self) -> dict[str, int]:
@@ -230,9 +241,7 @@ class MemoryMeter:
             measured["staging"] = staging_bytes
         if self._keeps_peak or self._sampler is not None:
             self._update_memory_peak()
-            self._elsewhere_bytes = (
-                self._process.measure_bytes_shared_with_others() or self._elsewhere_bytes
-            )
+            self._measure_bytes_of_others()
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak

@@ -102,7 +102,8 @@ class TrainingTurns:
         resident = self._memory.read()
         if resident is None:
             return 0
-        return resident.peak_bytes - (self._memory.measure_bytes_shared_with_others() or 0)
+        of_others = self._memory.measure_bytes_of_others()
+        return resident.peak_bytes - (of_others.all_bytes if of_others is not None else 0)
 
 
 def select_rank_microbatches(setting: RankSetting, step: int) -> list[Batch]:

@@ -25,6 +25,8 @@ Locate = Callable[[torch.Tensor], int | None]
 
 _ENTRY_BYTES = 16
 _ALIGNMENT = 64
+# Of another rank's memory, mapped here at once while it is copied.
+_MAX_MAPPED_BYTES = 8 << 20
 _NO_BYTES = np.zeros(0, np.uint8)
 
 
@@ -211,13 +213,25 @@ def _copy_own_rows(gathered: Sequence[GatheredTensor], own_rank: int) -> None:
 
 
 def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int) -> None:
+    num_mapped_bytes = 0
     for index, each in enumerate(gathered):
-        source, row = each.source, each.rows[rank]
-        if row.numel():
-            item = source.element_size()
-            values = seen.view(index, each.starts[rank] * item, row.numel() * item)
-            _copy_values(row, values, source.dtype)
+        item = each.source.element_size()
+        at = each.starts[rank] * item
+        for piece in _split_row(each.rows[rank], _MAX_MAPPED_BYTES // item):
+            num_bytes = piece.numel() * item
+            _copy_values(piece, seen.view(index, at, num_bytes), each.source.dtype)
+            at += num_bytes
+            num_mapped_bytes += num_bytes
+            if num_mapped_bytes >= _MAX_MAPPED_BYTES:
+                seen.forget()
+                num_mapped_bytes = 0
     seen.forget()
+
+
+def _split_row(row: torch.Tensor, max_elements: int) -> Sequence[torch.Tensor]:
+    if row.numel() > max_elements and row.is_contiguous():
+        return row.view(-1).split(max_elements)
+    return [row] if row.numel() else []
 
 
 def _copy_values(row: torch.Tensor, values: Bytes, dtype: torch.dtype) -> None:
