@@ -25,7 +25,7 @@ class Kernel:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.letters = ["R"] * NUM_RANKS
         self.times = [(0.0, 0.0)] * NUM_RANKS
-        monkeypatch.setattr(processor_watch, "read_letter", lambda pid: self.letters[pid])
+        monkeypatch.setattr(processor_watch, "read_state_letter", lambda pid: self.letters[pid])
         monkeypatch.setattr(processor_watch, "read_run_and_delay_s", lambda pid: self.times[pid])
 
     def run(self, rank: int, share: float, wanted: float = 1.0) -> None:

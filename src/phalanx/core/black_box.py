@@ -20,6 +20,7 @@ from phalanx.core import black_box_format as layout
 from phalanx.core.black_box_format import encode_tail, encode_text
 from phalanx.core.call_site import CallSite, CallSiteFinder
 from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.process_stat import read_start_ticks
 
 
 @dataclass(frozen=True)
@@ -291,18 +292,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(text) > 80:
         return ""
     return text
-
-
-def read_start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where there is none.
-
-    With its number this tells it from another process that got the number later.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return int(stat.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def read_boot_id() -> str:

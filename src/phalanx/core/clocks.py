@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from phalanx.core.digest import digest
+from phalanx.core.process_stat import read_start_ticks
 
 
 @functools.cache
@@ -37,13 +38,10 @@ def read_process_start_s() -> float:
     Now, where the system does not say.
     """
     now_s = time.monotonic()
-    try:
-        # Ticks since boot at which it was started. The name of a process, in parentheses, may
-        # hold blanks and parentheses itself: fields are counted behind the last.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        # Start times count from boot, with the time that the machine was suspended.
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
+    ticks = read_start_ticks("self")
+    if ticks is None:
         # No Linux.
         return now_s
+    # Start times count from boot, with the time that the machine was suspended.
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return now_s - max(0.0, age_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.launch.end_record import EndRecord
@@ -34,16 +33,6 @@ class AbsentRank:
 
     rank: int
     why: str
-
-
-def read_process_state(pid: int) -> str:
-    """The kernel's letter for what a process does ("R", "S", "T", ...); empty where it does not
-    say."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 def find_absent_rank(

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from phalanx.core.black_box_reader import LastPosition, read_last_position
+from phalanx.core.process_stat import read_state_letter
 from phalanx.core.typed_json import JsonObject
-from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
@@ -95,7 +95,7 @@ class AttemptEnd:
     exits: dict[int, RankExit] = field(default_factory=dict)
     records: dict[int, EndRecord] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
-    """Process state (`read_process_state`) of each rank that had said nothing when others failed by
+    """Process state (`read_state_letter`) of each rank that had said nothing when others failed by
     its absence alone."""
     silent_places: dict[int, LastPosition] = field(default_factory=dict)
     """The places of these ranks then: the question for their stacks may wake them."""
@@ -456,7 +456,7 @@ class AttemptWatch:
         # Before their stacks are asked for: the signal changes states and places.
         for rank, pid in enumerate(self._pids):
             if rank not in heard_of:
-                self.end.silent[rank] = read_process_state(pid)
+                self.end.silent[rank] = read_state_letter(pid)
         for rank in self.end.silent:
             last_seen = read_last_position(black_box_path(self._spec.run_dir, rank))
             if last_seen is not None:

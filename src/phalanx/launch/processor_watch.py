@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from phalanx.launch.rank_activity import STOPPED_LETTERS, read_letter
+from phalanx.core.process_stat import read_state_letter
+from phalanx.launch.rank_activity import STOPPED_LETTERS
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded
 
 # No part of a tenth of a second: of what goes on in step with that, always one half would be seen.
@@ -82,7 +83,7 @@ class ProcessorWatch:
         events: list[Event] = []
         for rank, pid in enumerate(self._pids):
             looks = self._looks[rank]
-            if read_letter(pid) in STOPPED_LETTERS:
+            if read_state_letter(pid) in STOPPED_LETTERS:
                 looks.stops.append((now_s, read_run_and_delay_s(pid)[0]))
             while looks.stops and now_s - looks.stops[0][0] > _STOPS_WINDOW_S:
                 looks.stops.popleft()

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from phalanx.core.process_stat import read_process_stat
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED_LETTERS = ("T", "t")
 # A file server or a disk that does not answer.
@@ -103,22 +104,16 @@ def sample_process(pid: int, *, with_helpers: bool = False) -> ProcessSample | N
 
     `with_helpers`: look at the processes that it started, too, which costs more.
     """
-    main_thread = _read_stat(f"/proc/{pid}/task/{pid}/stat")
-    process = _read_stat(f"/proc/{pid}/stat")
-    if not main_thread or not process:
+    main_thread, process = read_process_stat(pid, thread=pid), read_process_stat(pid)
+    if main_thread is None or process is None:
         return None
     runs_helper = False
     if with_helpers:
+        helpers = (read_process_stat(helper) for helper in _list_descendants(pid))
         runs_helper = any(
-            _read_stat(f"/proc/{helper}/stat")[:1] == [_RUNNING_LETTER]
-            for helper in _list_descendants(pid)
+            helper is not None and helper.state == _RUNNING_LETTER for helper in helpers
         )
-    return ProcessSample(main_thread[0], _sum_cpu_s(main_thread), _sum_cpu_s(process), runs_helper)
-
-
-def read_letter(pid: int) -> str:
-    """The kernel's letter for what the main thread of a process does; empty where there is none."""
-    return "".join(_read_stat(f"/proc/{pid}/stat")[:1])
+    return ProcessSample(main_thread.state, main_thread.cpu_s, process.cpu_s, runs_helper)
 
 
 def read_written_and_read_bytes(pid: int) -> int:
@@ -137,18 +132,6 @@ def read_memory_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _sum_cpu_s(fields: list[str]) -> float:
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-
-
-def _read_stat(path: str) -> list[str]:
-    """The fields of a stat file behind the name, the state first; empty where there is none."""
-    try:
-        return Path(path).read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _list_descendants(pid: int) -> Iterable[int]:

@@ -3,15 +3,15 @@ core it gets."""
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.black_box import read_boot_id, read_start_ticks
+from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BoxHeader
+from phalanx.core.process_stat import read_process_stat
 
 # Long enough for several ticks of the kernel's clock, which counts CPU time in hundredths.
 SAMPLE_S = 0.3
@@ -83,27 +83,15 @@ def _read_state(header: BoxHeader | None) -> str:
     if header.boot_id != read_boot_id():
         # The same name: another machine, or this one before it was started again.
         return "unknown"
-    if read_start_ticks(header.pid) != header.start_ticks:
+    stat = read_process_stat(header.pid)
+    if stat is None or stat.start_ticks != header.start_ticks:
         return "gone"
-    fields = _read_stat(header.pid)
-    if not fields:
-        return "gone"
-    return PROCESS_STATES.get(fields[0], "sleeping")
-
-
-def _read_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, the state first; empty where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return PROCESS_STATES.get(stat.state, "sleeping")
 
 
 def _sample_cpu(pid: int) -> _CpuSample:
-    fields = _read_stat(pid)
-    cpu_s = None
-    if len(fields) > 12:
-        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    stat = read_process_stat(pid)
+    cpu_s = stat.cpu_s if stat is not None else None
     return _CpuSample(time.monotonic(), cpu_s, _read_throttled_s(pid))
 
 

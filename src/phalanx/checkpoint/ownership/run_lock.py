@@ -23,6 +23,7 @@ from pathlib import Path
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
+from phalanx.core.process_stat import read_process_stat
 
 LOCK_FILE_NAME = "lock"
 # For another job that is taking or giving up the lock at this very moment.
@@ -286,18 +287,11 @@ def _read_process_start_time(pid: int) -> float | None:
 
     None if there is no such process.
     """
-    try:
-        # The command's name, in parentheses, may itself hold spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        # A zombie, or dead: its locks are gone.
-        if fields[0] in (b"Z", b"X"):
-            return None
-        # Field 22 of proc(5), starttime: the split begins with field 3.
-        return float(fields[19])
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-    except ProcessLookupError:
+    stat = read_process_stat(pid)
+    if stat is not None:
+        # Of one that has ended the locks are gone.
+        return None if stat.has_ended else float(stat.start_ticks)
+    if Path("/proc/self/stat").exists():
         return None
     import psutil
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.process_stat import read_start_ticks
 from phalanx.mesh.c10d_calls import HandlerDepth, handling_c10d_calls
 from phalanx.mesh.reduce_ops import following_reduce_ops
 from phalanx.mesh.shared_memory import futex
 from phalanx.mesh.shared_memory.arena import ARENA_BYTES, OwnArena, open_arena_of_process
 from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, reserve_directory
-from phalanx.mesh.shared_memory.peers import Peer, find_start_of_living_process
+from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.segments import SeenSegments
 from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
 
@@ -124,7 +125,7 @@ def _describe_process(arena: OwnArena | None, problem: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"host": _name_host(), "pid": os.getpid(), "problem": problem}
     if arena is not None:
         facts |= {
-            "started": find_start_of_living_process(os.getpid()),
+            "started": read_start_ticks(os.getpid()),
             "descriptor": arena.descriptor,
             "num_bytes": arena.num_bytes,
         }

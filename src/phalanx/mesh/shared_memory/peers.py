@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from phalanx.core.process_stat import read_process_stat
 from phalanx.mesh.shared_memory.arena import MappedArena
 from phalanx.mesh.shared_memory.segments import SeenSegments
 
@@ -23,17 +23,5 @@ class Peer:
     segments: SeenSegments
 
     def is_alive(self) -> bool:
-        return find_start_of_living_process(self.pid) == self.start_ticks
-
-
-def find_start_of_living_process(pid: int) -> int | None:
-    """When process `pid` started, in ticks of the kernel's clock; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name of the program, in parentheses, may hold spaces.
-    fields = text.rpartition(")")[2].split()
-    if fields[0] in ("Z", "X"):
-        return None
-    return int(fields[19])
+        stat = read_process_stat(self.pid)
+        return stat is not None and not stat.has_ended and stat.start_ticks == self.start_ticks

@@ -1,0 +1,53 @@
+"""What /proc/PID/stat says of a process or a thread (proc(5))."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """`state`: the kernel's letter ("R", "S", "T", ...). `cpu_s`: processor seconds so far, of all
+    threads in a process. `start_ticks`: when it started, in clock ticks since boot; with its number
+    this tells a process from a later one that got the number."""
+
+    state: str
+    cpu_s: float
+    start_ticks: int
+
+    @property
+    def has_ended(self) -> bool:
+        """True for one that only waits until its parent asks for its exit code."""
+        return self.state in ("Z", "X")
+
+
+def read_process_stat(pid: int | str, thread: int | None = None) -> ProcessStat | None:
+    """The stat of process `pid` ("self": this one), or of its thread with number `thread`.
+
+    None where there is none, or where the system has no /proc.
+    """
+    path = Path(f"/proc/{pid}/stat")
+    if thread is not None:
+        path = Path(f"/proc/{pid}/task/{thread}/stat")
+    try:
+        # The name, in parentheses, may hold spaces and parentheses itself.
+        fields = path.read_bytes().rpartition(b")")[2].split()
+        # Fields 14, 15 and 22, where the split begins with field 3.
+        ticks = int(fields[11]) + int(fields[12])
+        return ProcessStat(fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK"), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_start_ticks(pid: int | str) -> int | None:
+    """When a process started, in clock ticks since boot; None where there is none."""
+    stat = read_process_stat(pid)
+    return stat.start_ticks if stat is not None else None
+
+
+def read_state_letter(pid: int) -> str:
+    """The kernel's letter for what the main thread of a process does; empty where there is none."""
+    stat = read_process_stat(pid)
+    return stat.state if stat is not None else ""
