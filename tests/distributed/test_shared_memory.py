@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.mesh.mesh import open_mesh
-from phalanx.mesh.shared_memory import futex, opening
+from phalanx.mesh.shared_memory import futex, in_place, opening
 from phalanx.mesh.shared_memory.board import Board
 from phalanx.mesh.shared_memory.in_place import GatheredTensor
 from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
@@ -474,8 +474,10 @@ def make_shown(transport: Any, values: torch.Tensor, *, in_arena: bool) -> torch
     return shown.view(values.shape).copy_(values)
 
 
-def check_in_place(rank: int, num_ranks: int) -> list[str]:
+def check_in_place(rank: int, num_ranks: int, max_mapped_bytes: int) -> list[str]:
     wrong = []
+    # In this rank's process alone.
+    in_place.MAX_MAPPED_BYTES = max_mapped_bytes
     with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
         transport, group = current_transport(), dist.group.WORLD
         assert transport is not None
@@ -521,9 +523,14 @@ def check_in_place(rank: int, num_ranks: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_tensors_are_gathered_and_reduced_where_they_lie(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, check_in_place, num_ranks) == [[]] * num_ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "max_mapped_bytes"), [(2, in_place.MAX_MAPPED_BYTES), (2, 50_000), (3, 9_002)]
+)
+def test_tensors_are_gathered_and_reduced_where_they_lie(
+    num_ranks: int, max_mapped_bytes: int
+) -> None:
+    """Also where rows are longer than what is mapped at once, and are copied by pieces."""
+    assert run_ranks(num_ranks, check_in_place, num_ranks, max_mapped_bytes) == [[]] * num_ranks
 
 
 def change_after_the_gather(rank: int) -> float:

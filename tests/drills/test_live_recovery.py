@@ -132,26 +132,33 @@ def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str) -> None:
-    """Where they come to need it they start again with what all of them hold: no step is done
-    twice. Reference: the same layout undisturbed."""
-    fault = "kill_store:rank=0,step=3,phase=forward"
+    """A save beside training opens a group: there they need a store, and start again with what all
+    of them hold, so that no step is done twice. Reference: the same layout undisturbed."""
+    fault, beside = "kill_store:rank=0,step=3,phase=forward", "checkpoint.asynchronous=true"
+    whole, cut = f"{layout} with its store", f"{layout} without"
     first, second = run_all(
-        [
-            arguments(layout, f"{layout} with it"),
-            arguments(layout, f"{layout} lost", inject(fault)),
-        ],
-        folder,
+        [arguments(layout, whole, beside), arguments(layout, cut, beside, inject(fault))], folder
     )
     assert first.code == 0, first.err
-    run_dir = folder / f"{layout} lost"
-    require_same_as_straight(folder / f"{layout} with it", run_dir, second)
+    run_dir = folder / cut
+    require_same_as_straight(folder / whole, run_dir, second)
     (lost,) = events(run_dir, StoreLost)
-    assert 3 <= lost.event.step <= STEPS
-    # Whether they come to need it again depends on the layout and on how it saves.
-    assert {e.event.failed_rank for e in events(run_dir, RankFailed)} <= {-1}
-    assert [e.event.kept for e in events(run_dir, RanksStarted)] in ([[]], [[], [0, 1]])
+    assert lost.event.ranks_go_on
+    assert 3 <= lost.event.step <= SAVED_EACH
+    (failed,) = events(run_dir, RankFailed)
+    assert (failed.event.failed_rank, failed.event.step >= lost.event.step) == (-1, True)
+    assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0, 1]]
     recorded = Counter((e.rank, e.event.step) for e in events(run_dir, StepFinished))
     assert recorded == {(rank, step): 1 for rank in range(2) for step in range(1, STEPS + 1)}
+
+
+def test_a_store_that_nobody_comes_to_need_is_not_missed(folder: Path, straight: Path) -> None:
+    done = run(
+        *arguments("ddp", "not missed", inject("kill_store:rank=1,step=3,phase=data")), cwd=folder
+    )
+    require_same_as_straight(straight, folder / "not missed", done)
+    assert [e.event.ranks_go_on for e in events(folder / "not missed", StoreLost)] == [True]
+    assert not events(folder / "not missed", RankFailed)
 
 
 @pytest.mark.parametrize("layout", ["ddp4", "hsdp", pytest.param("tp", marks=pytest.mark.long)])

@@ -158,7 +158,7 @@ SLOW: dict[str, Any] = {
             "store killed",
             (),
         ),
-        (events.StoreLost(7, "exit status -9"), "store killed", ()),
+        (events.StoreLost(7, "exit status -9", True), "store killed", ()),
         (events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8), "not finite", ()),
         (events.InvariantChecked(7, "replicas_equal", ok=False, ranks=[2]), "corrupt", (2,)),
         (events.NonFiniteFound(7, "output", "embed", 1), "not finite", (1,)),

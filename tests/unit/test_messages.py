@@ -56,7 +56,7 @@ FAILED = ErrorReport(
     "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
 )
 SENT_ORDERS: list[ServerOrder] = [
-    ImportAhead(("torch", "phalanx.run.rank")),
+    ImportAhead(("torch", "phalanx.run.rank"), ("/a", ""), None),
     PreloadModules(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"

@@ -234,7 +234,7 @@ STRIKES_TUPLE = tuple(STRIKES)
 
 def test_ranks_that_miss_the_store_later_give_no_false_verdict() -> None:
     planned = [plan("kill_store", 0, 30)]
-    lost = said(events.StoreLost(30, "exit status -9"), 30.6)
+    lost = said(events.StoreLost(30, "exit status -9", True), 30.6)
     missed = said(
         failed(-1, "the process that holds the rendezvous store ended (exit status -9)"), 50.0
     )

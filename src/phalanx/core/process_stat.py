@@ -26,8 +26,16 @@ class ProcessStat:
 def read_process_stat(pid: int | str, thread: int | None = None) -> ProcessStat | None:
     """The stat of process `pid` ("self": this one), or of its thread with number `thread`.
 
-    None where there is none, or where the system has no /proc.
+    None where there is none, where the system has no /proc, or where it cannot be read.
     """
+    try:
+        return read_process_stat_or_raise(pid, thread)
+    except OSError:
+        return None
+
+
+def read_process_stat_or_raise(pid: int | str, thread: int | None = None) -> ProcessStat | None:
+    """As `read_process_stat`, but raises OSError where it may be there and cannot be read."""
     path = Path(f"/proc/{pid}/stat")
     if thread is not None:
         path = Path(f"/proc/{pid}/task/{thread}/stat")
@@ -37,7 +45,7 @@ def read_process_stat(pid: int | str, thread: int | None = None) -> ProcessStat 
         # Fields 14, 15 and 22, where the split begins with field 3.
         ticks = int(fields[11]) + int(fields[12])
         return ProcessStat(fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK"), int(fields[19]))
-    except (OSError, ValueError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, ValueError, IndexError):
         return None
 
 

@@ -199,7 +199,7 @@ class AttemptListener(Protocol):
         """Ranks keep the others from progress, and are killed now."""
         ...
 
-    def emit_store_lost(self, how: str) -> None:
+    def emit_store_lost(self, how: str, *, ranks_go_on: bool) -> None:
         """The process that holds the ranks' rendezvous store ended, as `how` says."""
         ...
 
@@ -304,11 +304,14 @@ class AttemptWatch:
 
     def _handle_store_loss(self, how: str) -> None:
         """Let ranks go on that do not need the store to train: those that come to need it leave
-        with what they hold. Where nothing of them is kept, or nobody would see that they wait for
-        ever, they end now."""
+        with what they hold. Before the first step, where nothing of them is kept, or nobody would
+        see that they wait for ever, they end now."""
         self.end.store_loss = how
-        self._listener.emit_store_lost(how)
-        if self._progress is None or not self._spec.keeps_ranks:
+        ranks_go_on = (
+            self._progress is not None and self._spec.keeps_ranks and self._has_begun_training()
+        )
+        self._listener.emit_store_lost(how, ranks_go_on=ranks_go_on)
+        if not ranks_go_on:
             self._first_failure_at = min(self._first_failure_at, time.monotonic())
 
     def _handle_end_record(self, rank: int, record: EndRecord) -> None:
@@ -409,7 +412,7 @@ class AttemptWatch:
         False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
         """
         end, reports = self.end, self.end.error_reports
-        if end.hang is not None:
+        if end.hang is not None or end.store_loss:
             return True
         for rank, rank_exit in end.exits.items():
             died_silently = end.has_rank_failed_or_died(rank) and rank not in reports

@@ -16,10 +16,12 @@ from phalanx.launch.wire import JsonLineCodec
 
 @dataclass(frozen=True)
 class ImportAhead:
-    """Import modules of `site-packages` before the run is known. One that fails is told of when it
-    is preloaded."""
+    """Take over the search path of modules, and import some before the run is known. One that
+    fails, or begins to use CUDA, is told of when it is preloaded."""
 
     modules: tuple[str, ...]
+    sys_path: tuple[str, ...]
+    python_path: str | None
 
 
 @dataclass(frozen=True)

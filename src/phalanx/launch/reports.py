@@ -29,7 +29,8 @@ _OTHER_RANK_ERROR_PATTERN = re.compile(
     r"|remote process exited|ncclRemoteError|ncclSystemError|no error.{0,20}peer",
     re.IGNORECASE | re.DOTALL,
 )
-_STORE_ERROR_NAMES = ("DistStoreError", "DistNetworkError")
+# Of torch, where a rank does not reach the store.
+STORE_ERROR_NAMES = ("DistStoreError", "DistNetworkError")
 _LAUNCH_FOLDER = str(Path(__file__).parent)
 _IMPORT_MACHINERY_FILES = (importlib.__file__, registry.__file__)
 
@@ -140,7 +141,7 @@ def is_caused_by_lost_peer(error: BaseException) -> bool:
     # An error may lead back to itself: user code can set `__cause__` to anything.
     while link is not None and link not in visited:
         visited.append(link)
-        if type(link).__name__ in _STORE_ERROR_NAMES:
+        if type(link).__name__ in STORE_ERROR_NAMES:
             return True
         if isinstance(link, RuntimeError) and is_message_about_lost_peer(
             _format_printable_message(link)

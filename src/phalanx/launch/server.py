@@ -97,7 +97,10 @@ class RankServer:
         self._server_life, self._server_life_write = os.pipe()
         self._wakeup, self._wakeup_write = os.pipe()
         self._run_dir = Path()
-        self._is_ahead = False
+        self._has_log = True
+        self._failed: dict[str, Exception] = {}
+        # The module whose import began to use CUDA, if one has.
+        self._began_cuda: set[str] = set()
         self._attempt = AttemptProcesses(-1)
 
     def execute_orders_until_closed(self) -> int:
@@ -123,12 +126,8 @@ class RankServer:
 
     def _execute_order(self, order: ServerOrder) -> None:
         match order:
-            case ImportAhead(modules):
-                self._is_ahead = True
-                for name in modules:
-                    # Told when it is preloaded.
-                    with contextlib.suppress(Exception):
-                        importlib.import_module(name)
+            case ImportAhead():
+                self._import_ahead(order)
             case PreloadModules():
                 self._preload_modules(order)
             case StartRanks():
@@ -147,23 +146,41 @@ class RankServer:
             case _:
                 assert_never(order)
 
+    def _import_ahead(self, order: ImportAhead) -> None:
+        self._has_log = False
+        _take_over_search_path(order.sys_path, order.python_path)
+        for name in order.modules:
+            try:
+                self._import_or_raise(name)
+            except Exception as error:
+                # A second try would fail by what the first one left.
+                self._failed[name] = error
+                return
+            if name in self._began_cuda:
+                return
+
+    def _import_or_raise(self, name: str) -> None:
+        if name in self._failed:
+            raise self._failed[name]
+        _import_module(name)
+        if not self._began_cuda and is_cuda_driver_initialized():
+            self._began_cuda.add(name)
+
     def _preload_modules(self, order: PreloadModules) -> None:
         started = time.monotonic()
         self._run_dir = order.run_dir
-        if self._is_ahead:
+        if not self._has_log:
             _move_output_to_log(server_log_path(order.run_dir))
-        sys.path[:] = order.sys_path
-        os.environ.pop("PYTHONPATH", None)
-        if order.python_path is not None:
-            os.environ["PYTHONPATH"] = order.python_path
+            self._has_log = True
+        _take_over_search_path(order.sys_path, order.python_path)
         for name in order.preload:
             try:
-                _import_module(name)
+                self._import_or_raise(name)
             except BaseException as error:
-                traceback.print_exc()
+                traceback.print_exception(error)
                 self._link.send(PreloadFailed(build_error_report(error)))
                 return
-            if is_cuda_driver_initialized():
+            if name in self._began_cuda:
                 self._link.send(PreloadBeginsCuda(name))
                 return
         # What is garbage now would be frozen with the rest.
@@ -370,6 +387,13 @@ class RankServer:
             # The store goes last: ranks need it while they save.
             if not attempt.ranks:
                 self._kill_store_process()
+
+
+def _take_over_search_path(sys_path: Sequence[str], python_path: str | None) -> None:
+    sys.path[:] = sys_path
+    os.environ.pop("PYTHONPATH", None)
+    if python_path is not None:
+        os.environ["PYTHONPATH"] = python_path
 
 
 def _import_module(name: str) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
@@ -36,6 +37,7 @@ from phalanx.launch.rank_env import (
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.wire import MessageChannel
 
+_MAX_READ_BYTES = 1 << 20
 ServerLink: TypeAlias = MessageChannel[ServerOrder, ServerReport]
 
 
@@ -59,6 +61,7 @@ class ServerProcess:
         self._life = life
         self._presence = presence
         self._log, self._log_start = Path(os.devnull), 0
+        self._early_output = -1
 
     @property
     def pid(self) -> int:
@@ -71,6 +74,12 @@ class ServerProcess:
     def read_log_from(self, log: Path, start: int) -> None:
         """Take what follows on byte `start` of `log` for what this server writes."""
         self._log, self._log_start = log, start
+
+    def read_early_output_from(self, descriptor: int) -> None:
+        """Take the file for what this server writes until it has a log; it is closed with this
+        object."""
+        self._early_output = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
     def kill(self, timeout_s: float = 2.0) -> int:
         """SIGKILL the server, whose end kills what it forked, and wait for all of them.
@@ -94,6 +103,12 @@ class ServerProcess:
             os.close(self._presence)
         return self._process.wait()
 
+    def _read_early_output(self) -> bytes:
+        """What the server wrote before it had a log, where it ended before it could move that."""
+        if self._early_output < 0:
+            return b""
+        return os.pread(self._early_output, _MAX_READ_BYTES, 0)
+
     def describe_exit(self) -> str:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         code = self._process.wait()
@@ -107,10 +122,10 @@ class ServerProcess:
             with open_regular_file(self._log) as file:
                 # The log goes on over attempts: what was there before is of earlier servers.
                 file.seek(self._log_start)
-                text = file.read(1 << 20).decode("utf-8", "replace")
+                content = file.read(_MAX_READ_BYTES) or self._read_early_output()
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-num_lines:])
+        return "\n".join(content.decode("utf-8", "replace").splitlines()[-num_lines:])
 
 
 @dataclass(frozen=True)
@@ -135,15 +150,18 @@ def start_server_ahead(module: str) -> None:
     # A copy: asking writes what it finds into the environment.
     if _ahead is not None or read_external_launch(dict(os.environ)) is not None:
         return
-    # What it writes until it has a run, which no person sees before.
+    environment = _build_server_environment()
     try:
+        # What it writes until it has a run, which no person sees before.
         with tempfile.TemporaryFile() as output:
-            environment = _build_server_environment()
-            _ahead = _ServerAhead(_spawn_server(output, environment), environment)
+            server = _spawn_server(output, environment)
+            server.read_early_output_from(os.dup(output.fileno()))
     except OSError:
         # Without one the run starts its own, and says what is wrong.
         return
-    _ahead.server.link.send(ImportAhead(("torch", "torch._dynamo", module)))
+    _ahead = _ServerAhead(server, environment)
+    search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
+    server.link.send(ImportAhead(("torch", "torch._dynamo", module), *search_path))
     atexit.register(end_server_ahead)
 
 

@@ -204,9 +204,10 @@ class _AttemptReporter:
         start_s = time.monotonic() - self._began_s
         self._bus.emit(RanksStarted(list(pids), start_s, self._survivors))
 
-    def emit_store_lost(self, how: str) -> None:
+    def emit_store_lost(self, how: str, *, ranks_go_on: bool) -> None:
         furthest = read_furthest_position(self._run_dir)
-        self._bus.emit(StoreLost(0 if furthest is None else furthest.step, how))
+        step = 0 if furthest is None else furthest.step
+        self._bus.emit(StoreLost(step, how, ranks_go_on))
 
     def emit_hang_found(self, hang: HangVerdict) -> None:
         last_seen = hang.positions.get(hang.culprits[0])

@@ -30,7 +30,7 @@ from phalanx.launch.log_excerpts import (
 from phalanx.launch.paths import black_box_path, rank_log_path
 from phalanx.launch.positions import describe_waits_at_end, read_furthest_position
 from phalanx.launch.progress_watch import HangVerdict
-from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
+from phalanx.launch.reports import STORE_ERROR_NAMES, ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import remove_varying_text_from_failure
 from phalanx.observe.rank_waits import RankState, find_group
@@ -89,11 +89,13 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
         return None
     if earliest is None or earliest.is_consequence:
         process_failure = _blame_server_or_store_process(end, run_dir)
-        if process_failure is not None or earliest is None:
+        if earliest is None or end.server_loss or _have_missed_store(end):
             return process_failure
         absence = find_absent_rank(end.records, end.silent, _read_black_boxes(end, run_dir))
         if absence is not None:
             return _blame_absent_rank(absence, end, run_dir)
+        if process_failure is not None:
+            return process_failure
     rank = earliest.rank
     blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
@@ -227,6 +229,14 @@ def _blame_failed_startup(report: ErrorReport) -> RankFailure:
         exit_code=report.exit_code,
         restartable=False,
         detected_s=0.0,
+    )
+
+
+def _have_missed_store(end: AttemptEnd) -> bool:
+    """True if the store was lost and a rank failed by that: it may have done without for hours."""
+    tracebacks = [report.traceback for report in end.error_reports.values()]
+    return bool(end.store_loss) and any(
+        name in traceback for traceback in tracebacks for name in STORE_ERROR_NAMES
     )
 
 

@@ -96,10 +96,10 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
         case events.HangFound():
             return _describe_hang(event)
         case events.StoreLost():
-            return (
-                f"the process that holds the rendezvous store ended at step {event.step}"
-                f" ({event.detail}): ranks go on until they need it"
-            )
+            text = f"the process of the rendezvous store ended at step {event.step}"
+            if event.ranks_go_on:
+                return f"{text} ({event.detail}): ranks go on until they need it"
+            return f"{text} ({event.detail})"
         case events.RankSlow():
             return _describe_slow_rank(event)
         case events.RankSlowEnded():

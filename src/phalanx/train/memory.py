@@ -67,6 +67,7 @@ class MemoryMeter:
         self._most_resident_bytes = 0
         self._file_bytes = 0
         self._of_others = BytesOfOthers()
+        self._shared_by_others_at_start = 0
         self._moment = self._peak_moment = (0, "startup")
         self._num_steps = 0
 
@@ -96,6 +97,7 @@ class MemoryMeter:
         self._file_bytes = now.file_bytes
         self._most_resident_bytes = self._in_all_bytes = now.all_bytes
         self._measure_bytes_of_others()
+        self._shared_by_others_at_start = self._of_others.shared_bytes
 
     def stop(self) -> None:
         """Stop to measure; results so far stay."""
@@ -199,7 +201,8 @@ class MemoryMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         # What other ranks show this one has counted as its own since it was mapped.
-        return max(0, self._peak_bytes - self._start_bytes - self._of_others.shared_bytes)
+        mapped = self._of_others.shared_bytes - self._shared_by_others_at_start
+        return max(0, self._peak_bytes - self._start_bytes - max(0, mapped))
 
     @property
     def runtime_bytes(self) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
-from phalanx.core.process_stat import read_process_stat
+from phalanx.core.process_stat import read_process_stat_or_raise
 
 LOCK_FILE_NAME = "lock"
 # For another job that is taking or giving up the lock at this very moment.
@@ -285,9 +285,9 @@ def _describe_this_process_as_holder() -> LockHolder:
 def _read_process_start_time(pid: int) -> float | None:
     """The time a process started: clock ticks since boot on Linux, else Unix seconds.
 
-    None if there is no such process.
+    None if there is no such process. Raises OSError where that cannot be told.
     """
-    stat = read_process_stat(pid)
+    stat = read_process_stat_or_raise(pid)
     if stat is not None:
         # Of one that has ended the locks are gone.
         return None if stat.has_ended else float(stat.start_ticks)

@@ -67,13 +67,16 @@ def measure_strikes(
     began_s = min((each.monotonic_s for each in record.envelopes), default=math.nan)
     answered = []
     before_s = -math.inf
+    # What ranks may still say of a strike before, after which they went on.
+    outstanding = ""
     for number, (plan, strike) in enumerate(zip(planned, strikes, strict=True)):
         expectation = load_fault(plan.fault).expectation
         measured, struck_s, open_save_steps = NOT_STRUCK, None, 0
         if strike is not None:
             later = (each.monotonic_s for each in strikes[number + 1 :] if each is not None)
             window = record.cut(before_s, next(later, math.inf))
-            measured = _measure_answer(window, strike, expectation)
+            measured = _measure_answer(window, strike, expectation, outstanding)
+            outstanding = expectation.verdict if expectation.ranks_go_on else ""
             struck_s = round(strike.monotonic_s - began_s, 4)
             open_save_steps = window.count_steps_of_open_save(strike, shape.save_every_steps)
             before_s = strike.monotonic_s
@@ -110,13 +113,17 @@ def _find_strike(record: RunRecord, planned: PlannedStrike) -> Strike | None:
     return main
 
 
-def _measure_answer(window: RunRecord, strike: Strike, expectation: Expectation) -> MeasuredAnswer:
-    """`window`: from the strike before to just before the next one."""
+def _measure_answer(
+    window: RunRecord, strike: Strike, expectation: Expectation, outstanding: str
+) -> MeasuredAnswer:
+    """`window`: from the strike before to just before the next one. `outstanding`: the class of
+    verdicts that may still come on the strike before."""
     struck_s = strike.monotonic_s
+    not_on_it = {*expectation.preceded_by, outstanding} - {expectation.verdict}
     verdicts = [
         each
         for each in find_verdicts(window.envelopes)
-        if each.monotonic_s >= struck_s and each.kind not in expectation.preceded_by
+        if each.monotonic_s >= struck_s and each.kind not in not_on_it
     ]
     first = verdicts[0] if verdicts else None
     detected_s, detected_steps = None, None

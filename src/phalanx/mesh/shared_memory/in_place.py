@@ -25,8 +25,9 @@ Locate = Callable[[torch.Tensor], int | None]
 
 _ENTRY_BYTES = 16
 _ALIGNMENT = 64
-# Of another rank's memory, mapped here at once while it is copied.
-_MAX_MAPPED_BYTES = 8 << 20
+# Of another rank's memory, mapped here at once while it is copied; a row that is not contiguous is
+# not cut.
+MAX_MAPPED_BYTES = 8 << 20
 _NO_BYTES = np.zeros(0, np.uint8)
 
 
@@ -115,11 +116,9 @@ class _SeenTensors:
 
     def forget(self) -> None:
         """Do not keep in this process's map what was read."""
-        places = [(place, size) for place, size in self._table if place > 0]
-        if places:
-            first = min(place for place, _ in places)
-            last = max(place + size for place, size in places)
-            self._memory.forget(self._rank, first, last - first)
+        for place, size in self._table:
+            if place > 0:
+                self._memory.forget(self._rank, place, size)
 
 
 class _InPlaceTransfer(Transfer):
@@ -217,14 +216,14 @@ def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int
     for index, each in enumerate(gathered):
         item = each.source.element_size()
         at = each.starts[rank] * item
-        for piece in _split_row(each.rows[rank], _MAX_MAPPED_BYTES // item):
+        for piece in _split_row(each.rows[rank], max(1, MAX_MAPPED_BYTES // item)):
             num_bytes = piece.numel() * item
+            if num_mapped_bytes + num_bytes > MAX_MAPPED_BYTES:
+                seen.forget()
+                num_mapped_bytes = 0
             _copy_values(piece, seen.view(index, at, num_bytes), each.source.dtype)
             at += num_bytes
             num_mapped_bytes += num_bytes
-            if num_mapped_bytes >= _MAX_MAPPED_BYTES:
-                seen.forget()
-                num_mapped_bytes = 0
     seen.forget()
 
 

@@ -70,14 +70,15 @@ class HangFound(Event):
 class StoreLost(Event):
     """From the supervisor: the process of the ranks' rendezvous store ended (`detail`: how).
 
-    Ranks that train do not need it and go on, where their processes are kept and their progress is
-    watched. Where one needs it (a save, an evaluation, a new group) they leave with what they hold
-    in memory, and meet again at a new store: `rank_failed` says when. `step` is that of the rank
-    that has come furthest, 0 before training.
+    `ranks_go_on`: they train, which needs no store, their processes are kept, and their progress is
+    watched. Where one comes to need it (a save, an evaluation, a new group) they leave with what
+    they hold in memory, and meet again at a new store: `rank_failed` says when. Otherwise the
+    attempt ends at once. `step` is that of the rank that has come furthest, 0 before training.
     """
 
     step: int
     detail: str
+    ranks_go_on: bool
 
 
 @dataclass(frozen=True)
