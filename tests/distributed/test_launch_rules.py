@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
@@ -385,6 +386,32 @@ class TestVerdict:
             find_root_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path)
             is None
         )
+
+    def test_a_store_that_was_lost_is_blamed_where_it_was_missed(self, tmp_path: Path) -> None:
+        """Ranks may have trained for hours without it."""
+        for rank in range(2):
+            self.at(tmp_path, rank, 12, "backward")
+        exits = {rank: died(rank, code=1) for rank in range(2)}
+        missed = failed(raised(dist.DistNetworkError("Connection reset by peer")))
+        lost_peer = failed(raised(RuntimeError("Connection closed by peer [127.0.0.1]:4711")))
+        ended = EndRecord(0)
+
+        def blame(*records: EndRecord) -> RankFailure | None:
+            end = AttemptEnd(0, exits, dict(enumerate(records)), store_loss="exit status -9")
+            return find_root_failure(end, tmp_path)
+
+        store = blame(missed, lost_peer)
+        assert store is not None
+        assert (store.rank, store.restartable) == (-1, True)
+        assert "rendezvous store ended (exit status -9) at step 12" in store.summary
+        peer = blame(ended, lost_peer)
+        assert peer is not None
+        assert peer.rank == 0
+        # Nothing singles a rank out.
+        unknown = blame(lost_peer, lost_peer)
+        assert unknown is not None
+        assert unknown.rank == -1
+        assert blame(ended, ended) is None
 
     def test_work_that_is_done_stays_done_if_the_process_then_dies_in_its_teardown(
         self, tmp_path: Path
