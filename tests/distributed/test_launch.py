@@ -21,9 +21,10 @@ import pytest
 from test_launch_entries import Payload
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
+from phalanx.launch import server_process
 from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
 from phalanx.launch.outcome import RunOutcome
-from phalanx.launch.server_process import start_server_ahead
+from phalanx.launch.server_process import end_server_ahead, start_server_ahead
 from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
@@ -655,7 +656,7 @@ def test_the_loopback_listener_is_fresh_for_each_attempt() -> None:
 def start_ahead(run: Run, monkeypatch: pytest.MonkeyPatch) -> int:
     """The pid of a server that was started ahead, which says so when it has imported."""
     (run.marks / "loud_when_imported.py").write_text("print('imported ahead', flush=True)")
-    monkeypatch.setenv("PYTHONPATH", str(run.marks))
+    monkeypatch.syspath_prepend(str(run.marks))
     start_server_ahead("loud_when_imported")
     [server] = psutil.Process().children()
     return server.pid
@@ -713,3 +714,23 @@ def test_a_rank_of_another_launcher_starts_no_server(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "1")
     start_server_ahead("phalanx")
     assert not psutil.Process().children()
+
+
+def test_last_words_of_a_server_that_ends_ahead_are_kept(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a library does that finds no processor for it, and ends the process."""
+    (run.marks / "gives_up.py").write_text(
+        "import os\nos.write(2, b'no such instructions here')\nos._exit(2)"
+    )
+    monkeypatch.syspath_prepend(str(run.marks))
+    server = server_process._spawn_server  # what it starts is looked at below
+    started: list[server_process.ServerProcess] = []
+    monkeypatch.setattr(
+        server_process, "_spawn_server", lambda *given: started.append(server(*given)) or started[0]
+    )
+    start_server_ahead("gives_up")
+    [ahead] = started
+    wait_until(lambda: ahead.has_ended)
+    assert ahead.read_end_of_server_log() == "no such instructions here"
+    end_server_ahead()

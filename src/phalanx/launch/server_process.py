@@ -4,6 +4,7 @@ it forked."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import socket
@@ -117,14 +118,13 @@ class ServerProcess:
         return f"exited with code {code}"
 
     def read_end_of_server_log(self, num_lines: int = 20) -> str:
-        """The end of what this server wrote to its log."""
-        try:
-            with open_regular_file(self._log) as file:
-                # The log goes on over attempts: what was there before is of earlier servers.
-                file.seek(self._log_start)
-                content = file.read(_MAX_READ_BYTES) or self._read_early_output()
-        except OSError:
-            return ""
+        """The end of what this server wrote to its log, or before it had one."""
+        content = b""
+        # The log goes on over attempts: what was there before is of earlier servers.
+        with contextlib.suppress(OSError), open_regular_file(self._log) as file:
+            file.seek(self._log_start)
+            content = file.read(_MAX_READ_BYTES)
+        content = content or self._read_early_output()
         return "\n".join(content.decode("utf-8", "replace").splitlines()[-num_lines:])
 
 
