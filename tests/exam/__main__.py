@@ -1,7 +1,7 @@
 """`make exam`: every plant sits the exam, two at a time; docs/exam.md says what was found.
 
-What was done is kept in build/exam and not done again while the code is the same: after Ctrl-C the
-same command goes on.
+What was done is kept in build/exam (or --results FILE) and not done again while the code is the same:
+after Ctrl-C the same command goes on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if fnmatchcase(plant.name, options.only)
     ]
     runs = list(plan_clean_runs(options.clean))
-    results, processes = Results(RESULTS), Processes(timeout_s=options.timeout)
+    results, processes = Results(options.results), Processes(timeout_s=options.timeout)
     code = digest_sources()
     works = list_sittings((*plants, *variants), code, processes, options.types)
     works += list_runs(runs, code, processes)
@@ -134,6 +134,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     parser.add_argument("--timeout", type=float, default=PROBE_TIMEOUT_S, help="seconds for each")
     parser.add_argument("--types", default="", help="of verify: float64,bf16,fp16, say")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="where results are kept, and taken from while the code is the same",
+    )
     parser.add_argument("--json", action="store_true", help="one object for each result")
     return parser.parse_args(arguments)
 
