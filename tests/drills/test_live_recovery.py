@@ -130,6 +130,65 @@ def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
     assert len(re.findall(r"starting it again beside rank \d \(restart", done.out)) == len(faults)
 
 
+# Ends rank 1 when all ranks have done step 7, where it calls METHOD.
+LATE_LEMON = """
+import os
+import signal
+from {module} import {name}
+from phalanx.nn.objective import causal_cross_entropy
+
+loss, call = causal_cross_entropy(64), {name}.{method}
+
+def call_or_end(self, *given):
+    step = self._state.step if hasattr(self, "_state") else given[0]
+    if (os.environ["RANK"], os.environ["PHALANX_ATTEMPT"], step) == ("1", "0", 7):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(self, *given)
+
+{name}.{method} = call_or_end
+"""
+
+
+@pytest.fixture(scope="module")
+def straight_with_lemon(folder: Path) -> Path:
+    """As `straight`, with the loss of a lemon."""
+    (folder / "whole_lemon.py").write_text(LEMON.format(attempts=""))
+    done = run(*arguments("ddp", "whole lemon", "model.objective=whole_lemon:loss"), cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "whole lemon"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [
+        ("phalanx.train.step_recorder", "StepRecorder", "_emit_step"),
+        ("phalanx.data.loader", "TrainBatches", "record"),
+    ],
+    ids=["before the step's record", "before that of its samples"],
+)
+def test_killed_between_the_end_of_a_step_and_its_record(
+    folder: Path, straight_with_lemon: Path, module: str, name: str, method: str
+) -> None:
+    """The step is done, and the new process records what is missing of it. Reference: the same
+    undisturbed."""
+    lemon, run_name = f"late_{method}", f"killed in {method}"
+    (folder / f"{lemon}.py").write_text(LATE_LEMON.format(module=module, name=name, method=method))
+    done = run(*arguments("ddp", run_name, f"model.objective={lemon}:loss"), cwd=folder)
+    run_dir = folder / run_name
+    require_same_as_straight(straight_with_lemon, run_dir, done)
+    assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 7]
+    recorded = Counter((e.rank, e.event.step) for e in events(run_dir, StepFinished))
+    assert recorded == {(rank, step): 1 for rank in range(2) for step in range(1, STEPS + 1)}
+
+    def list_samples(of_run: Path) -> dict[tuple[int, int], tuple[list[int], str]]:
+        read = events(of_run, SamplesRead)
+        found = {(e.rank, e.event.step): (e.event.ranges, e.event.xxh3) for e in read}
+        assert len(found) == len(read) == 2 * STEPS
+        return found
+
+    assert list_samples(run_dir) == list_samples(straight_with_lemon)
+
+
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str) -> None:
     """A save beside training opens a group: there they need a store, and start again with what all

@@ -70,9 +70,9 @@ class RankBatchShare:
 
     def count_samples_before_step(self, step: int) -> int:
         """Samples consumed by all ranks before `step` (1-based), whatever the batch size was before
-        `done_steps`.
+        `done_steps`; that step itself had the batch size of those that follow.
         """
-        assert step > self.done_steps, (step, self.done_steps)
+        assert step >= max(1, self.done_steps), (step, self.done_steps)
         return self.done_samples + (step - 1 - self.done_steps) * self.global_batch_size
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:

@@ -59,7 +59,7 @@ from phalanx.observe.events import (
     SinkDropped,
     StepFinished,
 )
-from phalanx.observe.last_step import read_last_recorded_step
+from phalanx.observe.last_step import read_last_recorded_step, read_last_step_with_samples
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import FaultSite, build_fault_listener
 from phalanx.run.build_trainer import build_trainer
@@ -409,14 +409,17 @@ def _may_roll_back(run: RankRunInputs) -> bool:
 def _record_step_that_was_not_recorded(
     run: RankRunInputs, trainer: Trainer, batches: TrainBatches, finished: StepFinished | None
 ) -> None:
-    """Record the step that training continues from where the process of this rank that did it was
-    gone before it could."""
+    """Record the step that training continues from, or its samples alone, where the process of this
+    rank that did it was gone before it could."""
     if finished is None:
         return
-    recorded = read_last_recorded_step(run.run_dir, run.rank, before_attempt=run.attempt)
-    if recorded < finished.step:
-        batches.digest_step_again(finished.step)
+    step, before = finished.step, run.attempt
+    if read_last_step_with_samples(run.run_dir, run.rank, before_attempt=before) < step:
+        batches.digest_step_again(step)
+    if read_last_recorded_step(run.run_dir, run.rank, before_attempt=before) < step:
         trainer.record_step_of_other_rank(finished)
+    else:
+        trainer.record_samples_of_step(step)
 
 
 def _finish_on_all_ranks(

@@ -173,7 +173,11 @@ class StepRecorder:
     def _emit_finished_step(self, finished: StepFinished) -> None:
         for event in self._detail.list_events(finished):
             self._bus.emit(event)
-        for event in self._list_events(finished.step):
+        self.record_samples_of_step(finished.step)
+
+    def record_samples_of_step(self, step: int) -> None:
+        """Record the samples of a step, as far as the loader knows them and has not told."""
+        for event in self._list_events(step):
             self._bus.emit(event)
 
     def _emit_operator_cost(self) -> None:

@@ -268,6 +268,10 @@ class Trainer:
         """Record the step that the state is of as another rank recorded it."""
         self._recorder.record_step_of_other_rank(finished)
 
+    def record_samples_of_step(self, step: int) -> None:
+        """Record the samples of the step that the state is of, as far as the loader knows them."""
+        self._recorder.record_samples_of_step(step)
+
     def record_ending(self) -> None:
         """Emit the seconds since the last step or evaluation, when all is done."""
         self._recorder.record_ending()
