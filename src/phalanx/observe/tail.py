@@ -143,22 +143,15 @@ _VALIDATOR_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
 
 
 def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
-    """The events of one kind that a rank has written in any attempt, oldest attempt first.
+    """The events of one kind that a rank (-1: the supervisor) has written in any attempt, oldest
+    attempt first.
 
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
     them.
     """
     # As Envelope.to_line writes it, without spaces: bytes tell the lines of other kinds.
     mark = f'"event":"{kind.kind()}"'.encode()
-    try:
-        matches = [
-            RANK_FILE_PATTERN.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()
-        ]
-    except OSError:
-        return
-    of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
-    # By number: file names have two digits, and attempt 100 would come before attempt 11.
-    for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
+    for name in _list_files_of(run_dir, rank):
         try:
             with open_regular_file(run_dir / "events" / name) as file:
                 envelopes = [
@@ -173,6 +166,21 @@ def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> 
             for envelope in envelopes
             if envelope is not None and isinstance(envelope.event, kind)
         )
+
+
+def _list_files_of(run_dir: Path, rank: int) -> list[str]:
+    """Names of the event files of a rank, by number of the attempt; one for the supervisor."""
+    if rank < 0:
+        return [SUPERVISOR_FILE_NAME]
+    try:
+        matches = [
+            RANK_FILE_PATTERN.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()
+        ]
+    except OSError:
+        return []
+    of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
+    # By number: file names have two digits, and attempt 100 would come before attempt 11.
+    return [match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))]
 
 
 class EventTail:

@@ -132,7 +132,12 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         return []
     causes: list[str] = []
     last = ""
-    for envelope in EventTail(run_dir).read_new_events():
+    told = [
+        envelope
+        for kind in (RankFailed, RestartScheduled)
+        for envelope in read_recorded_events(run_dir, kind, rank=-1)
+    ]
+    for envelope in sorted(told, key=lambda each: (each.attempt, each.seq)):
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (

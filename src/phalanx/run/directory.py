@@ -19,7 +19,7 @@ from phalanx.core.files import (
 )
 from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.events import RunStarted
-from phalanx.observe.tail import EventTail
+from phalanx.observe.tail import read_recorded_events
 
 JOB_FILE, PLAN_FILE = "job.json", "plan.json"
 # In the run directory.
@@ -134,6 +134,5 @@ def hold_run_facts_files(
 def _has_attempt_begun_training(run_dir: Path, attempt: int) -> bool:
     """True if ranks have begun to train in `attempt` or later."""
     return any(
-        isinstance(envelope.event, RunStarted)
-        for envelope in EventTail(run_dir, attempt).read_new_events()
+        envelope.attempt >= attempt for envelope in read_recorded_events(run_dir, RunStarted)
     )

@@ -6,7 +6,7 @@ from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import find_newest_readable_step
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.observe.events import RunFinished
-from phalanx.observe.tail import EventTail
+from phalanx.observe.tail import read_recorded_events
 from phalanx.run.conclude import RunEnd
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
@@ -19,11 +19,11 @@ def is_finished(run: PreparedRun) -> bool:
     """
     num_steps = run.job.train.steps
     is_recorded = False
-    for envelope in EventTail(run.run_dir).read_new_events():
+    for envelope in read_recorded_events(run.run_dir, RunFinished, rank=-1):
         event = envelope.event
-        if isinstance(event, RunFinished) and event.status == "finished":
-            # A run whose train.steps was raised since has finished with fewer: that does not count.
-            is_recorded |= event.step >= num_steps
+        assert isinstance(event, RunFinished)
+        # A run whose train.steps was raised since has finished with fewer: that does not count.
+        is_recorded |= event.status == "finished" and event.step >= num_steps
     if not is_recorded or find_newest_readable_step(run.store) < num_steps:
         return False
     return not run.job.checkpoint.fallback or not find_checkpoint_problems(run.store.folders()[-1])

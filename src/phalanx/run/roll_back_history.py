@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.core.roll_back import RollBack
 from phalanx.observe.events import CheckpointSaved, RolledBack
-from phalanx.observe.tail import EventTail
+from phalanx.observe.tail import read_recorded_events
 from phalanx.run.rank_run import RollBacks
 
 
@@ -27,21 +27,21 @@ class RollBackHistory:
 
 def _read_roll_backs(run_dir: Path) -> RollBacks:
     roll_backs: list[RollBack] = []
-    rolled_back_s = saved_s = 0.0
-    for envelope in EventTail(run_dir).read_new_events():
+    rolled_back_s = 0.0
+    for envelope in read_recorded_events(run_dir, RolledBack, rank=-1):
         event = envelope.event
-        if isinstance(event, CheckpointSaved):
-            saved_s = max(saved_s, envelope.time_unix_s)
-        elif isinstance(event, RolledBack):
-            rolled_back_s = max(rolled_back_s, envelope.time_unix_s)
-            roll_backs.append(
-                RollBack(
-                    kind=event.cause,
-                    step=event.step,
-                    not_after_step=event.not_after_step,
-                    why=event.why,
-                    skip_to_sample=event.skip_to_sample,
-                    rank=event.failed_rank,
-                )
+        assert isinstance(event, RolledBack)
+        rolled_back_s = max(rolled_back_s, envelope.time_unix_s)
+        roll_backs.append(
+            RollBack(
+                kind=event.cause,
+                step=event.step,
+                not_after_step=event.not_after_step,
+                why=event.why,
+                skip_to_sample=event.skip_to_sample,
+                rank=event.failed_rank,
             )
+        )
+    saved = read_recorded_events(run_dir, CheckpointSaved) if roll_backs else iter(())
+    saved_s = max((envelope.time_unix_s for envelope in saved), default=0.0)
     return RollBacks(tuple(roll_backs), pending=rolled_back_s > saved_s)

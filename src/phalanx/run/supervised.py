@@ -30,12 +30,12 @@ from phalanx.observe.console import Console
 from phalanx.observe.events import (
     EVENTS_UNWRITTEN,
     RESUMED,
-    CheckpointSaved,
     Envelope,
     Note,
     StepFinished,
+    StepsSummed,
 )
-from phalanx.observe.tail import EventTail, parse_valid_event_line
+from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.observer.start import observing_run
@@ -93,8 +93,7 @@ def train_in_supervised_ranks(
             raise fence.run_taken_error()
         for envelope in _print_new_events(console, tail):
             reliability.add_event(envelope)
-            if isinstance(envelope.event, CheckpointSaved):
-                attempts.note_checkpoint()
+            attempts.note_event(envelope.event)
             if isinstance(envelope.event, StepFinished):
                 for event in slow_ranks.add(envelope.rank, envelope.attempt, envelope.event):
                     bus.emit(event)
@@ -191,9 +190,9 @@ def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> Ph
     kind = _ERROR_CLASS_OF_EXIT_CODE.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
-    for envelope in EventTail(run.run_dir).read_new_events():
-        # A step is done: there is a run to keep, whatever refused it later.
-        if isinstance(envelope.event, StepFinished):
+    # A step is done: there is a run to keep, whatever refused it later.
+    for kind_of_step in (StepFinished, StepsSummed):
+        if any(True for _ in read_recorded_events(run.run_dir, kind_of_step)):
             return None
     return kind(outcome.message)
 

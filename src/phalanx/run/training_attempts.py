@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
-from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.slow_ranks import SlowRankWatch
-from phalanx.observe.events import CheckpointSaved, CheckpointUnusable
-from phalanx.observe.tail import EventTail
+from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, Event
+from phalanx.observe.tail import read_recorded_events
 from phalanx.run.elastic_layout import ElasticLayout
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload
@@ -40,6 +39,8 @@ class TrainingAttempts:
         self._fence, self._slow_ranks = fence, slow_ranks
         self._elastic = ElasticLayout(run)
         self._roll_backs = RollBackHistory(run.run_dir)
+        # Kept up by events: a run of a million steps takes a minute to read anew at each restart.
+        self._unusable_steps = _read_unusable_steps(run.run_dir)
 
     @property
     def is_elastic(self) -> bool:
@@ -62,13 +63,26 @@ class TrainingAttempts:
             self._roll_backs.current,
         )
 
-    def note_checkpoint(self) -> None:
-        """A checkpoint was saved: any layout can go on from it, and nothing goes back behind it."""
-        self._elastic.note_checkpoint()
-        self._roll_backs.note_checkpoint()
+    def note_event(self, event: Event) -> None:
+        """Take note of an event of rank 0: a checkpoint that was saved (any layout can go on from
+        it, and nothing goes back behind it), or one that ranks could not use."""
+        match event:
+            case CheckpointSaved():
+                self._elastic.note_checkpoint()
+                self._roll_backs.note_checkpoint()
+                # Saved again since: it is a new one.
+                self._unusable_steps.discard(event.step)
+            case CheckpointUnusable():
+                self._unusable_steps.add(event.step)
 
     def find_newest_step(self) -> int:
-        return _find_step_to_continue_from(self._run.store, self._run.run_dir)
+        """The step of the newest checkpoint that ranks could use, or that was written again since;
+        0 without one."""
+        try:
+            steps = {folder.step for folder in self._run.store.folders()}
+        except (OSError, CheckpointError):
+            return 0
+        return max(steps - self._unusable_steps, default=0)
 
     def go_back(self, roll_back: RollBack) -> None:
         self._roll_backs.add(roll_back)
@@ -92,17 +106,13 @@ class TrainingAttempts:
         return self._elastic.describe_last_change()
 
 
-def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
-    """The step of the newest checkpoint that ranks could use, or that was written again since; 0
-    without one."""
-    unusable: set[int] = set()
-    for envelope in EventTail(run_dir).read_new_events():
-        if isinstance(envelope.event, CheckpointUnusable):
-            unusable.add(envelope.event.step)
-        elif isinstance(envelope.event, CheckpointSaved):
-            # Saved again since: it is a new one.
-            unusable.discard(envelope.event.step)
-    try:
-        return max({folder.step for folder in store.folders()} - unusable, default=0)
-    except (OSError, CheckpointError):
-        return 0
+def _read_unusable_steps(run_dir: Path) -> set[int]:
+    """The steps of checkpoints that ranks of an earlier command found unusable, and that were not
+    saved again since."""
+    newest: dict[int, tuple[int, int, bool]] = {}
+    for kind in (CheckpointSaved, CheckpointUnusable):
+        for envelope in read_recorded_events(run_dir, kind):
+            step = envelope.event.step  # type: ignore[attr-defined]  # both kinds have one
+            found = (envelope.attempt, envelope.seq, kind is CheckpointUnusable)
+            newest[step] = max(newest.get(step, found), found)
+    return {step for step, (_, _, is_unusable) in newest.items() if is_unusable}
