@@ -9,6 +9,11 @@ import torch
 from phalanx.mesh.shared_memory.arena import Bytes, OwnArena
 
 
+# Of a larger one the pages are given back, which costs a hundredth of the step that fills it: the
+# largest unit of a model is that of its embedding, and its message would lie beside all the rest.
+_MAX_KEPT_BYTES = 32 << 20
+
+
 class ArenaTensors:
     """Makes tensors in an arena, and tells where they lie."""
 
@@ -19,12 +24,13 @@ class ArenaTensors:
         self, num_elements: int, dtype: torch.dtype, *, is_reused: bool = False
     ) -> torch.Tensor:
         """A flat tensor whose numbers are anything. Its memory goes back to the system with it, or
-        stays for the next of its size where it `is_reused`. Raises MemoryError if the arena is
-        full."""
+        stays for the next of its size where it `is_reused` and not large. Raises MemoryError if the
+        arena is full."""
         block = self._arena.allocate(max(1, num_elements * dtype.itemsize))
         values = self._arena.view_block(block)
         # The storage of the tensor refers to them. At exit all of it goes anyway.
-        give_back = self._arena.free if is_reused else self._arena.discard
+        is_kept = is_reused and block.num_bytes <= _MAX_KEPT_BYTES
+        give_back = self._arena.free if is_kept else self._arena.discard
         weakref.finalize(values, give_back, block).atexit = False
         return torch.from_numpy(values)[: num_elements * dtype.itemsize].view(dtype)
 
