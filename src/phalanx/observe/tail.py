@@ -142,29 +142,29 @@ _VALIDATOR_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
-    """The events of one kind that a rank (-1: the supervisor) has written in any attempt, oldest
-    attempt first.
+def read_recorded_events(run_dir: Path, *kinds: type[Event], rank: int = 0) -> Iterator[Envelope]:
+    """The events of some kinds that a rank (-1: the supervisor) has written in any attempt, oldest
+    attempt first, each file in its order.
 
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
     them.
     """
     # As Envelope.to_line writes it, without spaces: bytes tell the lines of other kinds.
-    mark = f'"event":"{kind.kind()}"'.encode()
+    marks = [f'"event":"{kind.kind()}"'.encode() for kind in kinds]
     for name in _list_files_of(run_dir, rank):
         try:
             with open_regular_file(run_dir / "events" / name) as file:
                 envelopes = [
                     parse_valid_event_line(line)
                     for line in read_bounded_lines(file)
-                    if mark in line
+                    if any(mark in line for mark in marks)
                 ]
         except OSError:
             continue
         yield from (
             envelope
             for envelope in envelopes
-            if envelope is not None and isinstance(envelope.event, kind)
+            if envelope is not None and isinstance(envelope.event, kinds)
         )
 
 

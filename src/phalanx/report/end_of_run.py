@@ -132,12 +132,7 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         return []
     causes: list[str] = []
     last = ""
-    told = [
-        envelope
-        for kind in (RankFailed, RestartScheduled)
-        for envelope in read_recorded_events(run_dir, kind, rank=-1)
-    ]
-    for envelope in sorted(told, key=lambda each: (each.attempt, each.seq)):
+    for envelope in read_recorded_events(run_dir, RankFailed, RestartScheduled, rank=-1):
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (

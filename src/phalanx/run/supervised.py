@@ -191,9 +191,8 @@ def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> Ph
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
     # A step is done: there is a run to keep, whatever refused it later.
-    for kind_of_step in (StepFinished, StepsSummed):
-        if any(True for _ in read_recorded_events(run.run_dir, kind_of_step)):
-            return None
+    if any(True for _ in read_recorded_events(run.run_dir, StepFinished, StepsSummed)):
+        return None
     return kind(outcome.message)
 
 

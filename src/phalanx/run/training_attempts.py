@@ -109,10 +109,11 @@ class TrainingAttempts:
 def _read_unusable_steps(run_dir: Path) -> set[int]:
     """The steps of checkpoints that ranks of an earlier command found unusable, and that were not
     saved again since."""
-    newest: dict[int, tuple[int, int, bool]] = {}
-    for kind in (CheckpointSaved, CheckpointUnusable):
-        for envelope in read_recorded_events(run_dir, kind):
-            step = envelope.event.step  # type: ignore[attr-defined]  # both kinds have one
-            found = (envelope.attempt, envelope.seq, kind is CheckpointUnusable)
-            newest[step] = max(newest.get(step, found), found)
-    return {step for step, (_, _, is_unusable) in newest.items() if is_unusable}
+    unusable: set[int] = set()
+    for envelope in read_recorded_events(run_dir, CheckpointSaved, CheckpointUnusable):
+        match envelope.event:
+            case CheckpointUnusable(step=step):
+                unusable.add(step)
+            case CheckpointSaved(step=step):
+                unusable.discard(step)
+    return unusable
