@@ -24,6 +24,7 @@ from commands import (
 )
 from phalanx.observe.events import (
     LayoutChanged,
+    MemoryMeasured,
     RankFailed,
     RanksStarted,
     RunStarted,
@@ -256,6 +257,27 @@ def test_before_the_first_checkpoint_nothing_is_lost(folder: Path, straight: Pat
     done = run(*arguments("ddp", "early", inject(fault)), cwd=folder)
     require_same_as_straight(straight, folder / "early", done)
     assert [e.event.step for e in events(folder / "early", RunStarted)] == [0, 4]
+
+
+def test_what_a_kept_rank_holds_counts_as_memory_of_training(folder: Path) -> None:
+    """Rank 0 keeps its process over two kills: its peak is that of training, and not what came on
+    top of what it held. Reference: the same undisturbed."""
+    large = ("model.dim=128", "model.num_layers=4")
+    faults = inject("kill:rank=1,step=5,phase=backward", "kill:rank=1,step=9,phase=forward")
+    first, second = run_all(
+        [arguments("ddp", "measured", *large), arguments("ddp", "measured kept", *large, faults)],
+        folder,
+    )
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+
+    def read_peak(name: str) -> int:
+        return max(
+            e.event.measured_bytes["peak"]
+            for e in events(folder / name, MemoryMeasured)
+            if e.rank == 0
+        )
+
+    assert read_peak("measured kept") >= 0.9 * read_peak("measured")
 
 
 def test_killed_during_the_recovery(folder: Path) -> None:

@@ -279,7 +279,8 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
             importlib.import_module("torch._dynamo")
         # Before the model: its memory counts, that of torch and of the groups does not.
-        rank.meter.start(mesh.device)
+        rank.meter.start(mesh.device, rank.survivor.memory_before)
+        rank.survivor.memory_before = rank.meter.before
         shortage = describe_gpu_memory_shortage(mesh, plan)
         storage = _open_run_storage(rank)
         restored = build_and_restore_state(

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 from phalanx.launch.reports import is_caused_by_lost_peer
 from phalanx.train.held_state import HeldState, hold_state
+from phalanx.train.memory import MemoryBefore
 from phalanx.train.trainer import Trainer
 
 
 class Survivor:
     """Holds the state of a rank over the end of its process groups, until it trains again.
+
+    `memory_before` is what the process had before it first trained.
 
     Only of a rank whose training was ended by the loss of another one: every other error is its
     own, and what it holds may be the reason.
@@ -19,6 +22,7 @@ class Survivor:
 
     def __init__(self) -> None:
         self.held: HeldState | None = None
+        self.memory_before: MemoryBefore | None = None
         self._has_lost_peer = False
 
     @contextlib.contextmanager

@@ -41,6 +41,15 @@ class RankMemory:
     own_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class MemoryBefore:
+    """What a process has before it trains, in bytes: pages that no file backs, and those of them in
+    shared memory that count for other processes."""
+
+    own_bytes: int
+    shared_by_others_bytes: int
+
+
 class MemoryMeter:
     """Peak memory of this rank on top of interpreter and torch; `listen` to phases after `start`.
 
@@ -60,19 +69,22 @@ class MemoryMeter:
         # getrusage cannot say when there is a new peak: look each time.
         self._counts_all = True
         self._known_maxrss = 0
-        self._start_bytes = 0
+        self.before = MemoryBefore(0, 0)
         # Of its own, and all that was resident at that moment.
         self._peak_bytes = 0
         self._in_all_bytes = 0
         self._most_resident_bytes = 0
         self._file_bytes = 0
         self._of_others = BytesOfOthers()
-        self._shared_by_others_at_start = 0
         self._moment = self._peak_moment = (0, "startup")
         self._num_steps = 0
 
-    def start(self, device: torch.device) -> None:
-        """Count memory as training's from here on."""
+    def start(self, device: torch.device, before: MemoryBefore | None = None) -> None:
+        """Count memory as training's from here on.
+
+        `before`: what this process had before it first trained, where it has trained already: what
+        it holds of that is memory of training, too.
+        """
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -93,11 +105,11 @@ class MemoryMeter:
         # reset lowers.
         # `ru_maxrss` is in KiB on Linux.
         self._counts_all = self._known_maxrss * 1024 > now.all_bytes + READING_SLACK_BYTES
-        self._start_bytes = self._peak_bytes = now.own_bytes
+        self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
         self._most_resident_bytes = self._in_all_bytes = now.all_bytes
         self._measure_bytes_of_others()
-        self._shared_by_others_at_start = self._of_others.shared_bytes
+        self.before = before or MemoryBefore(now.own_bytes, self._of_others.shared_bytes)
 
     def stop(self) -> None:
         """Stop to measure; results so far stay."""
@@ -201,8 +213,8 @@ class MemoryMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         # What other ranks show this one has counted as its own since it was mapped.
-        mapped = self._of_others.shared_bytes - self._shared_by_others_at_start
-        return max(0, self._peak_bytes - self._start_bytes - max(0, mapped))
+        mapped = self._of_others.shared_bytes - self.before.shared_by_others_bytes
+        return max(0, self._peak_bytes - self.before.own_bytes - max(0, mapped))
 
     @property
     def runtime_bytes(self) -> int:
@@ -258,7 +270,7 @@ class MemoryMeter:
             runtime_bytes=runtime_bytes,
             peak_step=step,
             peak_phase=phase,
-            start_bytes=self._start_bytes,
+            start_bytes=self.before.own_bytes,
             device_bytes=self._read_device_bytes(),
         )
 

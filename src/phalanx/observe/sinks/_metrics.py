@@ -138,13 +138,7 @@ def _read_events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iter
     """The recorded events of attempts before this one, in order."""
     if run_dir is None or attempt <= 0:
         return
-    envelopes = [
-        envelope
-        for kind in _REPLAYED_EVENT_CLASSES
-        for envelope in read_recorded_events(run_dir, kind)
-    ]
-    # Those of one attempt come from one process, which numbered them.
-    for envelope in sorted(envelopes, key=lambda envelope: (envelope.attempt, envelope.seq)):
+    for envelope in read_recorded_events(run_dir, *_REPLAYED_EVENT_CLASSES):
         if envelope.attempt < attempt:
             yield envelope.event
 
