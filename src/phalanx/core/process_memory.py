@@ -124,7 +124,7 @@ class ProcessMemoryReader:
         except (OSError, ValueError):
             return None
         shared_bytes, now = 0, self.read()
-        # Since Linux 5.9.
+        # Older kernels do not say.
         if now is not None and b"Pss_Shmem:" in text:
             shared_bytes = now.shared_bytes - _read_kib_field(text, b"Pss_Shmem:")
         return BytesOfOthers(max(0, all_bytes), max(0, shared_bytes))

@@ -8,8 +8,8 @@ import torch
 
 from phalanx.mesh.shared_memory.arena import Bytes, OwnArena
 
-# Of a larger one the pages are given back, which costs a hundredth of the step that fills it: the
-# largest unit of a model is that of its embedding, and its message would lie beside all the rest.
+# Of a larger one the pages are given back, although they are filled again in each step: the largest
+# unit of a model is that of its embedding, and its message would lie beside all the rest.
 _MAX_KEPT_BYTES = 32 << 20
 
 
