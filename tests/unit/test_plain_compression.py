@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from phalanx.parallel.traffic import GradientTraffic
 from phalanx.parallel.wire import Wire
 from phalanx.plan.layout import Layout
 from phalanx.verify.plain.compression import (
+    find_half_int8_levels,
     plain_int8_excess,
     plain_powersgd_step,
     plain_topk_excess,
@@ -72,9 +74,10 @@ def _reduce_twice(mesh: Mesh, hook: Any) -> list[tuple[Any, ...]]:
 def _judge_hooks(rank: int) -> None:
     with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
         for full, mean, _, kept, _ in _reduce_twice(mesh, int8.build(OPTIONS)):
-            assert plain_int8_excess(full, mean, kept, 2) <= 0
+            excess_of = partial(plain_int8_excess, full, mean, _average_half_levels(mesh, full))
+            assert excess_of(kept, 2) <= 0
             largest = kept.abs().max() / full.abs().max()
-            assert 0 < plain_int8_excess(full, mean, 3 * kept, 2) < 3 * largest
+            assert 0 < excess_of(3 * kept, 2) < 3 * largest
         first, second = _reduce_twice(mesh, powersgd.build(OPTIONS))
         sent, next_q, allowed = plain_powersgd_step(first[1], first[4])
         assert allowed < 1e-12
@@ -84,6 +87,33 @@ def _judge_hooks(rank: int) -> None:
         # With the first step's matrix something else would be sent.
         cold, _, _ = plain_powersgd_step(second[1], first[4])
         assert (cold - second[2]).norm() > 0.1 * second[1].norm()
+
+
+def _average_half_levels(mesh: Mesh, full: torch.Tensor) -> torch.Tensor:
+    """What `find_half_int8_levels` says of the ranks' gradients, in the mean. Collective."""
+    return mesh.all_reduce_sum(find_half_int8_levels(full, mesh.world_size)) / mesh.world_size
+
+
+def _judge_int8_of_a_rank_without_gradient(rank: int) -> None:
+    # The 1s cancel. Rounded by their level of 1/127, 21.51 becomes 22, and the mean's level is
+    # larger than the mean says; 11 is half of 22, and no multiple of that level: its rounding is as
+    # far off as it can be. Rank 0, which has nothing of its own, keeps that.
+    matrix = torch.zeros(3, 3, dtype=torch.float64)
+    if rank == 1:
+        matrix[0] = torch.tensor([127.0, 21.51, 11.0]) / 127
+    elif rank == 2:
+        matrix[0, 0] = -1.0
+    with open_mesh(Layout(dp_replicate=3), device="cpu") as mesh:
+        wire = Wire(mesh.data_parallel_group(), GradientTraffic(), PhaseTimer())
+        mean = mesh.all_reduce_sum(matrix.clone()) / 3
+        (kept,) = int8.build(OPTIONS).reduce([Gradient("matrix", matrix.clone(), {})], wire)
+        if rank == 0:
+            assert kept[0, 2].abs() > 1.02 * 3 * mean.max() / 127 / 2
+        assert plain_int8_excess(matrix, mean, _average_half_levels(mesh, matrix), kept, 3) <= 0
+
+
+def test_int8_keeps_what_rounding_of_other_ranks_gradients_leaves() -> None:
+    run_ranks(3, _judge_int8_of_a_rank_without_gradient)
 
 
 def test_hooks_send_what_their_definitions_say() -> None:

@@ -4,6 +4,7 @@ add up, and yet the wrong part be sent."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -12,6 +13,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.wire import Wire
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN
 from phalanx.verify.plain.compression import (
+    find_half_int8_levels,
     plain_int8_excess,
     plain_powersgd_step,
     plain_topk_excess,
@@ -52,17 +54,23 @@ class SentGradientChecker:
         """Reduce them by the hook. Collective."""
         before = [gradient.tensor.clone() for gradient in gradients]
         means = self._average_over_ranks(before)
+        half_levels: Sequence[torch.Tensor] = []
+        if self._compress == "int8":
+            num_ranks = self._mesh.world_size
+            half_levels = self._average_over_ranks(
+                [find_half_int8_levels(full, num_ranks) for full in before]
+            )
         # What the first step begins with is drawn, and the same on all ranks.
         for gradient in gradients:
             if POWERSGD_MATRIX in gradient.slots:
                 self._plain_q.setdefault(gradient.name, gradient.slots[POWERSGD_MATRIX].clone())
         residuals = self._hook.reduce(gradients, wire)
-        judged = zip(gradients, before, means, residuals, strict=True)
-        for gradient, full, mean, rest in judged:
+        judged = zip_longest(gradients, before, means, half_levels, residuals)
+        for gradient, full, mean, half_level, rest in judged:
             # An overflow is judged in runs of the trainer.
             if not bool(mean.isfinite().all()):
                 continue
-            excess = self._find_excess(gradient, full, mean, rest)
+            excess = self._find_excess(gradient, full, mean, half_level, rest)
             if excess > 0:
                 words = JUDGED_BY_PLAIN[self._compress].fault
                 self.faults.append((self._step, gradient.name, excess, words))
@@ -77,14 +85,19 @@ class SentGradientChecker:
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _find_excess(
-        self, gradient: Gradient, full: torch.Tensor, mean: torch.Tensor, rest: torch.Tensor
+        self,
+        gradient: Gradient,
+        full: torch.Tensor,
+        mean: torch.Tensor,
+        half_level: torch.Tensor | None,
+        rest: torch.Tensor,
     ) -> float:
         """By how much the reduction of a gradient is worse than its definition; at most 0 where it
         is not."""
         if self._compress == "topk":
             return plain_topk_excess(full, rest, self._fraction)
-        if self._compress == "int8":
-            return plain_int8_excess(full, mean, rest, self._mesh.world_size)
+        if half_level is not None:
+            return plain_int8_excess(full, mean, half_level, rest, self._mesh.world_size)
         return self._find_powersgd_excess(gradient, mean)
 
     def _find_powersgd_excess(self, gradient: Gradient, mean: torch.Tensor) -> float:

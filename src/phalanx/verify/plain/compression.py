@@ -32,29 +32,37 @@ def plain_topk_excess(gradient: torch.Tensor, residual: torch.Tensor, fraction: 
 
 
 def plain_int8_excess(
-    gradient: torch.Tensor, mean: torch.Tensor, kept: torch.Tensor, num_ranks: int
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    mean_half_level: torch.Tensor,
+    kept: torch.Tensor,
+    num_ranks: int,
 ) -> float:
     """How much larger an element that a rank keeps is than what rounding to 255 levels leaves,
-    relative to the largest element of the gradient; at most 0 where none is.
+    relative to the largest element of both gradients; at most 0 where none is.
 
-    `gradient`: of this rank, with what it kept before; `mean`: of those of all ranks. The elements
-    are dealt out to the ranks in equal runs; each run has equal blocks of at most 256 elements, and
+    `gradient`: of this rank, with what it kept before; `mean`: of those of all ranks;
+    `mean_half_level`: of what `find_half_int8_levels` says of each rank's. The elements are dealt
+    out to the ranks in equal runs; each run has equal blocks of at most 256 elements, and
     each block one scale. A rank rounds its own gradient and, of its own run, the mean, whose error
     counts once for each rank.
     """
-    own_half_level = _half_int8_level(gradient, num_ranks)
-    mean_half_level = _half_int8_level(mean, num_ranks)
-    # The mean is of rounded gradients: no block of it is larger than by half a level of these.
-    allowed = own_half_level + num_ranks * (mean_half_level + own_half_level / MAX_INT8_LEVEL)
+    # What is rounded is the mean of rounded gradients: a block of it may be larger by half a level
+    # of these in the mean, those of other ranks too.
+    rounded_half_level = find_half_int8_levels(mean, num_ranks)
+    rounded_half_level += mean_half_level / MAX_INT8_LEVEL / 2
+    allowed = find_half_int8_levels(gradient, num_ranks) + num_ranks * rounded_half_level
     excess = kept.flatten().abs().double() - (1 + ROUNDING_MARGIN) * allowed
-    largest = gradient.abs().max().double()
+    # A rank without a gradient of its own keeps what rounding of the mean loses.
+    largest = torch.maximum(gradient.abs().max(), mean.abs().max()).double()
     if not largest:
         return float(kept.abs().max())
     return float(excess.max() / largest)
 
 
-def _half_int8_level(gradient: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Of each element, flattened: half of the distance between two levels of its block."""
+def find_half_int8_levels(gradient: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Of each element, flattened, in float64: half of the distance between two levels of its
+    block."""
     flat = gradient.flatten().abs().double()
     run = -(-len(flat) // num_ranks)
     num_blocks = -(-run // ELEMENTS_PER_INT8_SCALE)
