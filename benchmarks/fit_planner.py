@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
 CONSTANTS = ROOT / "src" / "phalanx" / "plan" / "timing" / "constants.toml"
 NOT_FITTED = (
+    "fp32_efficiency",
     "host_gb_s",
     "host_adam_gb_s",
     "graph_gap_s",

@@ -27,13 +27,14 @@ def with_clusters(text: str) -> str:
 
 def gpu_lines() -> list[str]:
     lines = [
-        "| `cluster.gpu` | memory | bf16 TFLOP/s | GB/s: memory | node | network | source |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| `cluster.gpu` | memory | TFLOP/s: bf16 | fp32 | GB/s: memory | node | network"
+        " | source |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for gpu in list_accelerators().values():
-        tflops = gpu.peak_flops("bf16") / 1e12
+        tflops = f"{gpu.peak_flops('bf16') / 1e12:,.0f} | {gpu.fp32_tflops:g}"
         lines.append(
-            f"| `{gpu.name}` | {gpu.memory_gib:g} GiB | {tflops:,.0f} | {gpu.memory_gb_s:,g} |"
+            f"| `{gpu.name}` | {gpu.memory_gib:g} GiB | {tflops} | {gpu.memory_gb_s:,g} |"
             f" {gpu.link_gb_s:g} | {gpu.nic_gb_s:g} | {gpu.source} |"
         )
     return lines

@@ -10,6 +10,8 @@ def test_every_accelerator_has_what_a_plan_reads():
     for name, accelerator in list_accelerators().items():
         assert accelerator.peak_flops("bf16") > 1e13, name
         assert accelerator.memory_gib >= 16, name
+        assert 2 <= accelerator.peak_flops("bf16") / accelerator.peak_flops("fp32") <= 35, name
+        assert accelerator.fp32_source, name
         assert accelerator.memory_gb_s > accelerator.link_gb_s > 0, name
         assert accelerator.nic_gb_s <= accelerator.link_gb_s, name
         assert accelerator.link_domain >= accelerator.gpus_per_node, name
@@ -18,6 +20,7 @@ def test_every_accelerator_has_what_a_plan_reads():
 def test_narrower_types_are_no_slower_and_fall_back_on_wider_ones():
     a100, b200 = find_accelerator("a100-sxm"), find_accelerator("B200-SXM")
     assert a100.peak_flops("fp8") == a100.peak_flops("bf16") == 312e12
+    assert a100.peak_flops("fp32") == 19.5e12
     assert b200.peak_flops("bf16") < b200.peak_flops("fp8") < b200.peak_flops("fp4")
 
 

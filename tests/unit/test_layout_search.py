@@ -14,6 +14,7 @@ from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
 from phalanx.plan.search.nearest import find_nearest_fits
@@ -270,3 +271,23 @@ def test_a_plan_without_notes_has_the_same_layout_and_memory() -> None:
     assert quick.pipeline == explained.pipeline
     assert explained.warnings
     assert not quick.warnings
+
+
+def test_a_search_names_the_precision_and_why_it_is_fp32():
+    overrides = ["cluster.gpu=v100-sxm", "cluster.nodes=4"]
+    result = search("llama3-8b", *overrides, seq_len=2048)
+    assert result.precision == "fp32"
+    assert any("no bf16" in remark for remark in result.remarks)
+    lines = format_search_result(result, open_task("llama3-8b", *overrides).cluster)
+    assert "products in fp32" in lines[1]
+    # 6.3e15 FLOP in products, over 32 GPUs of 15.7 TFLOP/s.
+    assert result.winner is not None
+    assert result.winner.step_s is not None
+    assert result.winner.step_s > 12.5
+    assert result.winner.mfu is not None
+    assert result.winner.mfu > 0.3
+    in_fp16 = search("llama3-8b", *overrides, "precision.compute=fp16", seq_len=2048)
+    assert in_fp16.winner is not None
+    assert in_fp16.winner.step_s is not None
+    assert in_fp16.winner.step_s < result.winner.step_s / 3
+    assert not in_fp16.remarks

@@ -149,6 +149,7 @@ def test_every_constant_moves_some_output() -> None:
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
         "8 bits": (dense, setup_of(precision="fp8")),
         "4 bits": (dense, setup_of(precision="fp4")),
+        "32 bits": (dense, setup_of(precision="fp32")),
     }
     odd = replace(dense, ffn_dim=14_330, head_dim=64, num_heads=64)
     setups["odd"] = (odd, setup_of(layout=Layout(dp_shard=8), zero_stage=1))
@@ -264,3 +265,22 @@ def test_a_stated_latency_of_a_level_makes_its_steps_longer(machine: MachineRate
         seconds.append(estimate_step_times(build_builtin_shape(), slower, setup).total_s)
     # A microsecond is less than any software takes.
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+
+
+@pytest.mark.parametrize("gpu", ["v100-sxm", "t4", "a100-sxm", "h100-sxm"])
+def test_fp32_is_no_faster_than_the_peak_outside_of_tensor_cores(gpu: str) -> None:
+    accelerator = find_accelerator(gpu)
+    machine = build_rates_of_accelerator(accelerator)
+    shape, layout = build_builtin_shape(), Layout(dp_shard=8)
+    setup = setup_of(layout=layout, zero_stage=3, seq_len=2048, precision="fp32")
+    times = estimate_step_times(shape, machine, setup)
+    work = shape.work(2048)
+    assert work is not None
+    flops = 3 * work.matmul_flops * setup.num_sequences
+    floor_s = flops / (8 * accelerator.fp32_tflops * 1e12)
+    assert times.terms["ideal"] == pytest.approx(floor_s)
+    assert times.terms["matmul loss"] > 0
+    # 4 bytes for 2, and attention without FlashAttention.
+    half = estimate_step_times(shape, machine, replace(setup, precision="fp16"))
+    for term in ("elementwise", "attention"):
+        assert times.terms[term] > 1.2 * half.terms[term], term

@@ -175,5 +175,6 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
     else:
-        print("\n".join(format_scaling_table(rows, task.cluster.price_note)))
+        precision = task.job.precision.compute
+        print("\n".join(format_scaling_table(rows, task.cluster.price_note, precision)))
     return 0

@@ -32,7 +32,9 @@ class Accelerator:
     link_domain: int  # GPUs that NVLink joins
     num_sms: int
     compute_capability: str
+    fp32_tflops: float  # outside of the tensor cores: TF32 stays off
     source: str
+    fp32_source: str
     is_checked: bool  # somebody compared the entry with its source
     bf16_tflops: float = 0.0
     fp16_tflops: float = 0.0
@@ -42,8 +44,10 @@ class Accelerator:
     note: str = ""
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in `precision` ("bf16", "fp16", "fp8", "fp4"); of a type that
-        it does not have, those of the next wider one."""
+        """FLOP/s of matrix products in `precision`: "fp32", "bf16", "fp16", "fp8", "fp4"; of a type
+        of 16 bits or fewer that it does not have, those of the next wider one."""
+        if precision == "fp32":
+            return self.fp32_tflops * 1e12
         tflops = {
             "fp4": self.fp4_tflops or self.fp8_tflops or self.bf16_tflops,
             "fp8": self.fp8_tflops or self.bf16_tflops,

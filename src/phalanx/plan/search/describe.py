@@ -67,7 +67,8 @@ def describe_peak_memory(memory: PeakMemory) -> str:
 
 def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
     batch = f"{result.global_batch_size:,} sequences x {result.seq_len:,} tokens a step"
-    lines = [f"model   {result.model}, {format_count(result.num_params)} parameters, {batch}"]
+    model = f"{result.model}, {format_count(result.num_params)} parameters"
+    lines = [f"model   {model}, {batch}, products in {result.precision}"]
     nodes = plural(cluster.num_nodes, "node")
     levels = ", ".join(
         f"{level.name} {level.gb_s:g} GB/s" for level in cluster.links if level.num_devices > 1
@@ -193,8 +194,11 @@ def _describe_considered_layouts(result: SearchResult) -> list[str]:
     return lines
 
 
-def format_scaling_table(counts: Sequence[DeviceCountResult], price_note: str = "") -> list[str]:
-    """A table of the same job on more and more devices; `price_note`: what its costs rest on."""
+def format_scaling_table(
+    counts: Sequence[DeviceCountResult], price_note: str = "", precision: str = ""
+) -> list[str]:
+    """A table of the same job on more and more devices; `price_note`: what its costs rest on;
+    `precision`: the type that products are computed in."""
     header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
@@ -219,6 +223,8 @@ def format_scaling_table(counts: Sequence[DeviceCountResult], price_note: str = 
             )
         )
     lines = _align_columns(rows)
+    if precision:
+        lines.append(f"products in {precision}")
     if price_note:
         lines.append(f"cost: {price_note}")
     return lines

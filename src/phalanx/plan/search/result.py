@@ -161,6 +161,8 @@ class SearchResult:
     economics: Mapping[str, Any] = field(default_factory=dict)
     """Goodput, cost and energy of the winner (`phalanx.plan.search.economics`)."""
     remarks: tuple[str, ...] = ()
+    precision: str = ""
+    """The type that products are computed in, for which times and MFU hold."""
 
     @property
     def fits(self) -> bool:

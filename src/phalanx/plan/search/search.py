@@ -64,6 +64,8 @@ class SearchTask:
     vocab_size: int | None = None
     offloads: bool = False
     """Host memory may be used, and tp may leave the innermost links."""
+    precision_reason: str = ""
+    """Why the job computes in its type of numbers; "" where it names the type itself."""
 
     @property
     def open_keys(self) -> OpenKeys:
@@ -94,7 +96,7 @@ def build_search_task(
     """The search for a job, on all devices of the cluster that it describes (or of this machine),
     or on the ranks that it names."""
     cluster = cluster or choose_cluster_of_job(job)
-    job, _ = resolve_precision(job, cluster)
+    job, why_precision = resolve_precision(job, cluster)
     if shape is None:
         shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
@@ -108,7 +110,7 @@ def build_search_task(
         )
     if cluster.device == "cuda" and num_ranks < cluster.num_devices:
         cluster = resize_cluster(cluster, num_ranks)
-    return SearchTask(job, shape, cluster, num_ranks, vocab_size)
+    return SearchTask(job, shape, cluster, num_ranks, vocab_size, precision_reason=why_precision)
 
 
 def _multiply_fixed_degrees(job: Job) -> int | None:
@@ -145,7 +147,8 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     runners_up = tuple(
         replace(other, why_not=explain_why_slower(other, winner)) for other in other_layouts
     )
-    remarks = tuple(filter(None, [_describe_uncut_alternative(task, planner, winner)]))
+    remarks = (*result.remarks, _describe_uncut_alternative(task, planner, winner))
+    remarks = tuple(filter(None, remarks))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
 
@@ -370,7 +373,18 @@ def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchR
         num_fitting=len(screened.rows),
         smallest_bytes=round(screened.smallest_bytes),
         capacity_bytes=screened.capacity_bytes,
+        remarks=_describe_slow_precision(task),
+        precision=job.precision.compute,
     )
+
+
+def _describe_slow_precision(task: SearchTask) -> tuple[str, ...]:
+    """A line where GPUs compute in fp32 because the job names no type: outside of tensor cores."""
+    if task.cluster.device != "cuda" or task.job.precision.compute != "fp32":
+        return ()
+    if not task.precision_reason:
+        return ()
+    return (f"remark  {task.precision_reason}",)
 
 
 def _suggest_divisible_batches(task: SearchTask, keys: OpenKeys) -> str:

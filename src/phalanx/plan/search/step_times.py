@@ -27,6 +27,7 @@ from phalanx.plan.timing.columns import (
 )
 from phalanx.plan.timing.constants import load_timing_constants
 from phalanx.plan.timing.machine import LinkRate, MachineRates
+from phalanx.plan.timing.matmul import count_activation_bytes
 from phalanx.plan.timing.setup import (
     PHALANX_COMPILED_STACK,
     PHALANX_STACK,
@@ -143,7 +144,8 @@ def estimate_planned_step(
     time = times.take(0)
     if plan.pipeline is None:
         return time
-    num_bytes = 2.0 * plan.micro_batch_size * work.num_tokens * work.dim
+    num_bytes = count_activation_bytes(setup.precision) * plan.micro_batch_size
+    num_bytes *= work.num_tokens * work.dim
     parts = plan.layout.cp * (plan.layout.tp if setup.sequence_parallel else 1)
     constants = load_timing_constants()
     stride = columns.tp * columns.cp * columns.data_parallel_size

@@ -8,27 +8,39 @@ from phalanx.job.work import AttentionWork
 from phalanx.plan.timing.columns import Column, SetupColumns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.machine import MachineRates
-from phalanx.plan.timing.matmul import compute_power_speed_factor, estimate_matmul_s
+from phalanx.plan.timing.matmul import (
+    choose_peak_precision,
+    compute_dense_flops_s,
+    compute_power_speed_factor,
+    count_activation_bytes,
+    estimate_matmul_s,
+)
+from phalanx.plan.timing.setup import Precision
 
 # FlashAttention computes scores again in the backward: 5 products for the forward's 2.
 BACKWARD_FLOPS_RATIO = 2.5
 # On the diagonal of a causal mask, a tile computes the pairs that are masked, too.
 TILE_TOKENS = 128
+# FlashAttention takes 16 bits. torch's memory-efficient attention of fp32 computes each product as
+# three of TF32 from compute capability 8.0 on (OpMultiplyAddFastF32 of CUTLASS), whose peak is half
+# of bf16's; before, as fp32 products.
+FP32_ATTENTION_SLOWDOWN = 3 * 2
 
 
 def estimate_attention_times(
     attention: AttentionWork,
     machine: MachineRates,
+    precision: Precision,
     columns: SetupColumns,
-    flops_s: Column | float,
     constants: TimingConstants,
 ) -> tuple[Column, Column]:
-    """Seconds of one microbatch's attention in one block of a rank: forward and backward."""
-    forward = _estimate_flash_attention_times(attention, machine, columns, constants)
+    """Seconds of one microbatch's attention in one block of a rank, of queries in `precision`:
+    forward and backward."""
+    forward = _estimate_flash_attention_times(attention, machine, precision, columns, constants)
     backward = forward * BACKWARD_FLOPS_RATIO / constants.attention_backward_ratio
     if not columns.is_unfused_attention.any():
         return forward, backward
-    unfused = _estimate_unfused_attention_times(attention, machine, columns, flops_s, constants)
+    unfused = _estimate_unfused_attention_times(attention, machine, precision, columns, constants)
     is_unfused = columns.is_unfused_attention
     # Without recomputed scores the backward has twice the forward's products.
     return np.where(is_unfused, unfused, forward), np.where(is_unfused, 2.0 * unfused, backward)
@@ -37,6 +49,7 @@ def estimate_attention_times(
 def _estimate_flash_attention_times(
     attention: AttentionWork,
     machine: MachineRates,
+    precision: Precision,
     columns: SetupColumns,
     constants: TimingConstants,
 ) -> Column:
@@ -59,22 +72,36 @@ def _estimate_flash_attention_times(
         pairs += attention.num_tokens * TILE_TOKENS // 2
     flops = attention.flops / max(1, attention.num_pairs) * pairs
     local = columns.micro_batch_size * flops / (columns.tp * columns.cp)
-    peak = machine.accelerator.peak_flops("bf16") * compute_power_speed_factor(machine, constants)
-    return np.asarray(local / (peak * efficiency))
+    peak = _get_attention_peak_flops(machine, precision)
+    power = compute_power_speed_factor(machine, constants)
+    return np.asarray(local / (peak * power * efficiency))
+
+
+def _get_attention_peak_flops(machine: MachineRates, precision: Precision) -> float:
+    """FLOP/s that a kernel that never writes scores cannot exceed."""
+    peak = machine.accelerator.peak_flops
+    if precision != "fp32":
+        return peak(choose_peak_precision(machine, precision))
+    if machine.gpu_generation < 80:
+        return peak("fp32")
+    return peak("bf16") / FP32_ATTENTION_SLOWDOWN
 
 
 def _estimate_unfused_attention_times(
     attention: AttentionWork,
     machine: MachineRates,
+    precision: Precision,
     columns: SetupColumns,
-    flops_s: Column | float,
     constants: TimingConstants,
 ) -> Column:
+    flops_s = compute_dense_flops_s(machine, precision, constants)
+    size_bytes = count_activation_bytes(precision)
     heads = np.maximum(1.0, attention.num_heads / columns.tp) * columns.micro_batch_size
     rows = attention.num_tokens / columns.cp
     all_tokens = np.full_like(rows, attention.num_tokens)
     size, values = np.full_like(rows, attention.head_dim), np.full_like(rows, attention.value_dim)
-    scores = estimate_matmul_s(rows, all_tokens, size, heads, flops_s, machine, constants)
-    use = estimate_matmul_s(rows, values, all_tokens, heads, flops_s, machine, constants)
-    num_bytes = constants.softmax_bytes * heads * rows * attention.num_tokens
+    shared = (heads, flops_s, machine, constants, size_bytes)
+    scores = estimate_matmul_s(rows, all_tokens, size, *shared)
+    use = estimate_matmul_s(rows, values, all_tokens, *shared)
+    num_bytes = constants.softmax_bytes * size_bytes / 2 * heads * rows * attention.num_tokens
     return scores + use + num_bytes / (machine.memory_bytes_s * constants.memory_efficiency)

@@ -13,8 +13,10 @@ from phalanx.plan.timing.columns import Column, SetupColumns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.machine import MachineRates
 from phalanx.plan.timing.matmul import (
+    choose_head_precision,
     compute_alignment_speed_share,
     compute_dense_flops_s,
+    count_activation_bytes,
     estimate_matmul_s,
 )
 from phalanx.plan.timing.setup import Precision
@@ -77,6 +79,11 @@ class BlockTimeEstimator:
         """Tokens of one microbatch that a rank computes, before tp divides the sequence."""
         return self.columns.micro_batch_size * self.num_tokens / self.columns.cp
 
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one element of an activation."""
+        return count_activation_bytes(self.precision)
+
     def memory_traffic_s(self, num_bytes: Column) -> Column:
         return num_bytes / (self.machine.memory_bytes_s * self.constants.memory_efficiency)
 
@@ -89,9 +96,12 @@ class BlockTimeEstimator:
         weight_matmul = sum((product[2] for product in products), start=np.zeros(1))
         attention = (np.zeros(1), np.zeros(1))
         if block.attention is not None:
-            flops_s = compute_dense_flops_s(self.machine, "bf16", constants)
             attention = estimate_attention_times(
-                block.attention, self.machine, columns, flops_s, constants
+                block.attention,
+                self.machine,
+                choose_head_precision(self.precision),
+                columns,
+                constants,
             )
         elementwise = self._estimate_elementwise_times(block)
         cp = self._estimate_cp_times(block, attention)
@@ -127,9 +137,8 @@ class BlockTimeEstimator:
         """Seconds of a product's forward, of its input's gradient and of its weight's."""
         columns, constants = self.columns, self.constants
         precision: Precision = self.precision
-        # Router and head stay in 16 bits.
         if not in_blocks or matmul.name == "router":
-            precision = "bf16"
+            precision = choose_head_precision(precision)
         flops_s = compute_dense_flops_s(self.machine, precision, constants)
         element_bytes = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
         parts = columns.tp
@@ -185,8 +194,9 @@ class BlockTimeEstimator:
             + columns.is_compiled * constants.compiled_traffic
         )
         casts = self._count_cast_bytes(block)
-        bytes_forward = self.tokens * (2 * (traffic * (forward + dropped) + routed) + casts)
-        bytes_backward = self.tokens * (2 * (traffic * (backward + dropped) + routed) + casts)
+        size = self.activation_bytes
+        bytes_forward = self.tokens * (size * (traffic * (forward + dropped) + routed) + casts)
+        bytes_backward = self.tokens * (size * (traffic * (backward + dropped) + routed) + casts)
         # A weight's gradient is added to what other microbatches left.
         dense, routed_params = self.count_local_params(block)
         grad_bytes = np.where(columns.has_main_grad, 8.0, 6.0) * (dense + routed_params)
@@ -223,7 +233,7 @@ class BlockTimeEstimator:
         # Experts that tp does not cut get the tokens that a rank has anyway.
         regions = 1.0 + np.where(columns.cuts_experts, 1.0, float(is_dense or has_shared))
         # A product cut by rows leaves sums to reduce; scattered and gathered, they travel as far.
-        num_bytes = self.tokens * 2.0 * block.residual_features / 2
+        num_bytes = self.tokens * self.activation_bytes * block.residual_features / 2
         reduce = regions * collectives.all_reduce_s(group, num_bytes)
         exposed = np.where(columns.overlaps_tp, 1.0 - constants.tp_hidden, 1.0)
         # With a part of the sequence, inputs are gathered again for the gradients of weights.
@@ -242,7 +252,8 @@ class BlockTimeEstimator:
         size = attention.head_dim + attention.value_dim
         kv_heads = np.maximum(1.0, attention.num_kv_heads / columns.tp)
         # Keys and values of the sequence travel around the ring, or are gathered.
-        kv_bytes = 2.0 * columns.micro_batch_size * attention.num_tokens * kv_heads * size
+        kv_tokens = columns.micro_batch_size * attention.num_tokens
+        kv_bytes = self.activation_bytes * kv_tokens * kv_heads * size
         ring = collectives.all_gather_s(group, kv_bytes)
         hops = (columns.cp - 1) * constants.link_latency_s
         forward, backward = (
@@ -251,7 +262,7 @@ class BlockTimeEstimator:
         )
         # Ulysses: heads for tokens and back, queries and outputs as well.
         heads = attention.num_heads + attention.num_kv_heads
-        sent = 2.0 * self.tokens * heads * size / columns.tp
+        sent = self.activation_bytes * self.tokens * heads * size / columns.tp
         share = (columns.cp - 1) / columns.cp
         exchange = share * sent / (group.ring_bytes_s * constants.all_to_all_efficiency)
         exchange = exchange + 2 * group.latency_s
@@ -272,7 +283,8 @@ class BlockTimeEstimator:
         stride = np.where(columns.cuts_experts, columns.tp, 1.0)
         group = collectives.build_group_links(columns.ep, stride, self.machine, constants)
         senders = np.where(columns.cuts_experts, 1.0, columns.tp)
-        sent = 2.0 * self.tokens / senders * block.experts_per_token * block.routed_dim
+        rows = self.tokens / senders * block.experts_per_token
+        sent = self.activation_bytes * rows * block.routed_dim
         seconds = collectives.all_to_all_s(
             group, sent * columns.imbalance, block.experts_per_token, constants
         )

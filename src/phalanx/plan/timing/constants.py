@@ -36,6 +36,7 @@ class TimingConstants:
     matmul_efficiency_sm80: float
     matmul_efficiency_sm90: float
     matmul_efficiency_sm100: float
+    fp32_efficiency: float
     fp8_efficiency_sm90: float
     fp8_efficiency_sm100: float
     fp4_efficiency: float

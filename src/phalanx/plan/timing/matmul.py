@@ -44,7 +44,8 @@ def estimate_matmul_s(
         seconds = cost * flops / (flops_s * speed)
         best = seconds if best is None else np.minimum(best, seconds)
     assert best is not None
-    moved = count * (element_bytes * (m * k + n * k) + 2.0 * m * n)
+    # Products of fewer than 16 bits have results of 16.
+    moved = count * (element_bytes * (m * k + n * k) + max(2.0, element_bytes) * m * n)
     reading = moved / (machine.memory_bytes_s * constants.memory_efficiency)
     return np.asarray(np.maximum(best, reading))
 
@@ -65,6 +66,10 @@ def compute_dense_flops_s(
 
     A column where constants are.
     """
+    name, peak = choose_peak_precision(machine, precision), machine.accelerator.peak_flops
+    if name == "fp32":
+        # The power that tensor cores take says nothing of products that do not use them.
+        return peak(name) * constants.fp32_efficiency
     generation = machine.gpu_generation
     efficiency = {
         70: constants.matmul_efficiency_sm70,
@@ -72,7 +77,6 @@ def compute_dense_flops_s(
         90: constants.matmul_efficiency_sm90,
         100: constants.matmul_efficiency_sm100,
     }[generation]
-    name, peak = choose_peak_precision(machine, precision), machine.accelerator.peak_flops
     if name == "fp8":
         relative = {90: constants.fp8_efficiency_sm90, 100: constants.fp8_efficiency_sm100}
         efficiency = efficiency * relative.get(generation, constants.fp8_efficiency_sm90)
@@ -95,8 +99,10 @@ def compute_power_speed_factor(machine: MachineRates, constants: TimingConstants
 
 
 def choose_peak_precision(machine: MachineRates, precision: Precision) -> str:
-    """The type whose peak the products of blocks have: "bf16", "fp16", "fp8" or "fp4"."""
+    """The type whose peak the products of blocks have: "fp32", "bf16", "fp16", "fp8" or "fp4"."""
     accelerator = machine.accelerator
+    if precision == "fp32":
+        return "fp32"
     if precision == "fp4" and accelerator.fp4_tflops:
         return "fp4"
     if precision in ("fp8", "mxfp8", "fp4") and accelerator.fp8_tflops:
@@ -104,3 +110,18 @@ def choose_peak_precision(machine: MachineRates, precision: Precision) -> str:
     if precision == "fp16" or not accelerator.bf16_tflops:
         return "fp16"
     return "bf16"
+
+
+def choose_head_precision(precision: Precision) -> Precision:
+    """The type of the products of a router, of the head and of what comes before the blocks: they
+    have no fewer than 16 bits."""
+    if precision in ("fp32", "fp16"):
+        return precision
+    return "bf16"
+
+
+def count_activation_bytes(precision: Precision) -> float:
+    """Bytes of one element of what products give, and of what travels between ranks for them."""
+    if precision == "fp32":
+        return 4.0
+    return 2.0

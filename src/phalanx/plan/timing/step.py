@@ -28,7 +28,10 @@ from phalanx.plan.timing.data_parallel import (
     estimate_optimizer_s,
 )
 from phalanx.plan.timing.machine import MachineRates
-from phalanx.plan.timing.matmul import choose_peak_precision
+from phalanx.plan.timing.matmul import (
+    choose_head_precision,
+    choose_peak_precision,
+)
 from phalanx.plan.timing.pipeline import StageTimes, estimate_bubble_s
 from phalanx.plan.timing.setup import Precision, StepSetup
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
@@ -170,7 +173,8 @@ class _StepTimeEstimator:
         seconds = (work.matmul_flops - head) / peak(
             choose_peak_precision(self.machine, self.precision)
         )
-        seconds += head / peak(choose_peak_precision(self.machine, "bf16"))
+        head_precision = choose_head_precision(self.precision)
+        seconds += head / peak(choose_peak_precision(self.machine, head_precision))
         sequences = columns.micro_batch_size * columns.num_microbatches
         parts = columns.pp * columns.cp * columns.tp
         return np.asarray(3.0 * seconds * sequences / parts)
@@ -198,7 +202,9 @@ class _StepTimeEstimator:
         logits = timer.tokens * share * work.head.outputs
         if work.head.cut == "column":
             logits = logits / columns.tp
-        loss = timer.memory_traffic_s(logits * constants.loss_bytes)
+        # The constant is that of 16-bit logits.
+        logit_bytes = constants.loss_bytes * timer.activation_bytes / 2
+        loss = timer.memory_traffic_s(logits * logit_bytes)
         loss = loss * np.where(columns.is_head_fused, 1.0, EAGER_LOSS_SLOWDOWN)
         zero = np.zeros(1)
         # What is looked up is written, and its gradient is added to the table.
@@ -206,7 +212,7 @@ class _StepTimeEstimator:
         group = collectives.build_group_links(
             columns.tp, np.ones_like(columns.tp), self.machine, constants
         )
-        reduce = collectives.all_reduce_s(group, timer.tokens * work.dim * 2.0)
+        reduce = collectives.all_reduce_s(group, timer.tokens * work.dim * timer.activation_bytes)
         embedding: Column = zero
         if work.embedding is not None:
             part = work.num_embedding_tokens / work.num_tokens
@@ -282,7 +288,8 @@ class _StepTimeEstimator:
             ends.first.total,
             ends.last_forward.total + ends.last_backward.total,
         )
-        num_bytes = 2.0 * timer.tokens * self.work.dim / self.columns.sequence_parts
+        num_bytes = timer.activation_bytes * timer.tokens * self.work.dim
+        num_bytes = num_bytes / self.columns.sequence_parts
         return estimate_bubble_s(stage, num_bytes, self.columns, self.machine, self.constants)
 
     def _jitter_share(self) -> Column:

@@ -180,7 +180,7 @@ def _ideal_step_s(
     work: ModelWork, machine: MachineRates, precision: Precision, setup: StepSetup, num_gpus: int
 ) -> float:
     flops = 3.0 * (work.matmul_flops + work.attention_flops) * setup.num_sequences
-    peak = machine.accelerator.peak_flops("bf16" if precision == "fp32" else precision)
+    peak = machine.accelerator.peak_flops(precision)
     if precision == "mxfp8":
         peak = machine.accelerator.peak_flops("fp8")
     return flops / (peak * num_gpus)
