@@ -193,6 +193,9 @@ class ActivationCosts(Protocol):
     def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         """Bytes of the block `layer` for one microbatch."""
 
+    def list_block_kinds(self, batch: RankMicrobatch) -> Sequence[Hashable]:
+        """The kind of each block: `block` says the same of all blocks of one kind."""
+
     def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         """Bytes that every stage of a pipeline makes for itself: masks that its blocks share, and
         tables of angles."""

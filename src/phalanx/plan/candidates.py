@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
@@ -23,7 +23,6 @@ from phalanx.plan.leaf_tree import LAYOUT_FREE
 from phalanx.plan.memory import activation_bytes, staging_bytes
 from phalanx.plan.memory_phases import find_peak_phase, predict_rank_memory_by_phase
 from phalanx.plan.pipeline.memory import (
-    predict_pipeline_memory,
     predict_pipeline_memory_by_phase,
     predict_rank_activation_bytes,
     predict_rank_staging_bytes,
@@ -32,6 +31,9 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.recompute import suggest_recompute
 from phalanx.plan.workload import Workload, shard_shape
+
+# Bytes by category at the highest moment of each phase of a step.
+BytesByPhase = dict[str, dict[str, int]]
 
 
 class NoFitError(LayoutError):
@@ -49,6 +51,9 @@ class CandidateEvaluator:
     capacity_bytes: int
     device: str
     pipeline: Pipeline | None = None
+    _phases_by_rank: dict[tuple[int, int], tuple[BytesByPhase, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def model_parallel_size(self) -> int:
@@ -104,38 +109,27 @@ class CandidateEvaluator:
         phases = self.memory_by_phase(zero_stage, shards)
         return phases[find_peak_phase(phases)]
 
-    def memory_by_phase(self, zero_stage: int, shards: int) -> dict[str, dict[str, int]]:
+    def memory_by_phase(self, zero_stage: int, shards: int) -> BytesByPhase:
         """Bytes of one rank by category at the highest moment of each phase of a step; of a
         pipeline, those of the rank that needs most."""
-        if self.pipeline is not None:
-            by_rank = predict_pipeline_memory_by_phase(
-                self.shape,
-                self.work,
-                self.pipeline,
-                zero_stage,
-                shards,
-                self.device,
-                self.num_ranks_per_model_part,
+        by_rank = self._predict_phases_by_rank(zero_stage, shards)
+        return max(by_rank, key=lambda phases: sum(phases[find_peak_phase(phases)].values()))
+
+    def _predict_phases_by_rank(self, zero_stage: int, shards: int) -> tuple[BytesByPhase, ...]:
+        """The phases of each rank of a pipeline; without one, of any rank."""
+        # A plan asks for the phases, the peak and the ranks of one candidate, one after the other.
+        key = (zero_stage, shards)
+        if key not in self._phases_by_rank:
+            self._phases_by_rank[key] = self._compute_phases_by_rank(*key)
+        return self._phases_by_rank[key]
+
+    def _compute_phases_by_rank(self, zero_stage: int, shards: int) -> tuple[BytesByPhase, ...]:
+        if self.pipeline is None:
+            phases = predict_rank_memory_by_phase(
+                self.shape, self.work, zero_stage, shards, self.device, self.num_ranks
             )
-            return max(by_rank, key=lambda phases: sum(phases[find_peak_phase(phases)].values()))
-        return predict_rank_memory_by_phase(
-            self.shape, self.work, zero_stage, shards, self.device, self.num_ranks
-        )
-
-    def _add_communication_buffers(self, memory: dict[str, int]) -> dict[str, int]:
-        """`memory` with the buffers of cp and ep in its communication."""
-        shape = shard_shape(self.shape, self.work.tp, self.work.rules)
-        buffers = round(cp_buffer_bytes(shape, self.work) + ep_buffer_bytes(shape, self.work))
-        if not buffers:
-            return memory
-        return memory | {"communication": memory["communication"] + buffers}
-
-    def predict_memory_by_pipeline_rank(
-        self, zero_stage: int, shards: int
-    ) -> tuple[dict[str, int], ...]:
-        """Bytes by category of each rank of a pipeline."""
-        assert self.pipeline is not None
-        memories = predict_pipeline_memory(
+            return (phases,)
+        return predict_pipeline_memory_by_phase(
             self.shape,
             self.work,
             self.pipeline,
@@ -144,7 +138,25 @@ class CandidateEvaluator:
             self.device,
             self.num_ranks_per_model_part,
         )
-        return tuple(self._add_communication_buffers(memory) for memory in memories)
+
+    def _add_communication_buffers(self, memories: list[dict[str, int]]) -> list[dict[str, int]]:
+        """`memories` with the buffers of cp and ep in their communication."""
+        shape = shard_shape(self.shape, self.work.tp, self.work.rules)
+        buffers = round(cp_buffer_bytes(shape, self.work) + ep_buffer_bytes(shape, self.work))
+        if not buffers:
+            return memories
+        return [
+            memory | {"communication": memory["communication"] + buffers} for memory in memories
+        ]
+
+    def predict_memory_by_pipeline_rank(
+        self, zero_stage: int, shards: int
+    ) -> tuple[dict[str, int], ...]:
+        """Bytes by category of each rank of a pipeline."""
+        assert self.pipeline is not None
+        by_rank = self._predict_phases_by_rank(zero_stage, shards)
+        peaks = [phases[find_peak_phase(phases)] for phases in by_rank]
+        return tuple(self._add_communication_buffers(peaks))
 
     def build_pipeline_with_memory(self, candidate: Candidate) -> Pipeline | None:
         """The pipeline with the memory that its ranks need under `candidate`; None if pp is 1."""
@@ -168,8 +180,8 @@ class CandidateEvaluator:
 
     def build_candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
         shards = layout.gradient_reduction_layout.dp_shard
-        memory = self.predict_memory(zero_stage, shards)
         phases = self.memory_by_phase(zero_stage, shards)
+        memory = self.predict_memory(zero_stage, shards)
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory), phases=phases)
 
 

@@ -8,7 +8,7 @@ autograd keeps, as the shape of the model says it (phalanx.job.shapes).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from phalanx.job.costs import ActivationCosts, ModelCosts
@@ -139,18 +139,24 @@ def count_segment_bytes(
 
     Counts the blocks from `start` to before `stop`, where segments must begin and end, too.
     """
-    segments = work.segments
-    if segments is None:
+    starts = work.segments_by_start
+    if work.segments is None:
         segments = list_recompute_segments(work.recompute, shape.num_layers)
-    starts = {segment.start: segment for segment in segments}
+        starts = {segment.start: segment for segment in segments}
+    assert shape.activations is not None
+    kinds = shape.activations.list_block_kinds(work)
+    # Each mode of each kind of blocks is counted once: a deep model has two or three of them.
+    counted: dict[tuple[Hashable, ...], tuple[int, int]] = {}
     saved, redone, layer = [], [], start
     if stop is None:
         stop = shape.num_layers
     while layer < stop:
-        segment = starts.get(layer, Segment(layer, layer + 1, "none"))
-        of_segment = _count_segment_saved_and_redone_bytes(shape, work, segment)
-        saved.append(of_segment[0])
-        redone.append(of_segment[1])
+        segment = starts.get(layer) or Segment(layer, layer + 1, "none")
+        key = (segment.mode, *kinds[layer : segment.stop])
+        if key not in counted:
+            counted[key] = _count_segment_saved_and_redone_bytes(shape, work, segment)
+        saved.append(counted[key][0])
+        redone.append(counted[key][1])
         layer = segment.stop
     return saved, redone
 

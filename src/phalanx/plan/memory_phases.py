@@ -128,6 +128,13 @@ class StepMoments:
         return 0
 
     @cached_property
+    def _activations_at_forward_end(self) -> int:
+        at_end = bytes_at_forward_end(self.shape, self.work)
+        if self.offloads_activations:
+            return min(at_end, self._bytes_on_device)
+        return at_end
+
+    @cached_property
     def _segments(self) -> Sequence[Segment]:
         """Blocks that are recomputed."""
         if self.work.segments is not None:
@@ -162,12 +169,9 @@ class StepMoments:
         the head as it is cast."""
         loss = self._costs.count_loss_bytes(self.work)
         cast = self._head_gradient if self._is_sharded and self.work.compute_bytes < 4 else 0
-        activations = bytes_at_forward_end(self.shape, self.work)
-        if self.offloads_activations:
-            activations = min(activations, self._bytes_on_device())
         return MomentBytes(
             gradients=self._standing_gradients,
-            activations=activations,
+            activations=self._activations_at_forward_end,
             loss=max(loss.at_once, loss.waiting + cast),
             communication=self._weight_bytes(in_backward=False, num_units=1)
             + self._whole_gradients,
@@ -175,7 +179,7 @@ class StepMoments:
 
     def final_norm(self) -> MomentBytes:
         """The backward of the norm before the head."""
-        blocks = self.forward().activations - self._costs.count_final_norm_bytes(self.work)
+        blocks = self._activations_at_forward_end - self._costs.count_final_norm_bytes(self.work)
         return MomentBytes(
             gradients=self._standing_gradients,
             activations=blocks,
@@ -207,23 +211,28 @@ class StepMoments:
             # The gradient of a weight, before it is added to others, is there while half of the
             # others are.
             passing = max(passing, passing // 2 + first * (4 + work.cast_bytes))
+        standing, of_blocks = self._standing_gradients, self._block_gradients
+        # Whole ones of earlier microbatches go as a last microbatch makes these.
+        is_beside = work.gradient_copies > 0
+        grows = is_beside or not (standing or self._whole_gradients)
+        loss = self._head_gradient + passing
+        saved_so_far = sum(saved)
         for index in reversed(range(len(saved))):
             num_done = len(saved) - 1 - index
-            gradients = self._standing_gradients
-            # Whole ones of earlier microbatches go as a last microbatch makes these.
-            is_beside = self.work.gradient_copies > 0
-            if is_beside or not (gradients or self._whole_gradients):
-                gradients += self._block_gradients * num_done / len(saved)
+            gradients = standing
+            if grows:
+                gradients += of_blocks * num_done / len(saved)
             communication = gathered + self._whole_gradients
             if self._is_sharded:
                 communication += first_weight
             if self._is_sharded and not self._whole_gradients:
                 # The gradients of the unit before are on their way, in fp32.
                 communication += self._unit * 4 * min(1, num_done)
-            activations = sum(saved[: index + 1]) + redone[index] + outside
+            activations = saved_so_far + redone[index] + outside
             if self.offloads_activations:
-                activations = min(activations, self._bytes_on_device())
-            yield MomentBytes(gradients, activations, self._head_gradient + passing, communication)
+                activations = min(activations, self._bytes_on_device)
+            yield MomentBytes(gradients, activations, loss, communication)
+            saved_so_far -= saved[index]
 
     def _num_units_in_backward(self) -> int:
         """Units of blocks that are whole at one time: the one that computes, and those fetched
@@ -256,6 +265,7 @@ class StepMoments:
             buckets = min(2 * self.work.options.bucket_mb * MIB, updated_bytes)
         return MomentBytes(gradients=self.gradient_bytes, communication=buckets)
 
+    @cached_property
     def _bytes_on_device(self) -> int:
         return activation_bytes_on_device(self.shape, self.work)
 

@@ -6,7 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from phalanx.core.registry import read_module_constant
 from phalanx.job.costs import ModelCosts
@@ -55,6 +55,11 @@ class Workload:
     def sequence_parts(self) -> int:
         """Into how many parts the sequence is cut between the cut matrices."""
         return self.tp if self.cuts_sequence else 1
+
+    @cached_property
+    def segments_by_start(self) -> dict[int, Segment]:
+        """The segments of `segments` by their first block."""
+        return {segment.start: segment for segment in self.segments or ()}
 
     @property
     def tokens(self) -> int:

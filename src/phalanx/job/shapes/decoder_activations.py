@@ -4,6 +4,7 @@ dropped."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
@@ -43,6 +44,13 @@ class DecoderActivations(TransformerActivations):
         if key not in self._blocks:
             self._blocks[key] = self._count_block(*key)
         return scale_block_bytes(self._blocks[key], batch.tokens)
+
+    def list_block_kinds(self, batch: RankMicrobatch) -> tuple[bool, ...]:
+        return self._has_experts_by_layer
+
+    @cached_property
+    def _has_experts_by_layer(self) -> tuple[bool, ...]:
+        return tuple(map(self.shape.has_experts, range(self.shape.num_layers)))
 
     def _count_block(self, has_experts: bool, c: int, sequence_parts: int) -> BlockBytes:
         """Bytes for one token."""

@@ -39,6 +39,9 @@ class TracedActivations:
             self._blocks[key] = self._count_block(layer, batch)
         return self._blocks[key]
 
+    def list_block_kinds(self, batch: RankMicrobatch) -> Sequence[int]:
+        return self._find_trace_for(batch).points[0].blocks
+
     def _count_block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         cut = _PartCut(self.shape, f"{self.shape.block_names[layer]}.", batch)
 

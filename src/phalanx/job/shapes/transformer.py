@@ -197,9 +197,15 @@ class TransformerShape(ABC):
     def count_block(self, layer: int, ep: int = 1) -> int:
         """Parameters of the block `layer`, counted from 0; of experts those of one rank of
         `ep`."""
-        inside = self.ffn_params
         if self.has_experts(layer):
-            inside = self.count_experts_and_router_params(ep)
+            return self._count_expert_block(ep)
+        return self._count_dense_block()
+
+    def _count_dense_block(self) -> int:
+        return self.attention_params + self._norms_of_block + self.ffn_params
+
+    def _count_expert_block(self, ep: int) -> int:
+        inside = self.count_experts_and_router_params(ep)
         return self.attention_params + self._norms_of_block + inside
 
     def count_largest_block_params(self, ep: int = 1) -> int:
@@ -286,7 +292,10 @@ class TransformerShape(ABC):
         """Parameters of the model's parts. What a job names in `first_stage` and `last_stage` is
         no more than a built-in model has there."""
         tied = self.tied_params
-        blocks = tuple(self.count_block(layer, ep) for layer in range(self.num_layers))
+        # Those with experts come last.
+        num_dense = self.num_layers - self.num_expert_layers
+        blocks = num_dense * (self._count_dense_block(),)
+        blocks += self.num_expert_layers * (self._count_expert_block(ep),)
         # A tied head has no parameters of its own, but its stage holds the table.
         after = self.norm_params + self.head_params + tied
         # Images are multiplied by what stands before the blocks, and tokens looked up in it.
@@ -320,7 +329,15 @@ class TransformerShape(ABC):
         """FLOPs of each part of the model for a sequence of `seq_len` tokens, or an image."""
 
     def _flops_of_blocks(self, seq_len: int) -> tuple[Flops, ...]:
-        return tuple(self.block_flops(seq_len, layer) for layer in range(self.num_layers))
+        # Blocks differ in their experts and in their window alone.
+        flops_of_kind: dict[tuple[bool, int], Flops] = {}
+        blocks = []
+        for layer in range(self.num_layers):
+            kind = (self.has_experts(layer), self.window_of_layer(layer))
+            if kind not in flops_of_kind:
+                flops_of_kind[kind] = self.block_flops(seq_len, layer)
+            blocks.append(flops_of_kind[kind])
+        return tuple(blocks)
 
     def flops_per_sample(self, seq_len: int) -> dict[str, int]:
         """FLOPs for a sequence of `seq_len` tokens, or an image: forward `matmul` and `attention`;

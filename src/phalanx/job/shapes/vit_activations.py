@@ -31,6 +31,9 @@ class VitActivations(TransformerActivations):
         per_token = sum_block_bytes(shape, c, batch.sequence_parts, attention, feed_forward)
         return scale_block_bytes(per_token, batch.tokens)
 
+    def list_block_kinds(self, batch: RankMicrobatch) -> tuple[bool, ...]:
+        return (False,) * self.shape.num_layers
+
     def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         return 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -26,10 +27,14 @@ class LayerCosts:
     head: Seconds
 
     def sum_by_stage(self, stages: StageCut) -> tuple[Seconds, ...]:
-        costs = [sum(self.blocks[first:end]) for first, end in stages.block_ranges]
+        costs = [self.sum_blocks(first, end) for first, end in stages.block_ranges]
         costs[0] += self.embedding
         costs[-1] += self.head
         return tuple(costs)
+
+    def sum_blocks(self, first: int, end: int) -> Seconds:
+        """The cost of the blocks from `first` to before `end`."""
+        return sum(self.blocks[first:end])
 
 
 @dataclass(frozen=True)
@@ -157,13 +162,20 @@ class _IntegerCosts:
     def num_blocks(self) -> int:
         return len(self.sums) - 1
 
-    def stage_cost(self, stage: int, first: int, end: int) -> int:
-        cost = self.sums[end] - self.sums[first]
+    def cost_outside_blocks(self, stage: int) -> int:
+        cost = 0
         if stage == 0:
             cost += self.embedding
         if stage == self.num_stages - 1:
             cost += self.head
         return cost
+
+    def list_possible_firsts(self, stage: int) -> range:
+        """The blocks at which a stage may begin: those before it have one each, but for the first
+        if the embedding is work enough."""
+        if stage == 0:
+            return range(1)
+        return range(stage - (self.embedding > 0), self.num_blocks + 1)
 
     def list_possible_ends(self, stage: int, first_block: int) -> range:
         """The blocks before which a stage that begins at `first_block` may end, so that it and
@@ -189,12 +201,11 @@ def _find_optimal_cut(
     after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}
     for stage in reversed(range(work.num_stages)):
         best: dict[int, tuple[int, tuple[int, ...]]] = {}
-        firsts = range(work.num_blocks + 1)
-        if stage == 0:
-            firsts = range(1)
-        for first in firsts:
+        extra = work.cost_outside_blocks(stage)
+        for first in work.list_possible_firsts(stage):
+            cost_before = work.sums[first] - extra
             for end in work.list_possible_ends(stage, first):
-                cost = work.stage_cost(stage, first, end)
+                cost = work.sums[end] - cost_before
                 # A stage of more blocks costs no less, and a value is never below its cost.
                 if limit is not None and cost > limit:
                     break
@@ -227,50 +238,114 @@ def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Sta
     # One stage on each rank: the slowest stage is the busiest rank, and the cut is the best one.
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
-    value = _cut_sort_key(costs, best, rank_of_stage)
-    while True:
-        moved = min(
-            _list_neighbour_cuts(costs, best),
-            key=lambda stages: _cut_sort_key(costs, stages, rank_of_stage),
-            default=best,
-        )
-        lower = _cut_sort_key(costs, moved, rank_of_stage)
-        # Strictly lower each time, so the loop ends.
-        if lower >= value:
-            return best
-        best, value = moved, lower
+    rater = _CutRater(costs, rank_of_stage)
+    num_blocks: tuple[int, ...] | None = best.num_blocks
+    rating = rater.rate(best.num_blocks)
+    # Strictly lower each time, so the loop ends.
+    while num_blocks is not None:
+        best = StageCut(num_blocks)
+        num_blocks, rating = rater.find_best_move(best.num_blocks, rating)
+    return best
 
 
-def _list_neighbour_cuts(costs: LayerCosts, stages: StageCut) -> Iterator[StageCut]:
-    """The cuts with one block less in one stage and one more in another: blocks between them
-    shift along."""
-    counts = stages.num_blocks
-    least = [1] * len(counts)
+def _list_moves(costs: LayerCosts, num_blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(stage that gives a block, stage that takes one): blocks between them shift along."""
+    least = [1] * len(num_blocks)
     if costs.embedding > 0:
         least[0] = 0
     if costs.head > 0:
         least[-1] = 0
-    for giver, count in enumerate(counts):
+    for giver, count in enumerate(num_blocks):
         if count <= least[giver]:
             continue
-        for taker in range(len(counts)):
+        for taker in range(len(num_blocks)):
             if taker != giver:
-                moved = list(counts)
-                moved[giver] -= 1
-                moved[taker] += 1
-                yield replace(stages, num_blocks=tuple(moved))
+                yield giver, taker
 
 
-def _cut_sort_key(costs: LayerCosts, stages: StageCut, rank_of_stage: Sequence[int]) -> _CutSortKey:
-    """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
-    by."""
-    of_stages = costs.sum_by_stage(stages)
-    of_ranks: dict[int, Seconds] = {}
-    for rank, cost in zip(rank_of_stage, of_stages, strict=True):
-        of_ranks[rank] = of_ranks.get(rank, 0) + cost
-    total = float(sum(of_stages)) or 1.0
-    unevenness = sum(float(cost / total) ** 2 for cost in of_stages) * total
-    parts = (max(of_ranks.values()), max(of_stages), unevenness)
-    # Rounded: sums of floats in another order are not equal.
-    # As shares of the whole: nine digits mean the same for costs in seconds and in FLOPs.
-    return tuple(round(float(part) / total, 9) for part in parts)  # type: ignore[return-value]
+_CutRating = tuple[float, float, float]
+NUM_RATED_DIGITS = 9
+
+
+class _CutRater:
+    """Rates cuts, lower is better: by the work of the busiest rank, then that of the slowest
+    stage, then unevenness.
+
+    As shares of all work, rounded: sums of floats in another order are not equal, and nine digits
+    mean the same for costs in seconds and in FLOPs.
+    """
+
+    def __init__(self, costs: LayerCosts, rank_of_stage: Sequence[int]) -> None:
+        self.costs, self.rank_of_stage = costs, rank_of_stage
+        self._stages_of_rank: dict[int, list[int]] = {}
+        for stage, rank in enumerate(rank_of_stage):
+            self._stages_of_rank.setdefault(rank, []).append(stage)
+        # Thousands of cuts have the same few stages.
+        self._cost_of_blocks = lru_cache(maxsize=None)(costs.sum_blocks)
+
+    def rate(self, num_blocks: Sequence[int]) -> _CutRating:
+        of_stages = self._sum_by_stage(num_blocks)
+        total = _sum_work(of_stages)
+        of_ranks: dict[int, Seconds] = {}
+        for rank, cost in zip(self.rank_of_stage, of_stages, strict=True):
+            of_ranks[rank] = of_ranks.get(rank, 0) + cost
+        unevenness = sum(float(cost / total) ** 2 for cost in of_stages) * total
+        parts = (max(of_ranks.values()), max(of_stages), unevenness)
+        busiest, slowest, uneven = (round(float(part) / total, NUM_RATED_DIGITS) for part in parts)
+        return busiest, slowest, uneven
+
+    def find_best_move(
+        self, num_blocks: tuple[int, ...], rating: _CutRating
+    ) -> tuple[tuple[int, ...] | None, _CutRating]:
+        """The first of the best cuts that are one move from `num_blocks`, with its rating; None if
+        no rating is below `rating`."""
+        best = None
+        boundaries = (0, *accumulate(num_blocks))
+        # A rank above it is busier than the busiest one may be, however sums are rounded.
+        work_of_busiest = (rating[0] + 10.0**-NUM_RATED_DIGITS) * _sum_work(
+            self._sum_by_stage(num_blocks)
+        )
+        for giver, taker in _list_moves(self.costs, num_blocks):
+            if self._sum_work_of_taker(boundaries, giver, taker) > work_of_busiest:
+                continue
+            moved = list(num_blocks)
+            moved[giver] -= 1
+            moved[taker] += 1
+            lower = self.rate(moved)
+            if lower < rating:
+                best, rating = tuple(moved), lower
+        return best, rating
+
+    def _sum_work_of_taker(self, boundaries: Sequence[int], giver: int, taker: int) -> Seconds:
+        """The work of the rank of `taker` after a move. `boundaries`: the first block of each
+        stage, and the end of the last, before it."""
+        low, high, shift = giver, taker, -1
+        if taker < giver:
+            low, high, shift = taker, giver, 1
+        work: Seconds = 0
+        for stage in self._stages_of_rank[self.rank_of_stage[taker]]:
+            first, end = boundaries[stage], boundaries[stage + 1]
+            if low < stage <= high:
+                first += shift
+            if low <= stage < high:
+                end += shift
+            work += self._cost_of_blocks(first, end)
+            if stage == 0:
+                work += self.costs.embedding
+            if stage == len(self.rank_of_stage) - 1:
+                work += self.costs.head
+        return work
+
+    def _sum_by_stage(self, num_blocks: Sequence[int]) -> list[Seconds]:
+        """`LayerCosts.sum_by_stage`."""
+        first, costs = 0, []
+        for count in num_blocks:
+            costs.append(self._cost_of_blocks(first, first + count))
+            first += count
+        costs[0] += self.costs.embedding
+        costs[-1] += self.costs.head
+        return costs
+
+
+def _sum_work(of_stages: Sequence[Seconds]) -> float:
+    return float(sum(of_stages)) or 1.0

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, place_stages_in_loop
@@ -39,7 +41,9 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
 
 
 def _list_actions_of_stage(kind: ActionKind, stage: int, num_microbatches: int) -> list[Action]:
-    return [Action(kind, stage, microbatch) for microbatch in range(num_microbatches)]
+    # `tuple.__new__` is three times as fast as Action(...), and there may be a hundred thousand.
+    rows = zip(repeat(kind), repeat(stage), range(num_microbatches), strict=False)
+    return list(map(partial(tuple.__new__, Action), rows))
 
 
 def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -130,9 +134,7 @@ def _alternate_forward_backward(
 ) -> Iterator[Action]:
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        yield forward
-        yield backward
+    yield from chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
     # The pairs ended with the forwards: as many backwards are left as went ahead.
     yield from backwards[len(forwards) - ahead :]
 

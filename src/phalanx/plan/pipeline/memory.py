@@ -73,6 +73,9 @@ def predict_pipeline_memory_by_phase(
     shape = shard_shape(shape, work.tp, work.rules)
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     rank_params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage, work.ep)
+    late_by_stage: tuple[int, ...] = ()
+    if shape.activations is not None and zero_stage < 2:
+        late_by_stage = _predict_late_gradient_bytes(shape, work, pipeline)
     schedule = pipeline.schedule()
     activations_by_rank = predict_rank_activation_bytes(shape, work, pipeline)
     staging = predict_rank_staging_bytes(shape, work, pipeline, num_ranks_per_model_part)
@@ -108,8 +111,7 @@ def predict_pipeline_memory_by_phase(
             )
             memory["communication"] = gathered + _predict_p2p_message_bytes(schedule, rank, message)
             if zero_stage < 2:
-                late = [_late_gradient_bytes(shape, work, pipeline, stage) for stage in stages]
-                memory["communication"] += max(late)
+                memory["communication"] += max(late_by_stage[stage] for stage in stages)
             phase = BACKWARD
             if pipeline.num_stages - 1 in stages:
                 loss = shape.activations.count_loss_bytes(work)
@@ -195,25 +197,33 @@ def _predict_in_flight_gradient_bytes(
     return max(passing, default=0)
 
 
-def _late_gradient_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: int) -> int:
-    """Bytes by which the end of a stage's backward is above its beginning, at least 0.
+# A plan asks for ddp and for zero1.
+@lru_cache(maxsize=8)
+def _predict_late_gradient_bytes(
+    shape: ModelCosts, work: Workload, pipeline: Pipeline
+) -> tuple[int, ...]:
+    """Bytes by which the end of each stage's backward is above its beginning, at least 0.
 
     Microbatches share their cast weights, which the first of them made: so autograd comes to these
     last, and their gradients in the compute type pile up, while what blocks have saved goes.
     """
     activations = shape.activations
     assert activations is not None, "the caller asks"
-    first, end = pipeline.stages.block_ranges[stage]
-    blocks = shape.count_part_params(ep=work.ep).blocks[first + 1 : end]
+    params_by_block = shape.count_part_params(ep=work.ep).blocks
     # Of the last block only the weight that its backward comes to first has a gradient.
-    gradients = sum(blocks) + activations.find_freed_gradients(work.ep).first
-    saved, _ = count_segment_bytes(shape, work, first, end)
-    gone = sum(saved[1:])
-    if stage == pipeline.num_stages - 1:
-        gone += (
-            activations.count_final_norm_bytes(work) + activations.count_loss_bytes(work).waiting
-        )
-    return max(0, gradients * work.cast_bytes - gone)
+    first_gradient = activations.find_freed_gradients(work.ep).first
+    late = []
+    for stage, (first, end) in enumerate(pipeline.stages.block_ranges):
+        gradients = sum(params_by_block[first + 1 : end]) + first_gradient
+        saved, _ = count_segment_bytes(shape, work, first, end)
+        gone = sum(saved[1:])
+        if stage == pipeline.num_stages - 1:
+            gone += (
+                activations.count_final_norm_bytes(work)
+                + activations.count_loss_bytes(work).waiting
+            )
+        late.append(max(0, gradients * work.cast_bytes - gone))
+    return tuple(late)
 
 
 def _predict_state_and_buffer_bytes(

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_whole_regular_file, write_bytes_atomically
@@ -32,11 +32,11 @@ NAME_OF_ACTION_KIND: dict[ActionKind, str] = {
 _ACTION_PATTERN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One piece of work: `kind` of `microbatch` in `stage`.
 
-    Text is stage, kind, microbatch: 3F0.
+    Text is stage, kind, microbatch: 3F0. A schedule has a hundred thousand of them, which is why
+    they are tuples.
     """
 
     kind: ActionKind

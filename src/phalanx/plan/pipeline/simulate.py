@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter, sub
 from typing import Any
 
 from phalanx.core.errors import LayoutError
@@ -100,66 +102,71 @@ class _ScheduleSimulator:
     ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
         self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-        # When each result is at the neighbour that needs it.
-        self.arrived: list[Seconds | None] = [None] * len(self.results)
-        self.waiting: dict[int, list[int]] = {}  # result -> ranks
         # Until when a message is on its way from one rank to another, by (sender, receiver).
         self.link_free: dict[tuple[int, int], Seconds] = {}
-        self.list_rank_slices: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
 
     def run(self) -> SimulationResult:
+        """Does all actions that can be done. Inputs and outputs are those of `ActionResults`,
+        written out: this loop is most of the time that planning a pipeline takes."""
+        seconds, send_s = self.seconds, self.send_s
+        num_microbatches, last_stage = self.results.num_microbatches, self.results.num_stages - 1
+        first_gradient = self.results.num_stages * num_microbatches
+        # When each result is at the neighbour that needs it.
+        arrived: list[Seconds | None] = [None] * len(self.results)
+        waiting: dict[int, list[int]] = {}  # result -> ranks
+        spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in self.schedule.actions]
         # A rank goes on until it misses a result, and is looked at again only once that is there:
         # each action is visited a few times, and not each once per round over all ranks.
         ready = deque(range(self.schedule.num_ranks))
         while ready:
             rank = ready.popleft()
-            missing = self._run_ready_actions(rank, ready)
-            if missing != NO_RESULT:
-                self.waiting.setdefault(missing, []).append(rank)
+            row, spans = self.schedule.actions[rank], spans_by_rank[rank]
+            clock: Seconds = spans[-1][1] if spans else 0
+            for position in range(len(spans), len(row)):
+                kind, stage, microbatch = row[position]
+                forward = stage * num_microbatches + microbatch
+                gradient = first_gradient + forward
+                own_input, received_input, output = forward, NO_RESULT, gradient
+                if kind == "F":
+                    own_input, output = NO_RESULT, forward
+                    if stage:
+                        received_input = forward - num_microbatches
+                elif kind == "W":
+                    own_input, output = gradient, NO_RESULT
+                elif stage < last_stage:
+                    received_input = gradient + num_microbatches
+                start = clock
+                if received_input != NO_RESULT:
+                    arrival = arrived[received_input]
+                    if arrival is None:
+                        waiting.setdefault(received_input, []).append(rank)
+                        break
+                    if arrival > start:
+                        start = arrival
+                if own_input != NO_RESULT and arrived[own_input] is None:
+                    # Nobody else makes it: it comes later in this row, which never goes on.
+                    waiting.setdefault(own_input, []).append(rank)
+                    break
+                clock = start + seconds[stage][kind]
+                spans.append((start, clock))
+                if output == NO_RESULT:
+                    continue
+                arrived[output] = clock
+                if send_s:
+                    arrived[output] = self._compute_arrival_s(rank, kind, stage, clock)
+                if output in waiting:
+                    # Popped: a rank waits for one result at a time, and is looked at once for it.
+                    ready += waiting.pop(output)
         stuck = {}
-        for number, ranks in self.waiting.items():
+        for number, ranks in waiting.items():
             for rank in ranks:
                 stuck[rank] = self.results.action_of_result(number)
-        return SimulationResult(
-            tuple(map(tuple, self.list_rank_slices)), dict(sorted(stuck.items()))
-        )
+        return SimulationResult(tuple(map(tuple, spans_by_rank)), dict(sorted(stuck.items())))
 
-    def _run_ready_actions(self, rank: int, ready: deque[int]) -> int:
-        """Does the actions that `rank` can do; returns the result that it misses then.
-
-        Ranks that waited for something become `ready`.
-        """
-        row, spans, arrived = self.schedule.actions[rank], self.list_rank_slices[rank], self.arrived
-        clock: Seconds = 0
-        if spans:
-            clock = spans[-1][1]
-        while len(spans) < len(row):
-            action = row[len(spans)]
-            own_input, received_input = self.results.input_indices_of(action)
-            start = clock
-            if received_input != NO_RESULT:
-                arrival = arrived[received_input]
-                if arrival is None:
-                    return received_input
-                start = max(start, arrival)
-            if own_input != NO_RESULT and arrived[own_input] is None:
-                # Nobody else makes it: it comes later in this row, which therefore never goes on.
-                return own_input
-            clock = start + self.seconds[action.stage][action.kind]
-            spans.append((start, clock))
-            output = self.results.output_index_of(action)
-            if output != NO_RESULT:
-                arrived[output] = self._compute_arrival_s(rank, action, clock)
-                # Popped: a rank waits for one result at a time, and is looked at once for it.
-                ready += self.waiting.pop(output, ())
-        return NO_RESULT
-
-    def _compute_arrival_s(self, rank: int, action: Action, end: Seconds) -> Seconds:
+    def _compute_arrival_s(self, rank: int, kind: ActionKind, stage: int, end: Seconds) -> Seconds:
         """Sends go on beside computation, but one after the other from one rank to another."""
-        neighbour = action.stage - 1
-        if action.kind == "F":
-            neighbour = action.stage + 1
-        if not self.send_s or not 0 <= neighbour < self.schedule.num_stages:
+        neighbour = stage + 1 if kind == "F" else stage - 1
+        if not 0 <= neighbour < self.results.num_stages:
             return end
         receiver = self.schedule.rank_of_stage[neighbour]
         if receiver == rank:
@@ -206,12 +213,13 @@ class Timeline:
     @cached_property
     def step_s(self) -> Seconds:
         """Seconds from zero to the end of the last action."""
-        return max((end for row in self.spans_s for _, end in row), default=0.0)
+        return max(map(itemgetter(1), chain.from_iterable(self.spans_s)), default=0.0)
 
     def busy_s(self, rank: int) -> Seconds:
         """Seconds in which `rank` computes."""
         # From a Fraction, and not 0.0, which would make floats of exact sums.
-        return sum((end - start for start, end in self.spans_s[rank]), start=Fraction(0))
+        spans = self.spans_s[rank]
+        return sum(map(sub, map(itemgetter(1), spans), map(itemgetter(0), spans)), Fraction(0))
 
     def bubble_of_rank(self, rank: int) -> Seconds:
         """The part of the step in which `rank` computes nothing, 0 to 1."""
@@ -309,24 +317,22 @@ def compute_peak_activation_bytes(
     """Peak bytes of each rank: activations of its stages' microbatches until B or I, and what W
     reads between I and W."""
     peaks = []
-    for rank in range(schedule.num_ranks):
+    for row in schedule.actions:
         held_bytes = peak = 0
-        for action in schedule.actions[rank]:
-            saved_by_forward, for_weights = (
-                activation_bytes[action.stage],
-                weight_input_bytes[action.stage],
-            )
-            if action.kind == "F":
-                held_bytes += saved_by_forward
-                peak = max(peak, held_bytes)
-            elif action.kind == "B":
-                held_bytes -= saved_by_forward
-            elif action.kind == "I":
+        for kind, stage, _ in row:
+            if kind == "F":
+                held_bytes += activation_bytes[stage]
+                if held_bytes > peak:
+                    peak = held_bytes
+            elif kind == "B":
+                held_bytes -= activation_bytes[stage]
+            elif kind == "I":
                 # What W reads may be more than what was kept: recomputed for it.
-                held_bytes += for_weights - saved_by_forward
-                peak = max(peak, held_bytes)
+                held_bytes += weight_input_bytes[stage] - activation_bytes[stage]
+                if held_bytes > peak:
+                    peak = held_bytes
             else:
-                held_bytes -= for_weights
+                held_bytes -= weight_input_bytes[stage]
         peaks.append(peak)
     return tuple(peaks)
 

@@ -92,12 +92,9 @@ def plan_pipeline_and_microbatches(
     # Kept apart: what is said of the first cut is dropped where it is cut again.
     of_first: list[str] = []
     first_work, pipeline = plan_pipeline(job, shape, requested, work, num_ranks, of_first)
-    timeline = pipeline.timeline()
-    if (
-        job.train.micro_batch_size is None
-        and timeline is not None
-        and timeline.bubble > MAX_BUBBLE_WITHOUT_WARNING
-    ):
+    # A job that says its microbatches needs no timeline, which takes long to simulate.
+    timeline = pipeline.timeline() if job.train.micro_batch_size is None else None
+    if timeline is not None and timeline.bubble > MAX_BUBBLE_WITHOUT_WARNING:
         share = work.micro_batch_size * work.num_microbatches
         enough = find_microbatches_for_small_bubble(pipeline, share)
         if enough is not None and enough[1]:

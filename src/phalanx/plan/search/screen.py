@@ -6,9 +6,9 @@ through is planned again, so an error here costs a candidate or a moment, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,17 @@ from phalanx.plan.segments import list_recompute_segments
 from phalanx.plan.workload import Workload, shard_shape
 
 Bytes = npt.NDArray[np.float64]
-LARGEST_DEGREE = 2**20  # of any column that bytes are looked up by, three at a time
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _SegmentBytes:
+    """Bytes of the blocks of a microbatch of one sample: at the worst moment of the backward, saved
+    for it, and what the first segment saves or makes again."""
+
+    peak: float
+    saved: float
+    first: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,12 @@ class MemoryScreen:
     shape: ModelCosts
     work: Workload
     rows: LayoutRows
+    _groups: dict[tuple[str, ...], tuple[list[tuple[int, ...]], Integers]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _segments: dict[tuple[int, int, int], _SegmentBytes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def total_bytes(self) -> Bytes:
         """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
@@ -57,18 +73,17 @@ class MemoryScreen:
         highest: Bytes = np.maximum(standing + moments, gradients + first_block)
         return parameter_and_optimizer_bytes + highest
 
-    def _map_distinct_rows(
-        self, count: Callable[..., float], *columns: npt.NDArray[np.int64]
-    ) -> Bytes:
+    def _map_distinct_rows(self, count: Callable[..., float], *columns: str) -> Bytes:
         """`count` of each row's values in `columns`, called once for each different combination."""
-        # One number for each combination: numpy sorts these many times as fast as rows.
-        number = np.zeros(len(self.rows), dtype=np.int64)
-        for column in columns:
-            number = number * LARGEST_DEGREE + column
-        _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
-        values = zip(*(column[first] for column in columns), strict=True)
-        table = np.array([count(*map(int, value)) for value in values], dtype=np.float64)
-        return table[inverse.reshape(-1)]
+        combinations, inverse = self._group_rows(*columns)
+        table = np.array([count(*values) for values in combinations], dtype=np.float64)
+        return table[inverse]
+
+    def _group_rows(self, *columns: str) -> tuple[list[tuple[int, ...]], Integers]:
+        """The different combinations of values in `columns`, and the index of each row's."""
+        if columns not in self._groups:
+            self._groups[columns] = _group_equal_rows([getattr(self.rows, c) for c in columns])
+        return self._groups[columns]
 
     def _shard_shape(self, tp: int) -> ModelCosts:
         return shard_shape(self.shape, tp, self.work.rules)
@@ -81,7 +96,7 @@ class MemoryScreen:
             cp=cp,
             micro_batch_size=micro,
             recompute=recompute,
-            segments=list_recompute_segments(recompute, self.shape.num_layers, every),
+            segments=_list_segments(recompute, self.shape.num_layers, every),
         )
 
     # States
@@ -92,7 +107,7 @@ class MemoryScreen:
         rows = self.rows
         return (
             self._map_distinct_rows(
-                lambda tp, ep: self._shard_shape(tp).count_all_blocks_params(ep), rows.tp, rows.ep
+                lambda tp, ep: self._shard_shape(tp).count_all_blocks_params(ep), "tp", "ep"
             )
             / rows.pp
         )
@@ -101,14 +116,14 @@ class MemoryScreen:
     def _params_outside_blocks(self) -> Bytes:
         """Parameters of a rank outside of blocks: of a pipeline, the larger end's."""
 
-        def count(tp: int, is_cut: int) -> float:
+        def count(tp: int, pp: int) -> float:
             shape = self._shard_shape(tp)
-            if not is_cut:
+            if pp == 1:
                 return float(shape.num_params - shape.blocks_params)
             parts = shape.count_part_params()
             return float(max(parts.before, parts.after))
 
-        return self._map_distinct_rows(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
+        return self._map_distinct_rows(count, "tp", "pp")
 
     @cached_property
     def _shard_params(self) -> Bytes:
@@ -116,8 +131,7 @@ class MemoryScreen:
         what is left."""
         rows = self.rows
         params_of_blocks = (
-            self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, rows.tp)
-            / rows.pp
+            self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, "tp") / rows.pp
         )
         return (params_of_blocks + self._params_outside_blocks) / rows.num_zero_shards
 
@@ -156,12 +170,12 @@ class MemoryScreen:
         local = self._block_params + self._params_outside_blocks
         # The head has a copy, and the table that is looked up in has none.
         head = self._map_distinct_rows(
-            lambda tp: self._shard_shape(tp).count_part_params().after, rows.tp
+            lambda tp: self._shard_shape(tp).count_part_params().after, "tp"
         )
         plain = (self._block_params + head) * work.cast_bytes
         plain_backward = self._block_params * work.cast_bytes
         unit = self._map_distinct_rows(
-            lambda tp, ep: self._shard_shape(tp).count_largest_block_params(ep), rows.tp, rows.ep
+            lambda tp, ep: self._shard_shape(tp).count_largest_block_params(ep), "tp", "ep"
         )
         unit = np.minimum(unit * max(1, self._blocks_per_unit), self._block_params)
         accumulated_bytes = np.where(
@@ -198,17 +212,17 @@ class MemoryScreen:
         rows = self.rows
         micro = rows.micro_batch_size
         peak = micro * self._map_distinct_rows(
-            self._peak_backward_bytes, rows.tp, rows.cp, rows.recompute
+            lambda *values: self._count_segments(*values).peak, "tp", "cp", "recompute"
         )
-        saved = micro * self._map_distinct_rows(self._saved_bytes, rows.tp, rows.cp, rows.recompute)
+        saved = micro * self._map_distinct_rows(
+            lambda *values: self._count_segments(*values).saved, "tp", "cp", "recompute"
+        )
         ends = self._map_distinct_rows(
-            self._embedding_and_head_bytes, rows.tp, rows.cp, rows.micro_batch_size
+            self._embedding_and_head_bytes, "tp", "cp", "micro_batch_size"
         )
-        norm = self._map_distinct_rows(self._norm_bytes, rows.tp, rows.cp, rows.micro_batch_size)
-        loss = self._map_distinct_rows(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
-        passing = self._map_distinct_rows(
-            self._passing_bytes, rows.tp, rows.cp, rows.micro_batch_size
-        )
+        norm = self._map_distinct_rows(self._norm_bytes, "tp", "cp", "micro_batch_size")
+        loss = self._map_distinct_rows(self._loss_bytes, "tp", "cp", "micro_batch_size")
+        passing = self._map_distinct_rows(self._passing_bytes, "tp", "cp", "micro_batch_size")
         forward, backward = saved + ends + norm + loss, peak + ends + passing
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
@@ -217,7 +231,7 @@ class MemoryScreen:
             np.maximum(saved, self._deferred_weight_grad_bytes()) * self._largest_stage_share()
         )
         # Each stage keeps what it sends, too.
-        message = self._map_distinct_rows(self._message_bytes, rows.tp, rows.cp)
+        message = self._map_distinct_rows(self._message_bytes, "tp", "cp")
         waiting = waiting + rows.stages_per_rank * rows.micro_batch_size * message
         first = flight * waiting + redone + ends
         last = np.minimum(flight, 2.0) * waiting + redone + ends + norm + loss
@@ -228,22 +242,24 @@ class MemoryScreen:
         """Bytes of activations in the backward of the first block."""
         rows = self.rows
         ends = self._map_distinct_rows(
-            self._embedding_and_head_bytes, rows.tp, rows.cp, rows.micro_batch_size
+            self._embedding_and_head_bytes, "tp", "cp", "micro_batch_size"
         )
-        passing = self._map_distinct_rows(
-            self._passing_bytes, rows.tp, rows.cp, rows.micro_batch_size
+        passing = self._map_distinct_rows(self._passing_bytes, "tp", "cp", "micro_batch_size")
+        block = self._map_distinct_rows(
+            lambda *values: self._count_segments(*values).first, "tp", "cp", "recompute"
         )
-        block = self._map_distinct_rows(self._first_segment_bytes, rows.tp, rows.cp, rows.recompute)
         return ends + passing + rows.micro_batch_size * block
 
-    def _first_segment_bytes(self, tp: int, cp: int, mode: int) -> float:
-        """Bytes of a microbatch of one sample that the first segment keeps or makes again."""
-        saved, redone = count_segment_bytes(
-            self._shard_shape(tp), self._build_workload(tp, cp, 1, mode)
-        )
-        if not saved:
-            return 0.0
-        return float(saved[0] + redone[0])
+    def _count_segments(self, tp: int, cp: int, mode: int) -> _SegmentBytes:
+        key = (tp, cp, mode)
+        if key not in self._segments:
+            saved, redone = count_segment_bytes(
+                self._shard_shape(tp), self._build_workload(tp, cp, 1, mode)
+            )
+            first = float(saved[0] + redone[0]) if saved else 0.0
+            peak = peak_segment_bytes(saved, redone)
+            self._segments[key] = _SegmentBytes(peak, sum(saved), first)
+        return self._segments[key]
 
     def _largest_stage_share(self) -> Bytes:
         """The part of the blocks that a rank has, where they do not divide: the one with most."""
@@ -262,7 +278,7 @@ class MemoryScreen:
         )
         if self.work.is_compiled:
             splits[:] = False
-        bytes_of_sample = self._map_distinct_rows(self._weight_input_bytes, rows.tp, rows.cp)
+        bytes_of_sample = self._map_distinct_rows(self._weight_input_bytes, "tp", "cp")
         return np.where(splits[rows.schedule], rows.micro_batch_size * bytes_of_sample, 0.0)
 
     def _message_bytes(self, tp: int, cp: int) -> float:
@@ -294,17 +310,6 @@ class MemoryScreen:
             flight = np.where(rows.schedule == index, by_name[name], flight)
         return np.minimum(flight, number)
 
-    def _peak_backward_bytes(self, tp: int, cp: int, mode: int) -> float:
-        """Bytes of a microbatch of one sample at the worst moment of the backward."""
-        work = self._build_workload(tp, cp, 1, mode)
-        return peak_segment_bytes(*count_segment_bytes(self._shard_shape(tp), work))
-
-    def _saved_bytes(self, tp: int, cp: int, mode: int) -> float:
-        """Bytes that a microbatch of one sample saves for its backward."""
-        return sum(
-            count_segment_bytes(self._shard_shape(tp), self._build_workload(tp, cp, 1, mode))[0]
-        )
-
     def _embedding_and_head_bytes(self, tp: int, cp: int, micro: int) -> float:
         activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp, micro)
         assert activations is not None
@@ -332,3 +337,27 @@ class MemoryScreen:
         activations = self._shard_shape(tp).activations
         assert activations is not None
         return float(activations.count_loss_bytes(self._build_workload(tp, cp, micro)).at_once)
+
+
+_list_segments = lru_cache(maxsize=len(RECOMPUTE_CHOICES))(list_recompute_segments)
+
+
+def _group_equal_rows(columns: Sequence[Integers]) -> tuple[list[tuple[int, ...]], Integers]:
+    """The different rows of a table of small numbers, and the index of each row among them."""
+    # Counted, not sorted, which takes ten times as long: a column has few different values.
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, index = _number_values(column)
+        code = code * len(values) + index
+    codes, inverse = _number_values(code)
+    row_of_code = np.zeros(len(codes), dtype=np.int64)
+    row_of_code[inverse] = np.arange(len(code))
+    rows = zip(*(column[row_of_code].tolist() for column in columns), strict=True)
+    return list(rows), inverse
+
+
+def _number_values(column: Integers) -> tuple[Integers, Integers]:
+    """The different numbers in `column`, in order, and the index of each row's among them."""
+    is_there = np.bincount(column) > 0
+    index_of_value = np.cumsum(is_there) - 1
+    return np.flatnonzero(is_there), index_of_value[column]

@@ -209,25 +209,55 @@ def enumerate_layouts(
 ) -> LayoutRows:
     """Every layout of `num_ranks` that `keys` allow and that divides ranks, batch and blocks; other
     rules of legality are the planner's."""
-    rows: list[tuple[int, ...]] = []
+    bases = list(_list_bases(job, shape, num_ranks, keys))
+    # Many bases differ in batch and schedule alone, and have the same shardings.
+    listed: dict[tuple[int, int, int, bool], Integers] = {}
+    shardings: list[Integers] = []
+    for base in bases:
+        accumulates = base.num_microbatches > 1 and base.pp == 1
+        key = (base.data_parallel, base.cp, base.tp, accumulates)
+        if key not in listed:
+            choices = list(_list_sharding_choices(base, cluster, keys, accumulates=accumulates))
+            listed[key] = np.array(choices, dtype=np.int64).reshape(-1, 6)
+        shardings.append(listed[key])
+    if not bases:
+        return LayoutRows(*np.zeros((len(fields(LayoutRows)), 0), dtype=np.int64))
+    sharding = np.concatenate(shardings)
+    base_of_row = np.repeat(np.arange(len(bases)), [len(choices) for choices in shardings])
+    columns = {
+        name: np.array([getattr(base, name) for base in bases], dtype=np.int64)[base_of_row]
+        for name in _COLUMNS_OF_BASE
+    }
+    columns |= dict(zip(_COLUMNS_OF_SHARDING, sharding.T, strict=True))
+    # Modes innermost: `keep_cheapest_recompute` relies on it.
+    columns = {name: np.repeat(column, len(keys.recompute)) for name, column in columns.items()}
+    columns["recompute"] = np.tile(np.array(keys.recompute, dtype=np.int64), len(sharding))
+    return LayoutRows(**columns)
+
+
+_COLUMNS_OF_BASE = (
+    *("pp", "cp", "tp", "micro_batch_size", "num_microbatches", "schedule", "stages_per_rank"),
+)
+_COLUMNS_OF_SHARDING = (
+    *("ep", "dp_replicate", "dp_shard", "zero_stage", "accumulates_sharded", "offload"),
+)
+
+
+def _list_sharding_choices(
+    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys, *, accumulates: bool
+) -> Iterator[tuple[int, ...]]:
+    """The values of `_COLUMNS_OF_SHARDING` that go with a base; `accumulates`: gradients of its
+    microbatches may add up sharded."""
     offloads = [OFFLOAD_CHOICES.index(name) for name in keys.offload]
-    modes = keys.recompute
-    for base in _list_bases(job, shape, num_ranks, keys):
-        for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
-            accumulates = [0]
-            if stage >= 2 and base.num_microbatches > 1 and base.pp == 1:
-                accumulates = [int(name == "sharded") for name in keys.accumulate]
-            for sharded in accumulates:
-                for offload in offloads:
-                    if OFFLOAD_CHOICES[offload] == "parameters" and stage < 2:
-                        continue
-                    degrees = (base.pp, replicate, shard, base.cp, base.tp, ep, stage)
-                    batch = (base.micro_batch_size, base.num_microbatches)
-                    head = (*degrees, *batch, base.schedule, base.stages_per_rank)
-                    # Modes innermost: `keep_cheapest_recompute` relies on it.
-                    rows.extend((*head, mode, sharded, offload) for mode in modes)
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(fields(LayoutRows)))
-    return LayoutRows(*table.T)
+    for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
+        choices = [0]
+        if stage >= 2 and accumulates:
+            choices = [int(name == "sharded") for name in keys.accumulate]
+        for sharded in choices:
+            for offload in offloads:
+                if OFFLOAD_CHOICES[offload] == "parameters" and stage < 2:
+                    continue
+                yield ep, replicate, shard, stage, sharded, offload
 
 
 def keep_cheapest_recompute(
