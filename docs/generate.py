@@ -21,7 +21,12 @@ from phalanx.cli._app import read_help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import list_modules_of_registry
-from phalanx.job.json_schema import PACKAGE_OF_OPEN_KEY, SCHEMA_FILE_NAME, build_job_json_schema
+from phalanx.job.json_schema import (
+    PACKAGE_OF_OPEN_KEY,
+    SCHEMA_FILE_NAME,
+    build_job_json_schema,
+    read_key_descriptions,
+)
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.schema import Job, Section
 from phalanx.observe.events import EVENT_CLASS_OF_KIND
@@ -70,8 +75,9 @@ def job_tables() -> list[str]:
         assert field.annotation is not None
         if words := " ".join((field.annotation.__doc__ or "").split()):
             lines[-2:-2] = [words, ""]
+        descriptions = read_key_descriptions(field.annotation)
         for key, item in field.annotation.model_fields.items():
-            what = " ".join((item.description or "").split()).replace("|", "\\|")
+            what = " ".join(descriptions.get(key, "").split()).replace("|", "\\|")
             lines.append(
                 f"| `{key}` | {type_words(item.annotation)} | {default_words(item.default)} |"
                 f" {what} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -9,7 +10,10 @@ def main() -> None:
     if sys.platform == "win32":
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
-    from phalanx.cli._app import run_command_line
+    from phalanx.core.garbage import pausing_garbage_collection
+
+    with pausing_garbage_collection():
+        from phalanx.cli._app import run_command_line
     from phalanx.core.output import open_closed_standard_streams
     from phalanx.core.terminal import filter_standard_streams
 
@@ -20,6 +24,9 @@ def main() -> None:
         from phalanx.launch.rank import exit_rank_without_teardown
 
         exit_rank_without_teardown(code)
+    # The interpreter would look for cycles in all modules once more, to free what ends with it:
+    # a tenth of a second.
+    gc.freeze()
     sys.exit(code)
 
 

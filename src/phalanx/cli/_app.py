@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, format_nearest_word_hint
 from phalanx.core.files import convert_disk_error
+from phalanx.core.garbage import pausing_garbage_collection
 from phalanx.core.output import open_closed_standard_streams, redirect_stream_to_devnull
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.core.terminal import filtering_standard_streams
@@ -44,7 +45,11 @@ class VerbGroup(TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         if name not in list_modules_of_registry(VERBS_PACKAGE):
             return None
-        module = importlib.import_module(f"{VERBS_PACKAGE}.{name}")
+        with pausing_garbage_collection():
+            module = importlib.import_module(f"{VERBS_PACKAGE}.{name}")
+            return self._build_command(name, module)
+
+    def _build_command(self, name: str, module: Any) -> Any:
         if hasattr(module, "COMMANDS"):
             return _build_sub_verbs(name, module)
         # Without rich's markup click formats the help, and asks `format_commands`; `_run` tells

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.terminal import print_coloured, print_document
+from phalanx.core.terminal import print_coloured, print_document, should_use_colour
 from phalanx.job.findings import shorten_to_one_line
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
@@ -62,15 +60,6 @@ def _colour_text(text: str, code: str, colour: bool) -> str:
     if not colour:
         return text
     return f"\033[{code}m{text}\033[0m"
-
-
-def should_use_colour() -> bool:
-    """Only a terminal that can, unless NO_COLOR is set."""
-    return (
-        sys.stdout.isatty()
-        and not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM", "") not in ("", "dumb")
-    )
 
 
 def print_explained_job(

@@ -88,7 +88,7 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
 
 def detect_terminal_style() -> TerminalStyle:
     """Bars and colours on a terminal that can, plain lines elsewhere."""
-    from phalanx.cli._explain import should_use_colour
+    from phalanx.core.terminal import should_use_colour
     from phalanx.plan.advice.terminal import TerminalStyle
 
     width = shutil.get_terminal_size((80, 24)).columns

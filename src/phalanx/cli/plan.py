@@ -177,6 +177,15 @@ def _print_plan_of_job(
     words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
 ) -> int:
     """Plan the job of `words` and print the answer: a search's where the devices are known."""
+    from phalanx.core.garbage import pausing_garbage_collection
+
+    with pausing_garbage_collection():
+        return _plan_and_print_job(words, options, arguments)
+
+
+def _plan_and_print_job(
+    words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
+) -> int:
     from phalanx.cli._plan_search import run_and_print_search
 
     job = _load_job(words)

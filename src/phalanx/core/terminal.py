@@ -113,6 +113,15 @@ def print_coloured(text: str) -> None:
     write_in_stream_encoding(unwrap_stream(sys.stdout), "".join(parts) + "\n")
 
 
+def should_use_colour() -> bool:
+    """True on a terminal that can, unless NO_COLOR is set."""
+    return (
+        sys.stdout.isatty()
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM", "") not in ("", "dumb")
+    )
+
+
 def write_in_stream_encoding(stream: TextIO, text: str) -> None:
     """Write `text` with question marks for what the stream's encoding lacks."""
     try:

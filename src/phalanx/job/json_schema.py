@@ -7,11 +7,16 @@ It says of keys, types, bounds and choices what `load_job` says; combinations of
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from itertools import pairwise
 from typing import Any
 
 from phalanx.core import registry
+from phalanx.job import schema as job_schema
 from phalanx.job.presets import list_preset_names
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Section
 
 DRAFT_07_URI = "http://json-schema.org/draft-07/schema#"
 SCHEMA_FILE_NAME = "job.schema.json"  # in this folder, in docs/ and beside a job
@@ -43,6 +48,7 @@ _KEYWORDS_COPIED_FROM_PYDANTIC = (
 def build_job_json_schema() -> dict[str, Any]:
     """The JSON Schema of a job file, keys in the order of the sections."""
     schema = Job.model_json_schema()
+    _add_key_descriptions(schema["$defs"])
     sections = {}
     for name, ref in schema["properties"].items():
         sections[name] = _build_section_schema(name, ref, schema["$defs"])
@@ -54,6 +60,33 @@ def build_job_json_schema() -> dict[str, Any]:
         "properties": sections,
         "additionalProperties": False,
     }
+
+
+def _add_key_descriptions(definitions: dict[str, dict[str, Any]]) -> None:
+    for section in _list_section_classes():
+        for key, description in read_key_descriptions(section).items():
+            definitions[section.__name__]["properties"][key]["description"] = description
+
+
+def _list_section_classes() -> list[type[Section]]:
+    """The classes of all tables of a job file."""
+    classes = [each for each in vars(job_schema).values() if isinstance(each, type)]
+    return [each for each in classes if issubclass(each, Section) and each not in (Section, Job)]
+
+
+def read_key_descriptions(section: type[Section]) -> dict[str, str]:
+    """The string that stands under each key of a section's class, by key."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    descriptions = {}
+    for statement, after in pairwise(body):
+        match statement, after:
+            case (
+                ast.AnnAssign(target=ast.Name(id=key)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                descriptions[key] = inspect.cleandoc(text)
+    return descriptions
 
 
 def _build_section_schema(

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
@@ -123,6 +121,8 @@ def detect_cluster(device: str = "auto") -> Cluster:
 
 def _detect_host_memory_bytes() -> int:
     """Physical memory, or the control group's limit where that is lower."""
+    import psutil  # here: a described cluster does without it
+
     # In a container psutil reads the machine's memory: only the control group knows the limit.
     total = int(psutil.virtual_memory().total)
     # Version 2, then version 1, which writes a number near 2**63 where there is no limit.

@@ -6,10 +6,8 @@ from __future__ import annotations
 from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import find_profile_of_cluster
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 from phalanx.plan.timing.step_time import StepTime
 
@@ -20,15 +18,25 @@ def predict_step_time(job: Job, plan: Plan, shape: ModelCosts, cluster: Cluster)
 
     What was measured of this machine comes before what its data sheet says.
     """
-    profile = None
     if not cluster.is_described:
-        profile = find_profile_of_cluster(cluster)
-    if profile is not None:
-        try:
-            return estimate_step_from_profile(plan, profile)
-        except LayoutError:
-            pass  # a section that the plan needs was not measured
+        measured = _estimate_step_from_profile(plan, cluster)
+        if measured is not None:
+            return measured
     machine = build_machine_rates(cluster)
     if machine is None:
         return None
     return estimate_planned_step(job, plan, shape, machine)
+
+
+def _estimate_step_from_profile(plan: Plan, cluster: Cluster) -> StepTime | None:
+    # Here: a search for a described cluster, which is to answer at once, has no profile to read.
+    from phalanx.plan.calibrated.step import estimate_step_from_profile
+    from phalanx.plan.profiles import find_profile_of_cluster
+
+    profile = find_profile_of_cluster(cluster)
+    if profile is None:
+        return None
+    try:
+        return estimate_step_from_profile(plan, profile)
+    except LayoutError:
+        return None  # a section that the plan needs was not measured

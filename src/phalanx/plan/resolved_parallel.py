@@ -46,9 +46,8 @@ class ResolvedParallel(Parallel):
     a new option of the schema is here by itself.
     """
 
-    # Every command imports this: its docstrings are not parsed (17 ms), as no page is made of them,
-    # and its validator is built with the first plan.
-    model_config = ConfigDict(use_attribute_docstrings=False, defer_build=True)
+    # Every command imports this: its validator is built with the first plan.
+    model_config = ConfigDict(defer_build=True)
 
     ranks: Positive = 1
     dp_replicate: Positive = 1

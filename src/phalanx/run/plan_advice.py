@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING
 
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
-from phalanx.plan.advice.explain_term import (
-    MEMORY_FORMULAS,
-    ExplainedTerm,
-    explain_memory_term,
-    explain_time_term,
-)
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
@@ -27,6 +21,7 @@ from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 
 if TYPE_CHECKING:
+    from phalanx.plan.advice.explain_term import ExplainedTerm
     from phalanx.run.plan_job import PlannedJob
     from phalanx.run.search_job import JobSearch
 
@@ -96,6 +91,12 @@ def explain_time_term_of_plan(
 ) -> tuple[ExplainedTerm, float] | None:
     """The formula of `term`, and the total that it is a part of; None where time is not
     predicted."""
+    from phalanx.plan.advice.explain_term import (
+        MEMORY_FORMULAS,
+        explain_memory_term,
+        explain_time_term,
+    )
+
     job, plan, cluster = advised.job, advised.plan, advised.cluster
     if term in MEMORY_FORMULAS:
         memory, zero_stage = plan.chosen.predicted_bytes, plan.chosen.zero_stage

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import UsageError
 from phalanx.core.files import (
     build_path_resource_error,
     write_bytes_atomically,
     write_json_atomically,
 )
-from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
 from phalanx.job.toml import format_toml_value
@@ -28,7 +29,6 @@ from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
-from phalanx.run.tokens import find_job_tokens
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,34 @@ def search_layouts_of_job(job: Job, cluster: Cluster | None = None) -> JobSearch
 def _find_vocab_size_before_training(job: Job) -> int | None:
     """The vocabulary that the model says, or that the data has; None for the default's bytes."""
     size = find_vocab_size_of(job.model)
-    tokens = find_job_tokens(job)
     is_default = job.data.source == Data().source and not job.data.mixture
+    if is_default and not _brings_tokenizer(job) and (size or BYTE_VOCAB_SIZE) >= BYTE_VOCAB_SIZE:
+        return size  # the default's text, byte by byte
+    # Only now: they read tokenizers and data, which most searches are made without.
+    from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
+    from phalanx.run.tokens import find_job_tokens
+
+    tokens = find_job_tokens(job)
     if (
         size is not None
         or job.model.is_foreign
         or (is_default and tokens.default in ("", BYTE_TOKENIZER_KIND))
     ):
         return size
-    # Only now: it reads data, which most searches are made without.
     from phalanx.data.look import summarize_data_sources
 
     return summarize_data_sources(
         job.data, vocab_size=None, default_tokenizer=tokens.default
     ).vocab_size
+
+
+def _brings_tokenizer(job: Job) -> bool:
+    """True if the job names a tokenizer, or a model that may come with one."""
+    return (
+        job.data.tokenizer is not None
+        or job.model.init_from is not None
+        or is_hugging_face(job.model.kind)
+    )
 
 
 def format_job_file(job: Job) -> str:

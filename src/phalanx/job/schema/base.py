@@ -16,6 +16,6 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    # Texts under keys are for the JSON schema, which reads them itself: with
+    # `use_attribute_docstrings` pydantic would parse its source at each start of a program.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
