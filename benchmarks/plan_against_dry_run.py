@@ -166,6 +166,14 @@ def list_cases() -> list[Case]:
             64,
             f"parallel.dp_shard=64 parallel.ep=64 {FULL}",
         ),
+        make_case(
+            "mixtral-8x7b ep8, zero2",
+            "mixtral-8x7b",
+            8,
+            4096,
+            64,
+            f"parallel.dp_shard=64 parallel.ep=8 parallel.zero_stage=2 {SELECTIVE}",
+        ),
         Case(
             "ViT-L ddp",
             (*VIT, "train.micro_batch_size=32", "train.global_batch_size=256"),

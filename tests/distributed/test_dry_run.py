@@ -1,20 +1,25 @@
 """A dry run says what a real run of the same job does: each collective, and the most memory that
-tensors take at one time. The reference is a run over gloo that the same tracker follows."""
+tensors take at one time. The reference is a run over gloo that the same tracker follows, and for
+collectives also what this run asks of c10d, which needs no tracker to be seen."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from models import CPU
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
+from phalanx.mesh.c10d_calls import HandlerDepth, Operator, handling_c10d_calls
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.nn.routing import Router
@@ -60,6 +65,28 @@ LAYOUTS = {
     "1f1b": ("train.global_batch_size=8", "parallel.pp=2"),
     "zb-v": ("train.global_batch_size=8", "parallel.pp=2", "parallel.schedule=zb-v"),
     "ep": ("train.global_batch_size=8", "parallel.dp_shard=4", "parallel.ep=2", *EXPERTS),
+    "ep selective": (
+        "train.global_batch_size=8",
+        "parallel.dp_shard=4",
+        "parallel.ep=2",
+        "train.recompute=selective",
+        *EXPERTS,
+    ),
+    "ep zero2": (
+        "train.global_batch_size=16",
+        "parallel.dp_shard=4",
+        "parallel.ep=2",
+        "parallel.zero_stage=2",
+        *EXPERTS,
+    ),
+    "ep zero2 selective": (
+        "train.global_batch_size=16",
+        "parallel.dp_shard=4",
+        "parallel.ep=2",
+        "parallel.zero_stage=2",
+        "train.recompute=selective",
+        *EXPERTS,
+    ),
 }
 
 
@@ -76,8 +103,48 @@ def count_without_callers(counts: Counter[CollectiveCall]) -> Counter[Collective
     return total
 
 
+class CallOfC10d(NamedTuple):
+    """A call that c10d was asked for: what it does, its group, and the bytes of the whole
+    message."""
+
+    kind: str
+    group_size: int
+    first_rank: int
+    num_bytes: int
+
+
+class C10dCallCounter:
+    """Counts every call of c10d's operators, whoever makes it and whatever mode hides it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[CallOfC10d] = Counter()
+
+    def handle(self, operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[operator.group_at]))
+        message = args[operator.tensors_at]
+        if operator.words in ("all_gather", "reduce_scatter"):
+            # The larger one of input and output.
+            message = max(args[:2], key=sum_bytes)
+        kind = "receive" if operator.words == "recv" else operator.words
+        self.counts[CallOfC10d(kind, len(ranks), ranks[0], sum_bytes(message))] += 1
+        return proceed()
+
+
+def sum_bytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+
+
+def count_as_calls_of_c10d(counts: Counter[CollectiveCall]) -> Counter[CallOfC10d]:
+    """What a dry run noted, in the terms of c10d."""
+    total: Counter[CallOfC10d] = Counter()
+    for call, count in counts.items():
+        total[CallOfC10d(call.kind, call.group_size, call.first_rank, call.num_bytes)] += count
+    return total
+
+
 def follow_real_steps(rank: int, cases: list[tuple[Job, Plan]]) -> list[Any]:
-    """Of each job the collectives of a later step, the most bytes in it, and its facts."""
+    """Of each job the collectives of a later step, the most bytes in it, its facts, and what the
+    step asked of c10d."""
     return [follow_real_step(job, plan) for job, plan in cases]
 
 
@@ -86,7 +153,7 @@ def has_buckets(plan: Plan) -> bool:
     return plan.parallel.zero_stage <= 1 and plan.layout.pp == 1
 
 
-def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats]:
+def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats, Counter[CallOfC10d]]:
     with open_mesh(plan.layout, device="cpu") as mesh, contextlib.ExitStack() as stack:
         transport = current_transport()
         if transport is not None:
@@ -99,10 +166,12 @@ def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats]:
             balance_routing(state.model.module)
             runner = DryStepRunner(job, plan, state, tracker, phases)
             for step in range(1, 4 if has_buckets(plan) else 3):
-                stats = runner.run(step, plan.num_microbatches)
+                counter = C10dCallCounter()
+                with handling_c10d_calls(counter, HandlerDepth.WATCHES):
+                    stats = runner.run(step, plan.num_microbatches)
         assert tracker.collectives is not None
         peak = find_highest_point(build_memory_timeline(tracker.log, runner.first_moment))
-        return tracker.collectives.counts, peak.total_bytes, stats
+        return tracker.collectives.counts, peak.total_bytes, stats, counter.counts
 
 
 def balance_routing(module: nn.Module) -> None:
@@ -149,13 +218,21 @@ def followed() -> dict[str, tuple[list[Any], dict[int, Any]]]:
 def test_says_what_a_real_run_says_to_others(name: str, followed: Any) -> None:
     real, dry = followed[name]
     for rank, (counts, _, stats) in dry.items():
-        expected_counts, _, expected_stats = real[rank]
+        expected_counts, _, expected_stats, _ = real[rank]
         assert count_without_callers(counts) == count_without_callers(expected_counts)
         assert stats.sent_bytes == expected_stats.sent_bytes
         assert stats.sent_tp_bytes == expected_stats.sent_tp_bytes
         assert stats.sent_cp_bytes == expected_stats.sent_cp_bytes
         assert stats.sent_ep_bytes == expected_stats.sent_ep_bytes
         assert stats.sent_pp_bytes == expected_stats.sent_pp_bytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_says_every_collective_that_c10d_is_asked_for(name: str, followed: Any) -> None:
+    real, dry = followed[name]
+    for rank, (counts, _, _) in dry.items():
+        _, _, _, calls = real[rank]
+        assert count_as_calls_of_c10d(counts) == calls
 
 
 def test_agrees_with_the_formulas_of_the_plan(followed: Any) -> None:

@@ -22,8 +22,15 @@ from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+_SELECTIVE_RECOMPUTE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _fsdp_gathers_in_place = False
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -249,23 +256,48 @@ def wrap_local_with_same_placements(like: DTensor, local: torch.Tensor) -> DTens
     return wrap_local_as_dtensor(local, like.device_mesh, like.placements, like)
 
 
-def hide_fsdp_hooks_from_modes(unit: FSDPModule) -> None:
-    """Hide FSDP's hooks of a unit from torch's modes, inside of a block that is recomputed in part:
-    the recomputation then does not count their operations.
+def hide_fsdp_hooks_from_recompute(unit: FSDPModule) -> None:
+    """Hide FSDP's hooks of a unit from torch's selective recomputation, inside of a block that is
+    recomputed in part: the recomputation then does not count their operations. Every other mode,
+    that of a dry run too, sees them.
 
     Hooks in a module's own tables, which torch fills (2.11 to 2.13).
     """
     assert isinstance(unit, torch.nn.Module)
     for table in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in table.items():
-            # FSDP's hooks are methods of its state; hooks of the user's own stay visible to modes.
+            # FSDP's hooks are methods of its state; hooks of the user's own stay visible.
             if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
-                table[key] = _run_hook_without_modes(hook)
+                table[key] = _run_hook_without_recompute_modes(hook)
 
 
-def _run_hook_without_modes(hook: Any) -> Any:
+def _run_hook_without_recompute_modes(hook: Any) -> Any:
+    @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with _without_modes_of_selective_recompute():
             return hook(*args, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _without_modes_of_selective_recompute() -> Iterator[None]:
+    """Inside, the modes that torch's selective checkpointing has entered are not there; the other
+    modes are, in their order."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE_RECOMPUTE_MODES)]
+    if len(others) == len(modes):
+        yield
+        return
+    _replace_modes(modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, modes)
+
+
+def _replace_modes(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)

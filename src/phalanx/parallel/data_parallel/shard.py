@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from phalanx.mesh.compat import (
     add_written_gradients_to_fsdp,
-    hide_fsdp_hooks_from_modes,
+    hide_fsdp_hooks_from_recompute,
     make_fsdp_reduce_unused_parameters,
     run_fsdp_post_backward,
 )
@@ -108,7 +108,7 @@ def _shard_units_with_fsdp(
             fully_shard(
                 module, reshard_after_forward=free, mp_policy=block_policy, **expert_options
             )
-            hide_fsdp_hooks_from_modes(module)
+            hide_fsdp_hooks_from_recompute(module)
     for group in groups:
         fully_shard(group, reshard_after_forward=free, mp_policy=block_policy, **shared)
     # The root holds embedding and head, which the backward needs at once: freeing them would
