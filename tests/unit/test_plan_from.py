@@ -14,9 +14,12 @@ from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import StepFinished
+from phalanx.observe.events import MemoryMeasured, StepFinished
 from phalanx.plan.calibrated.one_core import load_one_core_profile
-from phalanx.plan.calibrated.step import estimate_step_from_profile
+from phalanx.plan.calibrated.step import (
+    estimate_processor_seconds,
+    estimate_step_from_profile,
+)
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -39,10 +42,18 @@ def plan_of(*overrides: str) -> Plan:
     return make_plan(load_job(None, [*SMALL, *overrides]), cluster=CPU, vocab_size=257)
 
 
-def write_run(run_dir: Path, *, slower: float, unattributed_s: float = 0.0, steps: int = 8) -> Plan:
-    """A run whose ranks took `slower` times what one core's figures say."""
+def write_run(
+    run_dir: Path,
+    *,
+    slower: float,
+    unattributed_s: float = 0.0,
+    steps: int = 8,
+    cpu_s: float = 0.0,
+) -> Plan:
+    """A run whose ranks took `slower` times what one core's figures say, and `cpu_s` processor
+    seconds a step."""
     plan = plan_of()
-    terms = estimate_step_from_profile(plan, load_one_core_profile()).terms
+    terms = estimate_step_from_profile(plan, load_one_core_profile(CPU.num_devices)).terms
     seconds = {
         group: slower * sum(terms[name] for name in names) for group, names in GROUPS.items()
     }
@@ -62,7 +73,18 @@ def write_run(run_dir: Path, *, slower: float, unattributed_s: float = 0.0, step
             step_s = (sum(phases.values()) + unattributed_s) * (10 if step == 1 else 1)
             bus.emit(
                 StepFinished(
-                    step, 2.0, 512, 512 * step, 1e-3, 1.0, step_s, 1.0, phases, unattributed_s, 0
+                    step,
+                    2.0,
+                    512,
+                    512 * step,
+                    1e-3,
+                    1.0,
+                    step_s,
+                    1.0,
+                    phases,
+                    unattributed_s,
+                    0,
+                    cpu_s=cpu_s,
                 )
             )
         bus.close()
@@ -72,6 +94,7 @@ def write_run(run_dir: Path, *, slower: float, unattributed_s: float = 0.0, step
 @pytest.fixture(autouse=True)
 def _no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("phalanx.run.plan_from.detect_cluster", lambda device: CPU)
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
@@ -90,7 +113,7 @@ def test_a_larger_job_grows_as_its_parts_do_and_its_interval_widens(tmp_path: Pa
     near = extrapolate_plan_from_run(tmp_path / "run", plan)
     far_plan = plan_of("model.num_layers=16", "model.dim=512", "model.num_heads=8")
     far = extrapolate_plan_from_run(tmp_path / "run", far_plan)
-    grown = estimate_step_from_profile(far_plan, load_one_core_profile()).total_s
+    grown = estimate_step_from_profile(far_plan, load_one_core_profile(CPU.num_devices)).total_s
     assert far.step.total_s == pytest.approx(2.0 * grown, rel=0.01)
     assert far.step.high_s / far.step.total_s > near.step.high_s / near.step.total_s
 
@@ -110,6 +133,61 @@ def test_waiting_for_other_ranks_is_not_taken_for_messages(tmp_path: Path) -> No
     assert result.scales["messages"] == pytest.approx(3.0)
     assert 0.9 < result.waiting_s < 1.0
     assert result.step.total_s == pytest.approx(result.run.step_s)
+
+
+def test_products_of_a_small_run_take_what_one_core_needs(tmp_path: Path) -> None:
+    """They were divided by hundreds of threads that no rank has, so that only what a kernel takes
+    whatever its size was left of a step."""
+    plan = plan_of("train.global_batch_size=64")
+    step = estimate_step_from_profile(plan, load_one_core_profile(CPU.num_devices))
+    work = plan.model_shape.work(plan.seq_len)
+    assert work is not None
+    flops = 3 * work.matmul_flops * 32
+    assert 2e10 < flops / step.terms["ideal"] < 5e11
+    assert step.terms["ideal"] > step.terms["launch"]
+
+
+def test_a_larger_batch_takes_longer_in_proportion(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", slower=1.0)
+    steps = []
+    for batch in (64, 512):
+        plan = plan_of(f"train.global_batch_size={batch}")
+        steps.append(extrapolate_plan_from_run(tmp_path / "run", plan).step.total_s)
+    assert 6 < steps[1] / steps[0] <= 8
+
+
+def test_a_run_that_is_slower_than_its_estimate_leaves_open_how_it_grows(tmp_path: Path) -> None:
+    near = write_run(tmp_path / "run", slower=3.0)
+    assert not extrapolate_plan_from_run(tmp_path / "run", near)._describe_disagreement()
+    far = plan_of("train.global_batch_size=128")
+    result = extrapolate_plan_from_run(tmp_path / "run", far)
+    by_kernel, by_token = result.explained_s
+    assert by_kernel < result.step.total_s <= by_token
+    assert result.step.low_s <= by_kernel
+    assert result.step.high_s >= by_token
+    assert any("outside of what was measured" in line for line in result.lines())
+
+
+def test_cores_that_others_had_are_no_reason_to_doubt_the_estimate(tmp_path: Path) -> None:
+    profile = load_one_core_profile(CPU.num_devices)
+    cpu_s = estimate_processor_seconds(plan_of(), profile)
+    write_run(tmp_path / "run", slower=3.0, cpu_s=cpu_s)
+    far = plan_of("train.global_batch_size=128")
+    result = extrapolate_plan_from_run(tmp_path / "run", far)
+    by_kernel, by_token = result.explained_s
+    assert by_token == pytest.approx(by_kernel, rel=0.02)
+    assert not any("outside of what was measured" in line for line in result.lines())
+
+
+def test_memory_is_scaled_by_the_measured_over_the_predicted_peak(tmp_path: Path) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    mib = 2**20
+    predicted = {"parameters": 100 * mib, "activations": 100 * mib, "peak": 200 * mib}
+    bus = Bus(rank=0, run_dir=tmp_path / "run")
+    bus.emit(MemoryMeasured(predicted, {"parameters": 100 * mib, "peak": 180 * mib}, 0))
+    bus.close()
+    result = extrapolate_plan_from_run(tmp_path / "run", plan)
+    assert result.run.memory_ratio == pytest.approx(0.9)
 
 
 def test_an_axis_that_the_run_had_not_makes_the_interval_wider(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import LayoutError, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import (
     SMALL_BYTES,
@@ -27,10 +27,13 @@ from phalanx.job.schema import Job
 from phalanx.observe.events import MemoryMeasured, StepFinished
 from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.calibrated.one_core import load_one_core_profile
-from phalanx.plan.calibrated.step import estimate_step_from_profile
+from phalanx.plan.calibrated.step import (
+    estimate_processor_seconds,
+    estimate_step_from_profile,
+)
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import find_profile_of_cluster
+from phalanx.plan.profiles import MachineProfile, find_profile_of_cluster
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # The first steps take memory, open connections and choose kernels.
@@ -51,6 +54,10 @@ MAX_MESSAGE_SHARE = 3.0
 # Half of the logarithm's width of the 80 % interval: of a run like this one; for each factor of e
 # that the step is longer; and for the share of a step that the run had nothing of.
 BAND, BAND_PER_E, BAND_UNMEASURED = 0.08, 0.04, 0.7
+# Seconds that a kernel takes whatever its size; the others of computing grow with the tokens.
+FIXED_TERMS = ("launch",)
+# Two explanations of a run that differ by more than this factor are worth a line.
+LARGE_DISAGREEMENT = 1.25
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class RecordedSteps:
     low_s: float
     high_s: float
     groups_s: dict[str, float]
+    processor_s: float | None
+    """Processor seconds of a rank in a step; None where steps do not say."""
     memory_ratio: float | None
     """Measured over predicted bytes of the rank where it is largest; None of a run that needs less
     than SMALL_BYTES, most of which allocators round up and libraries take once."""
@@ -86,6 +95,9 @@ class PlanFromRun:
     memory_bytes: int
     waiting_s: float
     """Seconds of the run's step in which ranks waited for each other rather than for messages."""
+    explained_s: tuple[float, float]
+    """Seconds of the step, the fewer first, if all that computing took beyond its estimate is by
+    the kernel, and if all of it is by the token: one run cannot tell which."""
     is_profiled: bool
     """True where a profile of `phalanx bench` says how parts grow; else one core's figures."""
 
@@ -100,10 +112,12 @@ class PlanFromRun:
                 "high_s": self.run.high_s,
                 "groups_s": self.run.groups_s,
                 "unattributed_s": self.run.unattributed_s,
+                "processor_s": self.run.processor_s,
                 "memory_ratio": self.run.memory_ratio,
             },
             "scales": self.scales,
             "waiting_s": self.waiting_s,
+            "explained_s": list(self.explained_s),
             "has_profile": self.is_profiled,
             "step": self.step.to_json(),
             "memory_bytes": self.memory_bytes,
@@ -129,11 +143,26 @@ class PlanFromRun:
             f"time    {format_seconds(step.total_s)}/step ({format_seconds(step.low_s)} to"
             f" {format_seconds(step.high_s)}), {tokens / step.total_s:,.0f} tokens/s;"
             " extrapolated from this run",
+            *self._describe_disagreement(),
         ]
         memory = f"memory  {format_bytes(self.memory_bytes)} per rank"
         if run.memory_ratio is None:
             return [*lines, f"{memory} predicted; the run is too small to say more"]
         return [*lines, f"{memory}: predicted, times {run.memory_ratio:.2f} as the run measured it"]
+
+    def _describe_disagreement(self) -> list[str]:
+        """A line where the run's size leaves open how the step grows; none where it does not
+        matter."""
+        few_s, many_s = self.explained_s
+        if many_s < LARGE_DISAGREEMENT * few_s:
+            return []
+        return [
+            "        outside of what was measured: the run cannot say which part of its computing"
+            " is by the kernel",
+            f"        and which by the token: {format_seconds(few_s)} if all that is beyond the"
+            f" estimate is by the kernel, {format_seconds(many_s)} if by the token;",
+            "        a run at a batch or a model nearer to this one says",
+        ]
 
 
 def load_job_file_or_job_of_run(
@@ -164,22 +193,36 @@ def extrapolate_plan_from_run(run_dir: Path, plan: Plan) -> PlanFromRun:
             where=str(run_dir),
             fix="give a run of the same kind of device",
         )
-    profile = find_profile_of_cluster(detect_cluster(plan.device))
+    cluster = detect_cluster(plan.device)
+    profile = find_profile_of_cluster(cluster)
     if profile is None and plan.device != "cpu":
         raise UsageError(
             "no profile of this machine says how a step on its GPUs grows",
             fix="run phalanx bench all",
         )
-    growth = profile or load_one_core_profile()
+    growth = profile or load_one_core_profile(cluster.num_devices)
     before, after = (
         estimate_step_from_profile(run_plan, growth),
         estimate_step_from_profile(plan, growth),
     )
     scales, waiting_s = _compute_measured_over_estimated(measured, before)
+    crowding = _estimate_crowding(measured, scales, run_plan, growth)
+    growths = _bound_computing_growth(scales, crowding, before, after)
     step = _scale_step_time_terms(measured, scales, waiting_s, before, after)
+    explained_s = _bound_step_s(measured, step, before, after, growths)
+    step = _widen_interval(step, explained_s)
     memory_bytes = round(_find_peak_bytes_of_neediest_rank(plan) * (measured.memory_ratio or 1.0))
     return PlanFromRun(
-        run_dir, measured, before, scales, plan, step, memory_bytes, waiting_s, profile is not None
+        run_dir,
+        measured,
+        before,
+        scales,
+        plan,
+        step,
+        memory_bytes,
+        waiting_s,
+        explained_s,
+        profile is not None,
     )
 
 
@@ -215,6 +258,11 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
         for ranks in steps:
             seconds.append(statistics.mean(_sum_phase_seconds(event, phases) for event in ranks))
         groups_s[group] = statistics.median(seconds)
+    processor_s = [
+        statistics.mean(event.cpu_s or 0.0 for event in ranks)
+        for ranks in steps
+        if all(event.cpu_s for event in ranks)
+    ]
     known = [ratio for ratio in ratios if ratio > 0]
     return RecordedSteps(
         len(steps),
@@ -222,6 +270,7 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
         walls[tenth],
         walls[-1 - tenth],
         groups_s,
+        statistics.median(processor_s) if processor_s else None,
         max(known, default=None),
     )
 
@@ -232,7 +281,8 @@ def _sum_phase_seconds(event: StepFinished, phases: Sequence[str]) -> float:
 
 def _compute_memory_ratio(event: MemoryMeasured) -> float:
     """Measured over predicted bytes at the peak; 0 where these are few, or missing."""
-    predicted = sum(event.predicted_bytes.values())
+    # Both have the sum at the worst moment beside the categories that it is made of.
+    predicted = event.predicted_bytes.get("peak", 0)
     measured = event.measured_bytes.get("peak", 0)
     if min(predicted, measured) < SMALL_BYTES:
         return 0.0
@@ -263,6 +313,80 @@ def _compute_measured_over_estimated(
         waiting_s = (scales["messages"] - limit) * messages_s
         scales["messages"] = limit
     return scales, waiting_s
+
+
+def _estimate_crowding(
+    measured: RecordedSteps, scales: Mapping[str, float], plan: Plan, profile: MachineProfile
+) -> float:
+    """The factor, at least 1, by which computing took longer because other programs had the cores:
+    all of it alike. It is what computing took beyond its estimate, beside what its processor
+    seconds are beyond theirs; 1 where these are not known, and on GPUs."""
+    if measured.processor_s is None or plan.device != "cpu":
+        return 1.0
+    try:
+        estimate_s = estimate_processor_seconds(plan, profile)
+    except LayoutError:
+        return 1.0  # the profile has no processor seconds
+    wrong = measured.processor_s / estimate_s
+    return max(1.0, scales.get("computing", 1.0) / max(1.0, wrong))
+
+
+def _bound_computing_growth(
+    scales: Mapping[str, float], crowding: float, before: StepTime, after: StepTime
+) -> tuple[float, float]:
+    """Seconds of computing, the fewer first, if all that the run took beyond its estimate, but for
+    crowding, is by the kernel, and if all of it is by the token."""
+    fixed, growing = (
+        tuple(_sum_computing_terms(time, is_fixed=is_fixed) for time in (before, after))
+        for is_fixed in (True, False)
+    )
+    measured_s = scales.get("computing", 1.0) * (fixed[0] + growing[0]) / crowding
+    bounds = []
+    for kept, changed in ((growing, fixed), (fixed, growing)):
+        # A run that is faster than the estimate of one part alone has nothing of the other.
+        kept_s = min(kept[0], measured_s)
+        seconds = (measured_s - kept_s) * _divide_or_one(changed[1], changed[0])
+        seconds += kept_s * _divide_or_one(kept[1], kept[0])
+        bounds.append(crowding * seconds)
+    return min(bounds), max(bounds)
+
+
+def _divide_or_one(after_s: float, before_s: float) -> float:
+    if before_s <= 0:
+        return 1.0
+    return after_s / before_s
+
+
+def _sum_computing_terms(time: StepTime, *, is_fixed: bool) -> float:
+    return sum(
+        time.terms[term] for term in GROUPS["computing"] if (term in FIXED_TERMS) == is_fixed
+    )
+
+
+def _bound_step_s(
+    measured: RecordedSteps,
+    step: StepTime,
+    before: StepTime,
+    after: StepTime,
+    growths: tuple[float, float],
+) -> tuple[float, float]:
+    """Seconds of the step, the fewer first, with the fewest and with the most of computing, beside
+    which what no group has stays as it is, or grows as computing does."""
+    computing_s = _sum_terms_of_group(step.terms, "computing") - measured.unattributed_s
+    rest_s = step.total_s - computing_s
+    times = _sum_terms_of_group(after.terms, "computing") / _sum_terms_of_group(
+        before.terms, "computing"
+    )
+    more_s = (times - 1.0) * measured.unattributed_s
+    return rest_s + growths[0] + min(0.0, more_s), rest_s + growths[1] + max(0.0, more_s)
+
+
+def _widen_interval(step: StepTime, explained_s: tuple[float, float]) -> StepTime:
+    """`step` with an interval that holds both explanations of the run, each with the spread that
+    the step had."""
+    low = step.low_s * min(1.0, explained_s[0] / step.total_s)
+    high = step.high_s * max(1.0, explained_s[1] / step.total_s)
+    return StepTime(step.terms, low, high)
 
 
 def _scale_step_time_terms(
