@@ -33,7 +33,9 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def drill(folder: Path, *faults: str, out: str, campaign: str | None = None) -> DrillResult:
+def drill(
+    folder: Path, *faults: str, out: str, campaign: str | None = None, share: int = 1
+) -> DrillResult:
     keys = [*TINY, f"data.source={folder / 'text'}", "parallel.ranks=2"]
     # Steps of a few hundredths of a second: a preemption is heard of in time.
     keys += ["train.global_batch_size=32", f"train.steps={STEPS}"]
@@ -45,6 +47,7 @@ def drill(folder: Path, *faults: str, out: str, campaign: str | None = None) -> 
             campaign=folder / campaign if campaign else None,
             out=folder / out,
             command=PHALANX,
+            share=share,
         )
     )
 
@@ -71,8 +74,31 @@ def test_a_kill_and_a_preemption_pass_and_are_not_run_again(folder: Path) -> Non
     # Again: nothing runs, and the same is said.
     again = drill(folder, "kill", "preempt", out="second", campaign="campaign.jsonl")
     assert again.rows == result.rows
-    assert again.undisturbed is None
+    assert not again.finished
     assert not (folder / "second").exists()
+
+
+def test_faults_that_share_a_run_are_judged_one_by_one(folder: Path) -> None:
+    result = drill(folder, "kill", "crash", "preempt", "kill_two", out="shared", share=3)
+    assert result.is_passed, [check for row in result.rows for check in row.checks]
+    rows = {row.fault: row for row in result.rows}
+    assert {name: row.sharing for name, row in rows.items()} == {
+        "kill": 3,
+        "crash": 3,
+        "kill_two": 3,
+        # Its run ends: it has one of its own.
+        "preempt": 1,
+    }
+    # One run of three parts, each with its own fault, verdict and steps.
+    runs = {path.name for path in (folder / "shared" / "runs").iterdir()}
+    assert runs == {"undisturbed-3", "shared-kill-1-0", "undisturbed", "preempt-1-0"}
+    record = read_run_record(folder / "shared" / "runs" / "shared-kill-1-0" / "run")
+    assert list(record.losses) == list(range(1, 3 * STEPS + 1))
+    for number, name in enumerate(("kill", "crash", "kill_two")):
+        place = rows[name].place
+        assert number * STEPS < place.step <= (number + 1) * STEPS
+        assert (place.rank, place.step) in {(each.rank, each.step) for each in record.strikes}
+    assert not survivors(folder / "shared")
 
 
 @pytest.mark.long

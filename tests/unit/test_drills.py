@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,18 @@ from phalanx.drills.job import load_drilled_job, measure_job
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
 from phalanx.drills.page import write_drill_page
 from phalanx.drills.record import RunRecord
-from phalanx.drills.run_trial import FinishedTrial, UndisturbedRun, measure_trial
+from phalanx.drills.run_trial import (
+    FinishedTrial,
+    TrialRunner,
+    UndisturbedRun,
+    measure_trial,
+)
+from phalanx.drills.shared_run import (
+    group_trials,
+    list_keys_of_shared_run,
+    move_trials,
+    run_shared_trials,
+)
 from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, load_fault
 from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
 from phalanx.observe import events
@@ -55,6 +67,32 @@ def test_a_seed_draws_the_same_trials_whatever_else_is_drilled() -> None:
     assert alone == among
     assert alone[0].place != alone[1].place or alone[0].key != alone[1].key
     assert draw_trials(ALL, SHAPE, seed=4, repeats=1) != draw_trials(ALL, SHAPE, seed=3, repeats=1)
+
+
+def test_only_faults_that_meet_no_other_share_a_run() -> None:
+    names = ["kill", "preempt", "freeze", "flip_optimizer", "crash", "spin", "kill_two"]
+    trials = draw_trials(names, SHAPE, seed=0, repeats=1)
+    groups = [[trial.fault for trial in group] for group in group_trials(trials, 3)]
+    # One ends the run, and one needs a key of the job.
+    assert groups == [
+        ["kill", "freeze", "crash"],
+        ["preempt"],
+        ["flip_optimizer"],
+        ["spin", "kill_two"],
+    ]
+    assert [len(group) for group in group_trials(trials, 1)] == [1] * len(names)
+
+
+def test_trials_of_a_shared_run_strike_in_parts_of_it() -> None:
+    shape = replace(SHAPE, num_steps=38)
+    trials = draw_trials(["kill", "freeze", "kill_in_save"], shape, seed=0, repeats=1)
+    moved = move_trials(trials, shape)
+    for number, (trial, at) in enumerate(zip(trials, moved, strict=True)):
+        # Of 40 steps: parts begin after a save.
+        assert at.place.step == trial.place.step + 40 * number
+        assert at.key == trial.key
+        assert parse_fault(at.inject[0]).step == at.place.step
+    assert "train.steps=120" in list_keys_of_shared_run(shape, 3)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -261,6 +299,52 @@ def test_a_verdict_before_the_fault_is_a_false_one() -> None:
     assert (measured.verdict, measured.ranks, measured.detected_s) == ("killed", (1,), 0.25)
     assert measured.false_verdicts == ("exception",)
     assert measured.is_bit_equal is None
+
+
+@dataclass(frozen=True)
+class RecordedRunner(TrialRunner):
+    """Has run already, and left this record."""
+
+    record: RunRecord = field(kw_only=True)
+    code: int = field(kw_only=True)
+
+    def train(
+        self, name: str, overrides: Sequence[str], limit_s: float
+    ) -> tuple[RunRecord, CommandEnd]:
+        return self.record, CommandEnd(self.code, 9.0, False, 9.0, 9.0, 0)
+
+
+def test_each_trial_of_a_shared_run_is_judged_by_its_own_part(tmp_path: Path) -> None:
+    """Of three kills one is answered, one is not answered, after which the run ends, and the third
+    never strikes."""
+    shape = DrillShape(num_ranks=2, num_steps=40, save_every_steps=10)
+    trials = draw_trials(["kill"], shape, seed=0, repeats=3)
+    first, second, _ = (trial.place for trial in move_trials(trials, shape))
+    strikes = [
+        Strike("kill", place.rank, place.step, place.phase, float(place.step))
+        for place in (first, second)
+    ]
+    steps = [
+        finished(step, step + 0.5, rank=rank, attempt=int(step > first.step))
+        for step in range(1, second.step)
+        for rank in range(2)
+    ]
+    answer = said(failed(first.rank, "signal", "killed by SIGKILL"), first.step + 0.1)
+    record = RunRecord(tmp_path, (*steps, answer), tuple(strikes))
+    straight = RunRecord(tmp_path, tuple(finished(step, float(step)) for step in range(1, 121)), ())
+    runner = RecordedRunner(
+        load_drilled_job(None, (), num_steps=40), shape, tmp_path, record=record, code=10
+    )
+    done = run_shared_trials(runner, trials, UndisturbedRun(tmp_path, straight, 5.0))
+    assert [each.trial.key for each in done] == [trial.key for trial in trials[:2]]
+    assert [each.measured.verdict for each in done] == ["killed", NO_VERDICT]
+    assert done[0].measured.ranks == (first.rank,)
+    assert done[0].measured.detected_s == pytest.approx(0.1)
+    assert done[1].measured.trained_again_s is None
+    # The end of the run is that of all who struck in it.
+    assert [each.measured.exit_codes for each in done] == [(10,), (10,)]
+    assert set(done[1].losses) == set(range(41, second.step))
+    assert set(done[1].undisturbed_losses) == set(range(41, 81))
 
 
 # --- bars -----------------------------------------------------------------------------------------
@@ -475,7 +559,14 @@ def make_result() -> DrillResult:
     strike = Strike("kill", 1, 7, "backward", 4.0)
     runs = [
         FinishedTrial(
-            trial, measured, bars_of("kill"), losses, (strike,), (verdict,), restarts=(6,)
+            trial,
+            measured,
+            bars_of("kill"),
+            losses,
+            straight.losses,
+            (strike,),
+            (verdict,),
+            restarts=(6,),
         )
         for trial, measured, losses in zip(
             trials,
@@ -485,7 +576,7 @@ def make_result() -> DrillResult:
         )
     ]
     rows = [build_row(run, make_row(0).circumstances) for run in runs]
-    return DrillResult(rows, UndisturbedRun(Path("nowhere"), straight, 9.0), runs)
+    return DrillResult(rows, runs)
 
 
 def test_the_page_shows_rows_curves_and_lanes(tmp_path: Path) -> None:

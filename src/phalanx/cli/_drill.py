@@ -32,6 +32,7 @@ class DrillOptions:
     out: Path | None
     run_limit_s: float | None
     redoes_changed: bool = False
+    share: int = 1
 
 
 def print_faults(*, as_json: bool) -> int:
@@ -87,6 +88,7 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
             options.out,
             options.run_limit_s,
             redoes_changed=options.redoes_changed,
+            share=options.share,
         )
 
         def show(progress: DrillProgress) -> None:
@@ -147,6 +149,8 @@ def describe_row(row: TrialRow) -> list[str]:
         return [f"skipped {row.fault:<16} {row.skipped}"]
     measured = row.measured
     assert measured is not None
+    if row.sharing > 1:
+        position += f" of a run of {row.sharing}"
     parts = [position, *describe_answer(measured)]
     if measured.is_bit_equal is not None:
         parts.append("bits equal" if measured.is_bit_equal else "bits differ")

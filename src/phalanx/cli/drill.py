@@ -41,6 +41,15 @@ def command(
             "--again", help="Run trials again whose fault or recovery had other source code."
         ),
     ] = False,
+    share: Annotated[
+        int,
+        typer.Option(
+            "--share",
+            min=1,
+            metavar="N",
+            help="So many trials may have one run, where their faults fit beside each other.",
+        ),
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Keep the runs there, and write a page."),
@@ -71,7 +80,8 @@ def command(
 ) -> int:
     """Put faults into a job, and say what it makes of them: detected, named, recovered, by bars.
 
-    The job runs once undisturbed, and once for each fault (with --soak: once with all faults).
+    The job runs once undisturbed, and once for each fault (with --share N: for N of them; with
+    --soak: once with all faults).
     Exit code 11 if a bar is missed.
     """
     from phalanx.cli._drill import DrillOptions, print_drill, print_faults
@@ -86,9 +96,10 @@ def command(
             "--steps": steps != 40,
             "--campaign": campaign,
             "--again": again,
+            "--share": share != 1,
         }
         refused = tuple(name for name, is_given in of_trials.items() if is_given)
         soak_options = SoakOptions(soak, fault_every, seed, out, limit, refused)
         return print_soak(arguments or (), soak_options, as_json=as_json)
-    options = DrillOptions(seed, repeat, steps, campaign, out, limit, again)
+    options = DrillOptions(seed, repeat, steps, campaign, out, limit, again, share)
     return print_drill(arguments or (), options, as_json=as_json)

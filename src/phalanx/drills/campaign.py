@@ -54,7 +54,11 @@ class Circumstances(JsonRecord):
 @dataclass(frozen=True)
 class TrialRow(JsonRecord):
     """One line of a campaign. A trial that cannot run here has `skipped`, the reason, and nothing
-    measured."""
+    measured.
+
+    `sharing`: the trials that its run had, itself among them. Exit code, final bits, goodput and
+    what was left behind are of the run.
+    """
 
     fault: str
     seed: int
@@ -65,6 +69,7 @@ class TrialRow(JsonRecord):
     bars: Bars | None = None
     measured: Measured | None = None
     skipped: str = ""
+    sharing: int = 1
 
     @property
     def checks(self) -> list[Check]:
@@ -88,8 +93,10 @@ class TrialRow(JsonRecord):
         return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
-def build_row(finished: FinishedTrial, circumstances: Circumstances) -> TrialRow:
-    """The line of a trial that has run."""
+def build_row(
+    finished: FinishedTrial, circumstances: Circumstances, *, sharing: int = 1
+) -> TrialRow:
+    """The line of a trial that has run, in a run that had `sharing` of them."""
     trial = finished.trial
     return TrialRow(
         trial.fault,
@@ -100,6 +107,7 @@ def build_row(finished: FinishedTrial, circumstances: Circumstances) -> TrialRow
         circumstances,
         finished.bars,
         finished.measured,
+        sharing=sharing,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,11 @@ from phalanx.drills.command import PHALANX_COMMAND
 from phalanx.drills.fault_code import digest_fault_code
 from phalanx.drills.job import DrilledJob, measure_job
 from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
+from phalanx.drills.shared_run import (
+    group_trials,
+    list_keys_of_shared_run,
+    run_shared_trials,
+)
 from phalanx.drills.trials import Trial, draw_trials, load_fault
 from phalanx.job.schema import Job
 from phalanx.resilience.expectation import NO_VERDICT
@@ -37,7 +42,7 @@ class DrillRequest:
 
     `campaign`: the file that keeps trials, and has those of earlier calls; with `redoes_changed`
     those of other code than today's run again. `out`: where the runs stay (None: they are
-    removed).
+    removed). `share`: so many trials may have one run, where their faults fit beside each other.
     """
 
     job: DrilledJob
@@ -49,11 +54,12 @@ class DrillRequest:
     run_limit_s: float | None = None
     command: Sequence[str] = PHALANX_COMMAND
     redoes_changed: bool = False
+    share: int = 1
 
 
 @dataclass(frozen=True)
 class DrillProgress:
-    """`running` is what runs now ("undisturbed", or a fault). `left_s`: seconds until the end as
+    """`running` is what runs now ("undisturbed", or the faults). `left_s`: seconds until the end as
     far as the runs so far tell; None before the first."""
 
     num_done: int
@@ -64,13 +70,10 @@ class DrillProgress:
 
 @dataclass
 class DrillResult:
-    """The rows of all trials that were asked for, those of earlier calls included.
-
-    `undisturbed` and `finished` are of this call: None and empty where nothing ran.
-    """
+    """The rows of all trials that were asked for, those of earlier calls included. `finished`:
+    those of this call."""
 
     rows: list[TrialRow]
-    undisturbed: UndisturbedRun | None = None
     finished: list[FinishedTrial] = field(default_factory=list)
 
     @property
@@ -145,20 +148,53 @@ def run_drill(
         return result
     with opening_runs_folder(request.out) as folder:
         runner = TrialRunner(request.job, shape, folder, request.command, request.run_limit_s)
-        clock = _RunClock(len(waiting) + 1, on_progress)
-        clock.begin("undisturbed")
-        undisturbed = runner.run_undisturbed()
-        result.undisturbed = undisturbed
-        for trial in waiting:
-            clock.begin(trial.fault)
-            finished = runner.run_trial(trial, undisturbed)
-            row = build_row(finished, _add_code(circumstances, trial))
+
+        def keep(finished: FinishedTrial, sharing: int) -> None:
+            trial = finished.trial
+            row = build_row(finished, _add_code(circumstances, trial), sharing=sharing)
             if request.campaign is not None:
                 append_row(request.campaign, row)
             result.rows.append(row)
             result.finished.append(finished)
             on_row(row)
+
+        _run_trials(runner, group_trials(waiting, request.share), keep, on_progress)
     return result
+
+
+def _run_trials(
+    runner: TrialRunner,
+    groups: Sequence[tuple[Trial, ...]],
+    keep: Callable[[FinishedTrial, int], None],
+    on_progress: Callable[[DrillProgress], None],
+) -> None:
+    """Run each group of trials in one run, beside an undisturbed one of as many steps."""
+    clock = _RunClock(len(groups) + len({len(group) for group in groups}), on_progress)
+    undisturbed: dict[int, UndisturbedRun] = {}
+    left = deque(groups)
+    while left:
+        group = left.popleft()
+        sharing = len(group)
+        if sharing not in undisturbed:
+            clock.begin("undisturbed")
+            if sharing == 1:
+                undisturbed[sharing] = runner.run_undisturbed()
+            else:
+                undisturbed[sharing] = runner.run_undisturbed(
+                    f"undisturbed-{sharing}", list_keys_of_shared_run(runner.shape, sharing)
+                )
+        clock.begin(" ".join(trial.fault for trial in group))
+        if sharing == 1:
+            keep(runner.run_trial(group[0], undisturbed[1]), 1)
+            continue
+        finished = run_shared_trials(runner, group, undisturbed[sharing])
+        for each in finished:
+            keep(each, sharing)
+        done = {each.trial.key for each in finished}
+        alone = [(trial,) for trial in group if trial.key not in done]
+        # The run ended before they came to strike.
+        left.extend(alone)
+        clock.num_runs += len(alone)
 
 
 def read_job_facts(job: Job) -> Any:

@@ -12,7 +12,7 @@ from phalanx.core.files import build_path_resource_error, write_bytes_atomically
 from phalanx.core.units import format_seconds, plural
 from phalanx.drills.campaign import TrialRow
 from phalanx.drills.drive import DrillResult
-from phalanx.drills.run_trial import FinishedTrial, UndisturbedRun
+from phalanx.drills.run_trial import FinishedTrial
 from phalanx.report.charts import ChartSeries, LineChart, draw_line_chart
 from phalanx.report.lanes import Lane, LaneMark, draw_lanes
 from phalanx.report.markup import Html, build_table, build_tag
@@ -117,6 +117,8 @@ def _render_trials(result: DrillResult) -> Html:
 
 def _list_cells_of_trial(row: TrialRow) -> list[str]:
     position = f"rank {row.place.rank}, step {row.place.step}, {row.place.phase}"
+    if row.sharing > 1:
+        position += f" of a run of {row.sharing} trials"
     measured = row.measured
     if measured is None:
         return ["–", row.fault, position, f"skipped: {row.skipped}", "", "", "", "", "", ""]
@@ -161,23 +163,23 @@ def _render_confusion(result: DrillResult) -> Html | None:
 
 
 def _render_runs(result: DrillResult) -> Html | None:
-    if result.undisturbed is None or not result.finished:
+    if not result.finished:
         return None
     drawn = result.finished[:MAX_DRAWN_TRIALS]
     note = ""
     if len(drawn) < len(result.finished):
-        note = f"The first {len(drawn)} of {len(result.finished)} runs."
+        note = f"The first {len(drawn)} of {len(result.finished)} trials."
     return build_tag(
         "section",
         build_tag("h2", "Runs"),
-        [_render_run(each, result.undisturbed) for each in drawn],
+        [_render_run(each) for each in drawn],
         build_tag("p", note, class_="note") if note else None,
         id="runs",
     )
 
 
-def _render_run(finished: FinishedTrial, undisturbed: UndisturbedRun) -> Html:
-    straight, curve = undisturbed.record.losses, finished.losses
+def _render_run(finished: FinishedTrial) -> Html:
+    straight, curve = finished.undisturbed_losses, finished.losses
     steps = sorted(straight)
     trial_place = finished.trial.place
     title = (

@@ -47,6 +47,11 @@ class RunRecord:
         )
 
     @property
+    def last_step(self) -> int:
+        """The newest step that a rank has done; 0 if none."""
+        return max(map(_step, self.finished_steps), default=0)
+
+    @property
     def losses(self) -> dict[int, float]:
         """Loss by step, of the newest time that a step was done."""
         return {_step(each): _finished(each).loss for each in self.finished_steps}

@@ -46,12 +46,14 @@ class UndisturbedRun:
 @dataclass(frozen=True)
 class FinishedTrial:
     """A trial that has run: what was measured, its bars, and for the page the curve and what
-    happened. `restarts`: the steps that later attempts went on from."""
+    happened. `undisturbed_losses`: of the same steps. `restarts`: the steps that later attempts
+    went on from."""
 
     trial: Trial
     measured: Measured
     bars: Bars
     losses: dict[int, float] = field(default_factory=dict)
+    undisturbed_losses: dict[int, float] = field(default_factory=dict)
     strikes: tuple[Strike, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     restarts: tuple[int, ...] = ()
@@ -67,17 +69,29 @@ class TrialRunner:
     command: Sequence[str] = PHALANX_COMMAND
     run_limit_s: float | None = None
 
-    def run_undisturbed(self) -> UndisturbedRun:
-        """Train the job as it is. Raises UsageError where that fails: no drill can be had."""
-        run_dir = self._make_run_directory("undisturbed")
-        end = self._run(self._build_train_arguments(run_dir, ()), run_dir, 3600.0)
-        record = read_run_record(run_dir)
+    def run_undisturbed(
+        self, name: str = "undisturbed", overrides: Sequence[str] = ()
+    ) -> UndisturbedRun:
+        """Train the job without a fault. Raises UsageError where that fails: there is no drill."""
+        record, end = self.train(name, overrides, 3600.0)
         if end.code != 0:
             raise UsageError(
                 f"the job does not run undisturbed: it ended with exit code {end.code}",
-                why=read_last_line(self._log_path(run_dir)),
+                why=read_last_line(self._log_path(record.run_dir)),
             )
-        return UndisturbedRun(run_dir, record, end.wall_s)
+        return UndisturbedRun(record.run_dir, record, end.wall_s)
+
+    def train(
+        self, name: str, overrides: Sequence[str], limit_s: float
+    ) -> tuple[RunRecord, CommandEnd]:
+        """Train the job in a folder of this name, to its end or that of `limit_s` seconds."""
+        run_dir = self._make_run_directory(name)
+        end = self._run(self._build_train_arguments(run_dir, overrides), run_dir, limit_s)
+        return read_run_record(run_dir), end
+
+    def find_limit_s(self, undisturbed: UndisturbedRun) -> float:
+        """Seconds after which a run with one fault is given up."""
+        return self.run_limit_s or max(_MIN_LIMIT_S, _LIMIT_FACTOR * undisturbed.wall_s)
 
     def run_trial(self, trial: Trial, undisturbed: UndisturbedRun) -> FinishedTrial:
         """Run the job with the faults of `trial`, and again with --resume where that is due."""
@@ -86,7 +100,7 @@ class TrialRunner:
         overrides = (format_inject(trial.inject), *expectation.overrides)
         with opening_stage(expectation.stage, self.folder / name) as prefix:
             run_dir = self._make_run_directory(name)
-            limit_s = self.run_limit_s or max(_MIN_LIMIT_S, _LIMIT_FACTOR * undisturbed.wall_s)
+            limit_s = self.find_limit_s(undisturbed)
             arguments = self._build_train_arguments(run_dir, overrides)
             ends = [self._run(arguments, run_dir, limit_s, prefix)]
             if expectation.ending is Ending.RESUMES and ends[0].code != 0:
@@ -149,6 +163,7 @@ class TrialRunner:
             measure_trial(record, verdicts, ends, undisturbed, expectation),
             bars,
             record.losses,
+            undisturbed.record.losses,
             record.strikes,
             tuple(verdicts),
             record.restarts,
