@@ -71,10 +71,10 @@ def encode(*rows: Any) -> bytes:
     ("change", "reason"),
     [
         ({"layers": None}, "no layers"),
-        ({"hidden": "wide"}, "no hidden"),
+        ({"hidden": "wide"}, "absurd hidden"),
         ({"layers": -3}, "absurd layers"),
         ({"seq_len": 10**8}, "absurd seq_len"),
-        ({"hidden": float("nan")}, "no hidden"),
+        ({"hidden": float("nan")}, "absurd hidden"),
         ({"gpu": "TPU v5p"}, "unknown GPU"),
         ({"gpu": None}, "unknown GPU"),
         ({"measured": {}}, "no step time or tokens/s"),
@@ -86,6 +86,34 @@ def encode(*rows: Any) -> bytes:
         ({"tp": None, "pp": None, "dp": None}, "no layout"),
         ({"global_batch": None}, "no global_batch"),
         ({"moe": {"experts": 8}}, "experts without a number that a token visits"),
+        ({"precision": "int3"}, "unknown precision"),
+        ({"attention_kernel": "zzz"}, "unknown attention_kernel"),
+        ({"activation_checkpointing": "banana"}, "unknown activation_checkpointing"),
+        ({"pp_schedule": "zigzag"}, "unknown pp_schedule"),
+        ({"compile": "perhaps"}, "unknown compile"),
+        ({"mlp": "cubic"}, "unknown mlp"),
+        ({"zero_stage": None, "dp_mode": "gossip"}, "unknown dp_mode"),
+        ({"sequence_parallel": "maybe"}, "absurd sequence_parallel"),
+        ({"vocab": "x"}, "absurd vocab"),
+        ({"kv_heads": 5}, "kv_heads do not divide heads"),
+        ({"kv_heads": 64}, "kv_heads do not divide heads"),
+        ({"heads": 7, "hidden": 2304, "kv_heads": 7}, "heads do not divide hidden"),
+        ({"vpp": 17}, "vpp without a pipeline"),
+        ({"pp": 2, "dp": 4, "vpp": 17}, "stages do not divide the layers"),
+        ({"pp": 2, "dp": 4, "vpp": 7}, "stages do not divide the layers"),
+        ({"zero_stage": 9}, "absurd zero_stage"),
+        ({"micro_batch": 7}, "degrees and batch do not divide"),
+        ({"micro_batch": 7, "global_batch": 112 * 8 + 8}, "degrees and batch do not divide"),
+        ({"global_batch": 513}, "degrees and batch do not divide"),
+        ({"grad_accum": 3}, "degrees and batch do not divide"),
+        ({"dp": 7}, "dp is not the GPUs by tp, pp and cp"),
+        ({"pp": True}, "absurd pp"),
+        ({"cp": 0}, "absurd cp"),
+        ({"moe": "yes"}, "absurd moe"),
+        ({"moe": {"experts": 8, "top_k": 9}}, "more experts for a token than there are"),
+        ({"moe": {"top_k": 2}}, "experts of unknown number"),
+        ({"gpus_per_node": "eight"}, "absurd gpus_per_node"),
+        ({"measured": {"step_time_s": "2.5 s"}}, "absurd step_time_s"),
     ],
 )
 def test_unusable_rows_are_counted_by_reason(change: dict[str, Any], reason: str) -> None:
@@ -108,6 +136,22 @@ def test_lines_that_are_no_rows_are_counted() -> None:
 def test_no_value_of_any_key_ends_it(key: str, value: Any) -> None:
     rows = parse_row_lines(encode({**ROW, key: value}))
     assert rows.num_rows == 1
+
+
+@pytest.mark.parametrize("words", ["recipe-specific (not in table)", "unstated", "", None])
+@pytest.mark.parametrize(
+    "key", ["precision", "attention_kernel", "activation_checkpointing", "pp_schedule", "dp_mode"]
+)
+def test_a_row_may_say_that_it_does_not_say(key: str, words: str | None) -> None:
+    rows = parse_row_lines(encode({**ROW, "zero_stage": None, key: words}))
+    assert dict(rows.unusable) == {}
+
+
+def test_embedding_and_head_may_count_as_blocks_of_stages() -> None:
+    """61 layers in 16 stages, as DeepSeek-V3 is cut: 64 with embedding, head and one that predicts
+    further ahead."""
+    row = {**ROW, "layers": 61, "pp": 2, "vpp": 8, "dp": 4, "measured": {"step_time_s": 5}}
+    assert len(parse_row_lines(encode(row)).runs) == 1
 
 
 def test_optional_keys_may_be_missing() -> None:
@@ -249,6 +293,21 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert body["unusable"] == {"not JSON": 1, "unknown GPU": 1}
     assert command(validate=path) == 0
     assert "not used: 1 rows: unknown GPU" in capsys.readouterr().out
+
+
+def test_the_command_says_how_many_anchors_there_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = []
+    for n in range(1, 13):
+        rows.append({**ROW, "global_batch": 8 * n, "measured": {"step_time_s": 1.0 * n}})
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(encode(*rows))
+    assert command(validate=path, anchors=3) == 0
+    assert "\n3 anchor rows per source (3 in all, not scored) set" in capsys.readouterr().out
+    assert command(validate=path, anchors=100) == 0
+    said = capsys.readouterr().out
+    assert "\nup to 100 anchor rows per source (6 in all, not scored; 1 source has fewer" in said
 
 
 def test_the_command_refuses_what_it_cannot_score(tmp_path: Path) -> None:

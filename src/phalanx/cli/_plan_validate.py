@@ -48,10 +48,7 @@ def format_validation_report(report: ScoreReport) -> str:
         " fits)"
     ]
     if report.anchors:
-        lines.append(
-            f"{report.anchors} anchor rows per source ({report.num_anchor_rows} in all, not"
-            " scored) set one scale within 0.6 to 1.6"
-        )
+        lines.append(_describe_anchors(report))
     lines += ["", f"{TABLE_HEADER}  (const: median of one utilisation per GPU and type)"]
     lines.append(_format_error_row(report.overall, report.baseline, "all rows"))
     lines.append(f"{'':6}{report.median_of_sources:9.1%}{'':40}  median over sources")
@@ -63,6 +60,21 @@ def format_validation_report(report: ScoreReport) -> str:
         lines.append(_format_error_row(stats, None, name))
     lines += ["", *_format_memory_and_regret(report)]
     return "\n".join(lines)
+
+
+def _describe_anchors(report: ScoreReport) -> str:
+    """How many rows of each source set its scale, in words."""
+    per_source = f"{report.anchors} anchor rows per source"
+    total = f"{report.num_anchor_rows} in all, not scored"
+    if report.num_capped_sources:
+        per_source = f"up to {per_source}"
+        sources = (
+            "1 source has"
+            if report.num_capped_sources == 1
+            else (f"{report.num_capped_sources} sources have")
+        )
+        total += f"; {sources} fewer: half of the rows is the most"
+    return f"{per_source} ({total}) set one scale within 0.6 to 1.6"
 
 
 def _format_error_row(stats: ErrorStats, baseline: ErrorStats | None, name: str) -> str:

@@ -11,7 +11,7 @@ from phalanx.plan.accelerators import Accelerator, list_accelerators
 from phalanx.plan.timing.machine import MachineRates, build_rates_of_accelerator
 from phalanx.plan.validation.row_values import (
     UnusableRow,
-    get_finite_number,
+    get_optional_number,
     get_optional_positive_int,
     get_text,
 )
@@ -23,7 +23,7 @@ INFINIBAND_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     """The rates of a row's GPUs and links. Raises UnusableRow for a GPU that no table knows."""
     text = get_text(row, "gpu")
-    accelerator = find_row_accelerator(text, get_finite_number(row, "gpu_mem_gb"))
+    accelerator = find_row_accelerator(text, get_optional_number(row, "gpu_mem_gb"))
     bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*TB/s", text)
     if bandwidth:
         accelerator = replace(accelerator, memory_gb_s=1000 * float(bandwidth[1]))

@@ -9,7 +9,9 @@ from typing import Any
 
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.validation.row_values import (
+    UNSTATED_PATTERN,
     UnusableRow,
+    get_optional_count,
     get_optional_positive_int,
     get_positive_int,
     get_text,
@@ -34,14 +36,11 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     # Frameworks fill the vocabulary up, so that ranks of tp have equal and aligned parts.
     multiple = 128 * (get_optional_positive_int(row, "tp") or 1)
     vocab = -(-(get_optional_positive_int(row, "vocab") or DEFAULT_VOCAB) // multiple) * multiple
-    moe = row.get("moe")
-    if not isinstance(moe, Mapping):
-        moe = {}
-    heads = get_optional_positive_int(row, "heads") or max(1, dim // 128)
-    kv_heads = get_optional_positive_int(row, "kv_heads") or heads
+    moe = _get_expert_table(row)
     head_dim = get_optional_positive_int(moe, "head_dim") or get_optional_positive_int(
         row, "head_dim"
     )
+    heads, kv_heads = _parse_heads(row, dim, head_dim)
     ffn = (
         get_optional_positive_int(row, "ffn")
         or get_optional_positive_int(moe, "moe_ffn")
@@ -51,7 +50,7 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
         "num_layers": num_layers,
         "dim": dim,
         "num_heads": heads,
-        "num_kv_heads": min(kv_heads, heads),
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim or max(1, dim // heads),
         "ffn_dim": ffn,
         "vocab_size": vocab,
@@ -62,10 +61,34 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     keys["positions"] = "rope" if is_gated else "learned"
     keys["bias"] = "none" if is_gated else "all"
     keys["tie_embeddings"] = not is_gated
-    keys |= _parse_experts(row, moe)
+    keys |= _parse_experts(row, moe, num_layers)
     keys |= _parse_latent_attention(row, moe, dim)
     keys |= _parse_sliding_window(row)
     return DecoderShape(**keys)
+
+
+def _get_expert_table(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a row says of its experts, {} for a dense model. Raises UnusableRow for what is no
+    table."""
+    moe = row.get("moe")
+    if moe is None or moe is False:
+        return {}
+    if not isinstance(moe, Mapping):
+        raise UnusableRow("absurd moe")
+    return moe
+
+
+def _parse_heads(row: Mapping[str, Any], dim: int, head_dim: int | None) -> tuple[int, int]:
+    """Heads of queries, and of keys and values. Raises UnusableRow for numbers that no model can
+    have."""
+    heads = get_optional_positive_int(row, "heads")
+    if heads and not head_dim and dim % heads:
+        raise UnusableRow("heads do not divide hidden")
+    heads = heads or max(1, dim // 128)
+    kv_heads = get_optional_positive_int(row, "kv_heads") or heads
+    if heads % kv_heads:
+        raise UnusableRow("kv_heads do not divide heads")
+    return heads, kv_heads
 
 
 def count_mtp_layers(row: Mapping[str, Any]) -> int:
@@ -83,35 +106,44 @@ def _is_mlp_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
         return True
     if "gelu" in mlp or "relu" in mlp:
         return False
+    if mlp and not UNSTATED_PATTERN.search(mlp):
+        raise UnusableRow("unknown mlp")
     if re.search(r"llama|qwen|mistral|mixtral|deepseek|gemma|internlm|moonlight", name):
         return True
     return ffn != 4 * dim
 
 
-def _parse_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
-    num_experts = get_optional_positive_int(moe, "experts") or get_optional_positive_int(
-        moe, "num_experts"
-    )
-    top_k = get_optional_positive_int(moe, "top_k")
-    shared = get_optional_positive_int(moe, "shared_experts") or 0
+def _parse_experts(
+    row: Mapping[str, Any], moe: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    num_experts = get_optional_count(moe, "experts") or get_optional_count(moe, "num_experts")
+    top_k = get_optional_count(moe, "top_k")
+    shared = get_optional_count(moe, "shared_experts") or 0
+    num_dense_layers = get_optional_count(moe, "first_dense_layers") or 0
     if not num_experts:
         # Some rows have it in words: "moe160top6+2shared,mla".
         match = re.search(r"moe(\d+)top(\d+)(?:\+(\d+)shared)?", get_text(row, "mlp").lower())
         if not match:
+            if top_k:
+                raise UnusableRow("experts of unknown number")
             return {}
         num_experts, top_k = int(match[1]), int(match[2])
         shared = int(match[3] or 0)
     if not top_k:
         raise UnusableRow("experts without a number that a token visits")
+    if top_k > num_experts:
+        raise UnusableRow("more experts for a token than there are")
+    if num_dense_layers > num_layers:
+        raise UnusableRow("more dense layers than layers")
     width = get_optional_positive_int(moe, "moe_ffn") or get_optional_positive_int(row, "ffn")
     if width is None:
         width = _find_expert_width(get_text(row, "model"))
     return {
         "num_experts": num_experts,
-        "experts_per_token": min(top_k, num_experts),
+        "experts_per_token": top_k,
         "expert_ffn_dim": width,
         "num_shared_experts": shared,
-        "num_dense_layers": get_optional_positive_int(moe, "first_dense_layers") or 0,
+        "num_dense_layers": num_dense_layers,
         "router_scores": "softmax",
     }
 
@@ -140,5 +172,5 @@ def _parse_latent_attention(
 def _parse_sliding_window(row: Mapping[str, Any]) -> dict[str, Any]:
     if re.search(r"gpt[-_ ]?oss", get_text(row, "model").lower()):
         return {"sliding_window": 128, "global_every": 2}
-    window = get_optional_positive_int(row, "sliding_window")
+    window = get_optional_count(row, "sliding_window")
     return {"sliding_window": window} if window else {}

@@ -18,14 +18,18 @@ from phalanx.plan.validation.row_stack import (
     parse_row_schedule,
 )
 from phalanx.plan.validation.row_values import (
+    UNSTATED_PATTERN,
     UnusableRow,
-    get_finite_number,
+    get_optional_count,
     get_optional_positive_int,
     get_text,
 )
 
 TRIED_MICRO_BATCH_SIZES = (1, 2, 4, 8)  # those tried where a row does not say
 MAX_TRIED_STAGES_PER_RANK = 12  # those tried where a row does not say
+# Embedding, head and a block that predicts further ahead may count as blocks when stages are cut.
+MAX_EXTRA_BLOCKS = 3
+MICROBATCH_KEYS = ("n_microbatches", "micro_batch_count", "grad_accum")
 
 
 def list_possible_setups(
@@ -76,23 +80,29 @@ def _parse_model_parallel_degrees(row: Mapping[str, Any], num_gpus: int) -> tupl
     tp, pp, cp = tp or 1, pp or 1, get_optional_positive_int(row, "cp") or 1
     if num_gpus % (tp * pp * cp):
         raise UnusableRow("degrees do not divide the GPUs")
+    if (get_optional_positive_int(row, "dp") or 0) not in (0, num_gpus // (tp * pp * cp)):
+        raise UnusableRow("dp is not the GPUs by tp, pp and cp")
     return tp, pp, cp
 
 
 def _list_possible_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     """The ZeRO stages that a row leaves possible; several where it does not say."""
-    stage = get_finite_number(row, "zero_stage")
+    stage = get_optional_count(row, "zero_stage")
     words = get_text(row, "dp_mode").lower()
-    if stage is not None and stage in (0, 1, 2, 3):
-        return (int(stage),)
+    if stage is not None:
+        if stage > 3:
+            raise UnusableRow("absurd zero_stage")
+        return (stage,)
     if re.search(r"fsdp|zero-?3|full", words):
         return (3,)
     if re.search(r"zero-?2|grad_op", words):
         return (2,)
     if re.search(r"zero-?1|distributed optimizer|dist", words):
         return (1,)
-    if words:
+    if re.search(r"ddp|\bdp\b|data.?parallel|all-?reduce|zero-?0|none", words):
         return (0,)
+    if words and not UNSTATED_PATTERN.search(words):
+        raise UnusableRow("unknown dp_mode")
     return (0, 1, 3)
 
 
@@ -108,8 +118,11 @@ def _parse_cp_attention(row: Mapping[str, Any]) -> Any:
 def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> list[int]:
     v = get_optional_positive_int(row, "vpp")
     if pp == 1:
+        if v is not None and v > 1:
+            raise UnusableRow("vpp without a pipeline")
         return [1]
     if v is not None:
+        _require_cut_into_stages(num_layers, pp * v)
         return [v]
     if (
         "interleaved" in get_text(row, "pp_schedule").lower()
@@ -122,6 +135,13 @@ def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> l
     blocks = num_layers // pp
     most = max(v for v in range(1, MAX_TRIED_STAGES_PER_RANK + 1) if blocks % v == 0)
     return sorted({1, most})
+
+
+def _require_cut_into_stages(num_layers: int, num_stages: int) -> None:
+    """Raise UnusableRow if no framework cuts so many layers into equal stages."""
+    possible = range(num_layers, num_layers + MAX_EXTRA_BLOCKS + 1)
+    if num_stages > num_layers or all(count % num_stages for count in possible):
+        raise UnusableRow("stages do not divide the layers")
 
 
 def _list_micro_batch_sizes(row: Mapping[str, Any]) -> tuple[int, ...]:
@@ -153,18 +173,17 @@ def _list_shard_sizes(row: Mapping[str, Any], dp: int) -> list[int]:
 
 
 def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> int | None:
-    """Microbatches of one rank and step; None where the batch does not divide."""
+    """Microbatches of one rank and step; None where the batch does not divide, or is another than
+    the row's number of microbatches has."""
     batch = get_optional_positive_int(row, "global_batch")
+    stated = next(
+        filter(None, (get_optional_positive_int(row, key) for key in MICROBATCH_KEYS)), None
+    )
     if batch is None:
-        for key in ("n_microbatches", "micro_batch_count", "grad_accum"):
-            count = get_optional_positive_int(row, key)
-            if count:
-                return count
-        raise UnusableRow("no global_batch")
-    per_rank = batch / dp / micro_batch
-    if per_rank == int(per_rank) and per_rank >= 1:
-        return int(per_rank)
-    # A batch that was rounded, or ranks that have one more than others.
-    if get_optional_positive_int(row, "micro_batch") and per_rank > 1:
-        return -(-batch // (dp * micro_batch))
-    return None
+        if stated is None:
+            raise UnusableRow("no global_batch")
+        return stated
+    count, rest = divmod(batch, dp * micro_batch)
+    if rest or (stated is not None and stated != count):
+        return None
+    return count

@@ -18,14 +18,20 @@ from phalanx.plan.timing.setup import (
     Recompute,
     SoftwareStack,
 )
-from phalanx.plan.validation.row_values import get_text
+from phalanx.plan.validation.row_values import (
+    UNSTATED_PATTERN,
+    UnusableRow,
+    get_optional_bool,
+    get_text,
+)
 
 GRAPHED_EXPERTS = (26, 6)  # the first container whose whole step is one graph, experts as well
 SHARDED_PATTERN = re.compile(r"fsdp|zero-?3|fully")
 
 
 def parse_row_precision(row: Mapping[str, Any]) -> Precision:
-    """The type that products of blocks are computed in; bf16 where the row does not say."""
+    """The type that products of blocks are computed in; bf16 where the row does not say. Raises
+    UnusableRow for a type that the planner has no rates of."""
     text = get_text(row, "precision").lower()
     if re.search(r"fp4", text):
         return "fp4"
@@ -39,12 +45,13 @@ def parse_row_precision(row: Mapping[str, Any]) -> Precision:
         return "fp16"
     if re.search(r"fp32|float32|tf32", text):
         return "fp32"
+    _require_unstated(text, "precision")
     return "bf16"
 
 
 def parse_row_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...]:
     """The modes of recomputation, and parts of the blocks, that a row's words leave possible; more
-    than one where they do not say."""
+    than one where they do not say. Raises UnusableRow for words of nothing that is known."""
     text = get_text(row, "activation_checkpointing").lower()
     unknown: tuple[tuple[Recompute, float], ...] = (
         ("none", 1.0),
@@ -53,7 +60,7 @@ def parse_row_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float]
         ("full", 0.5),
         ("full", 1.0),
     )
-    if re.search(r"not in table|recipe|unstated|unknown|as needed", text) or not text:
+    if not text or UNSTATED_PATTERN.search(text):
         return unknown
     interval_match = re.search(r"every (\d+)(?:nd|rd|th)", text)
     if interval_match:
@@ -70,11 +77,12 @@ def parse_row_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float]
         return (("attention", 1.0),)
     if re.search(r"full|every|true|yes|uniform|block", text):
         return (("full", 1.0),)
-    return unknown
+    raise UnusableRow("unknown activation_checkpointing")
 
 
 def parse_row_schedule(row: Mapping[str, Any]) -> str:
-    """The pipeline schedule in a row's words; 1f1b where it does not say."""
+    """The pipeline schedule in a row's words; 1f1b where it does not say. Raises UnusableRow for a
+    schedule that the planner cannot time."""
     text = get_text(row, "pp_schedule").lower()
     if re.search(r"zb[-_]?2p|zb[-_]?h2", text):
         return "zb-h2"
@@ -86,6 +94,8 @@ def parse_row_schedule(row: Mapping[str, Any]) -> str:
         return "dualpipe-v"
     if "gpipe" in text:
         return "gpipe"
+    if not re.search(r"1f1b|interleaved|^none$", text):
+        _require_unstated(text, "pp_schedule")
     return "1f1b"
 
 
@@ -102,7 +112,7 @@ class RowFramework:
 
 
 def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
-    """The software of a row."""
+    """The software of a row. Raises UnusableRow for kernels that the planner does not know."""
     framework = _parse_framework(row)
     dp_mode = get_text(row, "dp_mode").lower()
     attention = _parse_attention_kernel(row)
@@ -179,6 +189,12 @@ def _parse_attention_kernel(row: Mapping[str, Any]) -> AttentionKernel:
         return "unfused"
     if re.search(r"cudnn|\bte\b|te/|fa3|flashattention-?3|transformer engine", text):
         return "cudnn"
+    # The last ones say how cp attends, and not by which kernel.
+    if not re.search(
+        r"flash|sdpa|triton|xformers|efficient|flex|xla|ring|ulysses|a2a|all-?to-?all|all-?gather",
+        text,
+    ):
+        _require_unstated(text, "attention_kernel")
     return "flash"
 
 
@@ -186,6 +202,8 @@ def _parse_kernel_kind(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) 
     compiled = get_text(row, "compile").lower()
     if is_xla or compiled in ("true", "yes", "torch.compile", "inductor"):
         return "compiled"
+    if compiled not in ("false", "no", "none"):
+        _require_unstated(compiled, "compile")
     if is_megatron or re.search(r"fused|deepspeed|internevo", get_text(row, "framework").lower()):
         return "fused"
     return "eager"
@@ -224,6 +242,12 @@ def parse_row_release(row: Mapping[str, Any]) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def _require_unstated(text: str, key: str) -> None:
+    """Raise UnusableRow if `text`, which no rule has understood, states something."""
+    if text and not UNSTATED_PATTERN.search(text):
+        raise UnusableRow(f"unknown {key}")
+
+
 def _get_bool(row: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = row.get(key)
-    return value if isinstance(value, bool) else default
+    value = get_optional_bool(row, key)
+    return default if value is None else value

@@ -22,7 +22,7 @@ from phalanx.plan.validation.row_stack import (
 from phalanx.plan.validation.row_values import (
     MAX_STEP_S,
     UnusableRow,
-    get_finite_number,
+    get_optional_number,
     get_positive_int,
     get_text,
 )
@@ -122,7 +122,9 @@ def _parse_step_s(row: Mapping[str, Any]) -> float:
     )
     if measured.get("oom"):
         raise UnusableRow("out of memory")
-    step_s = get_finite_number(measured, "step_time_s") or get_finite_number(derived, "step_time_s")
+    step_s = get_optional_number(measured, "step_time_s") or get_optional_number(
+        derived, "step_time_s"
+    )
     if step_s is None:
         step_s = _derive_step_s_from_throughput(row, measured) or _derive_step_s_from_throughput(
             row, derived
@@ -137,13 +139,13 @@ def _parse_step_s(row: Mapping[str, Any]) -> float:
 def _derive_step_s_from_throughput(
     row: Mapping[str, Any], rates: Mapping[str, Any]
 ) -> float | None:
-    batch, seq_len = get_finite_number(row, "global_batch"), get_finite_number(row, "seq_len")
-    num_gpus = get_finite_number(row, "n_gpus")
+    batch, seq_len = get_optional_number(row, "global_batch"), get_optional_number(row, "seq_len")
+    num_gpus = get_optional_number(row, "n_gpus")
     if not batch or not seq_len or not num_gpus:
         return None
-    per_gpu = get_finite_number(rates, "tokens_per_s_per_gpu")
-    total = get_finite_number(rates, "tokens_per_s")
-    samples = get_finite_number(rates, "samples_per_s") or get_finite_number(
+    per_gpu = get_optional_number(rates, "tokens_per_s_per_gpu")
+    total = get_optional_number(rates, "tokens_per_s")
+    samples = get_optional_number(rates, "samples_per_s") or get_optional_number(
         rates, "sequences_per_s"
     )
     if per_gpu and per_gpu > 0:
@@ -159,7 +161,7 @@ def _parse_memory_gib(row: Mapping[str, Any]) -> float | None:
     measured = row.get("measured")
     if not isinstance(measured, Mapping):
         return None
-    memory = get_finite_number(measured, "memory_gib") or get_finite_number(
+    memory = get_optional_number(measured, "memory_gib") or get_optional_number(
         measured, "memory_gb_reported"
     )
     return memory if memory and memory > 0 else None

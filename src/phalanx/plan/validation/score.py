@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,8 +61,10 @@ class ScoreReport:
 
     num_rows: int
     anchors: int
-    """Rows per source that set its scale and are not scored."""
+    """Rows per source that set its scale and are not scored, as asked for."""
     num_anchor_rows: int
+    num_capped_sources: int
+    """Sources that have fewer anchors than that: half of their rows, the most that are taken."""
     num_inferred: int
     """Scored rows that left recomputation, microbatch or schedule open: the fastest that fits."""
     overall: ErrorStats
@@ -205,6 +207,7 @@ def score_rows(
         num_rows=rows.num_rows,
         anchors=anchors,
         num_anchor_rows=int(is_anchor.sum()),
+        num_capped_sources=sum(count // 2 < anchors for count in Counter(labels).values()),
         num_inferred=sum(len(run.setups) > 1 for run in runs),
         overall=overall or nothing,
         sources=_score_by_label(scored, labels),
