@@ -87,7 +87,9 @@ def test_the_last_line_is_the_term_itself(term: str) -> None:
     assert explained.sums[-1].result == pytest.approx(TIME.terms[term])
 
 
-@pytest.mark.parametrize("keys", [[], ["parallel.pp=2", "parallel.tp=2"]])
+@pytest.mark.parametrize(
+    "keys", [[], ["parallel.pp=2", "parallel.tp=2"], ["parallel.pp=2", "parallel.cp=2"]]
+)
 def test_categories_of_memory_are_explained(keys: list[str]) -> None:
     job = load_job(None, [*KEYS, *keys, "precision.compute=bf16"])
     plan = make_plan(job, cluster=CLUSTER)
@@ -103,6 +105,7 @@ def test_categories_of_memory_are_explained(keys: list[str]) -> None:
         if size:
             assert explained.calls or explained.sums, term
         num_checked += count_arithmetic(explained)
+        assert format_explained_term(explained, sum(categories.values()))
     assert num_checked >= 3
 
 

@@ -208,7 +208,11 @@ def _split_into_assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr
         target, value = statement.targets[0], statement.value
         is_pairwise = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
         if is_pairwise and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for part, expression in zip(target.elts, value.elts, strict=False):
+            for number, (part, expression) in enumerate(zip(target.elts, value.elts, strict=False)):
+                if isinstance(expression, ast.Starred):
+                    # What it stands for belongs to all names that are left.
+                    yield ", ".join(map(ast.unparse, target.elts[number:])), expression.value
+                    return
                 yield ast.unparse(part), expression
         else:
             yield ast.unparse(target), value
