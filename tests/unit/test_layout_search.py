@@ -140,11 +140,6 @@ def test_experts_are_spread_where_that_is_faster():
     assert result.winner.layout.ep > 1
 
 
-def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest():
-    with pytest.raises(LayoutError, match=r"set train\.global_batch_size to 63 or 70"):
-        search("gpt2", H100, "cluster.gpus_per_node=7", "parallel.pp=1", seq_len=1024, batch=64)
-
-
 def test_a_result_goes_through_json():
     result = search("llama3-8b", H100)
     text = json.dumps(result.to_json())

@@ -11,6 +11,8 @@ from phalanx.cli import _app
 from phalanx.cli._plan_advice import split_explained_term
 from phalanx.core.errors import UsageError
 from phalanx.plan.advice import what_if
+from phalanx.plan.advice.explain_term import parse_term_name
+from phalanx.plan.advice.waterfall import TERM_LABELS
 
 QUESTION = [
     "plan",
@@ -68,6 +70,25 @@ def test_wrong_terms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run_command_line(["plan", "--explain", "quux"]) == 2
     assert "dp-exposed" in capsys.readouterr().err
     assert _app.run_command_line(["plan", "--explain", "bubble", "cluster.device=cpu"]) == 2
+    assert "named GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["products at peak", "tensor-parallel", "failures, saves"])
+def test_a_term_has_the_name_that_the_screen_shows(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse_term_name(name) in ("ideal", "tp", "goodput")
+    assert {parse_term_name(label) for label in TERM_LABELS.values()} == set(TERM_LABELS)
+
+
+def test_figures_of_the_answer_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {"step": "ideal", "goodput": "mtbf_hours", "cost": "tokens_per_s", "mfu": "peak_flops"}
+    for term, part in (shown | {"backward": "activations", "between steps": "optimizer"}).items():
+        assert _app.run_command_line([*QUESTION, "--explain", term]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"{term}: ")
+        assert part in text
+    assert _app.run_command_line(["plan", "--explain", "mfu", "cluster.device=cpu"]) == 2
     assert "named GPUs" in capsys.readouterr().err
 
 

@@ -74,4 +74,4 @@ def test_a_cost_says_what_its_price_is(capsys: pytest.CaptureFixture[str]) -> No
     assert command(words, instance=priced[0].name, nodes=2) == 0
     printed = capsys.readouterr().out
     assert "unchecked" in printed
-    assert f"as of {priced[0].as_of}" in printed
+    assert f"of an unrecorded day in {priced[0].as_of}" in printed

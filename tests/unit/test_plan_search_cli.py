@@ -33,7 +33,10 @@ def test_out_writes_a_job_that_plans_as_the_answer_and_replaces_nothing(
 ) -> None:
     folder = tmp_path / "plan"
     assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 0
-    result = SearchResult.from_json(json.loads((folder / "plan.json").read_text()))
+    body = json.loads((folder / "plan.json").read_text())
+    assert body["schema"] == "phalanx.plan-search/1"
+    assert body["advice"]["rules"]
+    result = SearchResult.from_json(body)
     assert result.winner is not None
     plan = make_plan(load_job(folder / "job.toml"))
     assert plan.layout == result.winner.layout

@@ -19,13 +19,19 @@ JSON_SCHEMA_VERSION = 1
 
 
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
-    secrets `***`."""
-    body = Redactor(os.environ).redact_value(
-        _replace_nonfinite({"schema": f"phalanx.{kind}/{JSON_SCHEMA_VERSION}", **facts})
-    )
+    """Print `build_json_body` of `kind` and `facts`."""
+    body = build_json_body(kind, facts)
     # Not print, whose filter would shorten long lines.
     print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
+
+
+def build_json_body(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
+    secrets `***`."""
+    body: dict[str, Any] = Redactor(os.environ).redact_value(
+        _replace_nonfinite({"schema": f"phalanx.{kind}/{JSON_SCHEMA_VERSION}", **facts})
+    )
+    return body
 
 
 @contextlib.contextmanager

@@ -40,10 +40,10 @@ def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> Non
     of a time that is not predicted."""
     from phalanx.cli._json import print_json
     from phalanx.plan.advice.explain_term import format_explained_term, parse_term_name
-    from phalanx.run.plan_advice import explain_time_term_of_plan
+    from phalanx.run.plan_advice import explain_term_of_plan
 
     term = parse_term_name(name)
-    explanation = explain_time_term_of_plan(advised, term)
+    explanation = explain_term_of_plan(advised, term)
     if explanation is None:
         raise UsageError(
             f"the formulas of time are those of named GPUs, not of"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.core.errors import UsageError
+from phalanx.cli._plan_options import spell_keys_as_options
+from phalanx.core.errors import LayoutError, UsageError
 
 if TYPE_CHECKING:
     from phalanx.job.schema import Job
+    from phalanx.run.search_job import JobSearch
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class SearchOptions:
     term: str | None = None
     """The term that --explain names."""
     all_rules: bool = False
+    given: tuple[str, ...] = ()
+    """The options of the command line that stand for a key of the job."""
 
 
 def list_search_overrides(
@@ -48,11 +52,11 @@ def list_search_overrides(
     }
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if model is not None:
-        overrides.append(_build_model_override(model))
+        overrides.append(build_model_override(model))
     return overrides
 
 
-def _build_model_override(model: str) -> str:
+def build_model_override(model: str) -> str:
     """The key that names a model: a preset, package.module:factory, or a directory (or its
     config.json) of Hugging Face's."""
     path = Path(model)
@@ -67,7 +71,7 @@ def _build_model_override(model: str) -> str:
 
 def run_and_print_search(job: Job, options: SearchOptions) -> int:
     """Search, print the answer, write files; returns the exit code: 3 where nothing fits."""
-    from phalanx.cli._json import print_json
+    from phalanx.cli._json import build_json_body, print_json
     from phalanx.cli._plan_advice import (
         print_plan_details,
         print_term_formula,
@@ -77,23 +81,27 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
     from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import format_search_result
     from phalanx.run.plan_advice import advise_on_search
-    from phalanx.run.search_job import search_layouts_of_job, write_search_files
+    from phalanx.run.search_job import write_search_files
 
     counts = _parse_device_counts_option(options.gpus)
     if len(counts) > 1:
         return _print_scaling_table(job, counts, options)
     if counts:
         job = _set_num_devices(job, counts[0])
-    searched = search_layouts_of_job(job)
+    searched = _search_and_spell_advice(job, options)
     advised = advise_on_search(searched)
     if options.term is not None:
         if advised is None:
             raise UsageError("nothing fits, so there are no numbers", fix="leave --explain out")
         print_term_formula(advised, options.term, as_json=options.as_json)
         return 0
+    body = searched.result.to_json()
+    if advised is not None:
+        body["advice"] = advised.advice.to_json()
     files = []
     if options.out is not None:
-        files = write_search_files(searched, options.out, force=options.force)
+        document = build_json_body("plan-search", body)
+        files = write_search_files(searched, document, options.out, force=options.force)
     for page in _list_page_files(options):
         if advised is None:
             write_page_of_unfit_search(searched, page)
@@ -101,9 +109,6 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
             write_page(advised, page)
         files.append(page)
     if options.as_json:
-        body = searched.result.to_json()
-        if advised is not None:
-            body["advice"] = advised.advice.to_json()
         print_json("plan-search", body, indent=1)
     else:
         print("\n".join(format_search_result(searched.result, searched.task.cluster)))
@@ -114,6 +119,27 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
     if searched.result.winner is None:
         return int(ExitCode.JOB)
     return 0
+
+
+def _search_and_spell_advice(job: Job, options: SearchOptions) -> JobSearch:
+    """The search for a job; changes that it, or its error, advises can be added to the command as
+    they are."""
+    from phalanx.run.search_job import search_layouts_of_job
+
+    try:
+        searched = search_layouts_of_job(job)
+    except LayoutError as error:
+        raise _spell_advice_of_error(error, options) from None
+    nearest = [
+        replace(fit, change=spell_keys_as_options(fit.change, options.given))
+        for fit in searched.result.nearest
+    ]
+    return replace(searched, result=replace(searched.result, nearest=tuple(nearest)))
+
+
+def _spell_advice_of_error(error: LayoutError, options: SearchOptions) -> LayoutError:
+    fix = spell_keys_as_options(error.fix or "", options.given)
+    return LayoutError(error.what, where=error.where, why=error.why, fix=fix or None)
 
 
 def _list_page_files(options: SearchOptions) -> list[Path]:
@@ -157,6 +183,7 @@ def _set_num_devices(job: Job, num_devices: int) -> Job:
 
 def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
     from phalanx.cli._json import print_json
+    from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import format_scaling_table
     from phalanx.plan.search.scaling import search_per_device_count
     from phalanx.run.search_job import prepare_layout_search
@@ -171,10 +198,14 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
             fix="leave them out, or --gpus with one number",
         )
     task = prepare_layout_search(_set_num_devices(job, counts[-1]))
-    rows = list(search_per_device_count(task, counts))
+    rows = [
+        replace(row, fix=spell_keys_as_options(row.fix, options.given))
+        for row in search_per_device_count(task, counts)
+    ]
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
     else:
-        precision = task.job.precision.compute
-        print("\n".join(format_scaling_table(rows, task.cluster.price_note, precision)))
+        print("\n".join(format_scaling_table(rows, task.job, task.cluster)))
+    if all(row.winner is None for row in rows):
+        return int(ExitCode.JOB)
     return 0

@@ -35,6 +35,7 @@ from phalanx.cli._plan_options import (
     ValidateOption,
     VerifyOption,
     check_option_combination,
+    check_options_against_keys,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ def command(
     without --out nothing is written.
     """
     from phalanx.cli._json import print_errors_as_json
-    from phalanx.cli._plan_search import SearchOptions, list_search_overrides
+    from phalanx.cli._plan_search import (
+        SearchOptions,
+        build_model_override,
+        list_search_overrides,
+    )
 
     words = list(arguments or [])
     with print_errors_as_json(as_json):
@@ -107,6 +112,13 @@ def command(
             from phalanx.cli._suggest import print_suggestion
 
             return print_suggestion(words, model, verify_too=judge, as_json=as_json)
+        options_of_keys = {
+            "--gpu": gpu, "--instance": instance, "--cluster": cluster, "--nodes": nodes,
+            "--seq-len": seq_len, "--global-batch": global_batch, "--gpus": gpus,
+        }  # fmt: skip
+        check_options_against_keys(
+            options_of_keys, None if model is None else build_model_override(model), words
+        )
         words += list_search_overrides(
             model=model,
             gpu=gpu,
@@ -128,7 +140,8 @@ def command(
             return _print_dry_run(words, gpus, all_kinds, no_cache, as_json=as_json)
         if recut is not None:
             return _print_recut(words, recut, as_json=as_json)
-        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules)
+        given = [name for name, value in options_of_keys.items() if value is not None]
+        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules, tuple(given))
         if explain:
             return _print_explained(words, options)
         return _print_plan_of_job(words, options, arguments or [])

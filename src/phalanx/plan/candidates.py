@@ -37,7 +37,17 @@ BytesByPhase = dict[str, dict[str, int]]
 
 
 class NoFitError(LayoutError):
-    """No layout that the job allows fits the memory of its ranks."""
+    """No layout that the job allows fits the memory of its ranks.
+
+    `needed_bytes`: of one rank of the layout that needs least; `capacity_bytes`: what a rank may
+    fill.
+    """
+
+    def __init__(
+        self, what: str, *, needed_bytes: int = 0, capacity_bytes: int = 0, **words: str | None
+    ) -> None:
+        super().__init__(what, **words)
+        self.needed_bytes, self.capacity_bytes = needed_bytes, capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -342,6 +352,8 @@ def _build_no_fit_error(
         f" {format_bytes(evaluator.capacity_bytes)} are there",
         why=f"the largest part is {largest}, {format_bytes(least.predicted_bytes[largest])}",
         fix=fix,
+        needed_bytes=least.total_bytes,
+        capacity_bytes=evaluator.capacity_bytes,
     )
 
 

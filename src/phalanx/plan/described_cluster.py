@@ -74,12 +74,12 @@ def choose_cluster_of_job(job: Job) -> Cluster:
     """
     if not job.cluster.has_described_machine:
         return detect_cluster(job.cluster.device)
-    return build_described_cluster(job.cluster)
+    return build_described_cluster(job.cluster, job.parallel.ranks)
 
 
-def build_described_cluster(section: ClusterSection) -> Cluster:
+def build_described_cluster(section: ClusterSection, num_ranks: int | None = None) -> Cluster:
     """The cluster that [cluster] describes. What it leaves out is what its GPU or its machine is
-    usually sold with."""
+    usually sold with; the number of machines is what `num_ranks` take."""
     if section.device == "cpu":
         raise LayoutError(
             "cluster.device is cpu, and the section names GPUs",
@@ -98,16 +98,19 @@ def build_described_cluster(section: ClusterSection) -> Cluster:
     elif section.gpu is None:
         raise LayoutError("the cluster names no GPU", fix="set cluster.gpu or cluster.instance")
     accelerator = find_accelerator(section.gpu or (instance.gpu if instance else ""))
-    return _build_cluster_from_section(section, instance, accelerator)
+    return _build_cluster_from_section(section, instance, accelerator, num_ranks or 1)
 
 
 def _build_cluster_from_section(
-    section: ClusterSection, instance: InstanceType | None, accelerator: Accelerator
+    section: ClusterSection,
+    instance: InstanceType | None,
+    accelerator: Accelerator,
+    num_ranks: int,
 ) -> Cluster:
     per_node = section.gpus_per_node or accelerator.gpus_per_node
     if instance is not None:
         per_node = section.gpus_per_node or instance.gpus_per_node
-    num_devices = per_node * (section.nodes or 1)
+    num_devices = per_node * (section.nodes or -(-num_ranks // per_node))
     memory_gib = section.memory_gib or accelerator.memory_gib
     major, minor = accelerator.compute_capability.split(".")
     name = accelerator.name
@@ -144,6 +147,8 @@ def _describe_price_source(section: ClusterSection, instance: InstanceType | Non
         return ""
     checked = "compared with its source" if instance.is_checked else "unchecked"
     age = f"as of {instance.as_of}" if instance.as_of else "of unknown date"
+    if " to " in instance.as_of:
+        age = f"of an unrecorded day in {instance.as_of}"
     return (
         f"{instance.name} ${instance.on_demand_per_hour:,.2f} a machine and hour {age}"
         f" ({checked}: {instance.source})"

@@ -92,10 +92,7 @@ def collect_page_facts(
 def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
     """The facts that the page shows where nothing fits: what is missing, and the nearest that
     would."""
-    missing = (
-        f"The layout that needs least takes about {format_bytes(result.smallest_bytes)} per rank,"
-        f" and {format_bytes(result.capacity_bytes)} may be filled."
-    )
+    missing = f"{result.failure[:1].upper()}{result.failure[1:]}."
     nearest = []
     for fit in result.nearest:
         row = _build_ranked_layout_row(fit.ranked, is_winner=False)

@@ -124,4 +124,6 @@ def _replace_advice_of_failure(failure: NoFitError, changes: list[str]) -> NoFit
         where=failure.where,
         why=failure.why,
         fix="; or ".join(changes[:MAX_ADVICE_CHANGES]),
+        needed_bytes=failure.needed_bytes,
+        capacity_bytes=failure.capacity_bytes,
     )

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
+from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.finalists import apply_job_keys
+from phalanx.plan.search.finalists import add_throughput, apply_job_keys
 from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.search import SearchTask, estimate_economics
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 
 if TYPE_CHECKING:
@@ -86,41 +88,87 @@ def _compute_spot_cost_ratio(result: SearchResult) -> float | None:
     return float(spot / on_demand)
 
 
-def explain_time_term_of_plan(
-    advised: AdvisedPlan, term: str
-) -> tuple[ExplainedTerm, float] | None:
-    """The formula of `term`, and the total that it is a part of; None where time is not
-    predicted."""
+def explain_term_of_plan(advised: AdvisedPlan, term: str) -> tuple[ExplainedTerm, float] | None:
+    """The formula of `term`, and the total that it is a part of (0 for what is no part); None where
+    the plan has no such figure: no time is predicted, or no search was made.
+
+    `term`: a name of `list_explainable_terms`.
+    """
     from phalanx.plan.advice.explain_term import (
+        ANSWER_FORMULAS,
         MEMORY_FORMULAS,
+        MEMORY_PHASE_TERMS,
         explain_memory_term,
-        explain_time_term,
+        explain_sum,
     )
 
     job, plan, cluster = advised.job, advised.plan, advised.cluster
-    if term in MEMORY_FORMULAS:
-        memory, zero_stage = plan.chosen.predicted_bytes, plan.chosen.zero_stage
+    memory, zero_stage = plan.chosen.predicted_bytes, plan.chosen.zero_stage
+    if term in ANSWER_FORMULAS:
+        return _explain_answer_term_of_search(advised, term)
+    if term in MEMORY_PHASE_TERMS:
+        phases = list_memory_phases(memory, plan.chosen.phases)
+        return explain_sum(term, phases.get(term, {}), "bytes"), float(plan.capacity_bytes)
+    if term not in MEMORY_FORMULAS:
+        return _explain_time_term_of_plan(advised, term)
 
-        def plan_again() -> Plan:
-            return make_plan(
-                job, num_ranks=plan.world_size, cluster=cluster, shape=plan.model_shape
-            )
+    def plan_again() -> Plan:
+        return make_plan(job, num_ranks=plan.world_size, cluster=cluster, shape=plan.model_shape)
 
-        explained = explain_memory_term(term, memory, zero_stage, plan_again)
-        return explained, float(plan.chosen.total_bytes)
-    machine = build_machine_rates(cluster)
-    predicted = None
-    if machine is not None:
-        predicted = estimate_planned_step(job, plan, plan.model_shape, machine)
-    if machine is None or predicted is None:
+    explained = explain_memory_term(term, memory, zero_stage, plan_again)
+    return explained, float(plan.chosen.total_bytes)
+
+
+def _explain_time_term_of_plan(
+    advised: AdvisedPlan, term: str
+) -> tuple[ExplainedTerm, float] | None:
+    from phalanx.plan.advice.explain_term import STEP_TERM, explain_sum, explain_time_term
+
+    job, plan = advised.job, advised.plan
+    machine = build_machine_rates(advised.cluster)
+    if machine is None:
         return None
+    predicted = estimate_planned_step(job, plan, plan.model_shape, machine)
+    if predicted is None:
+        return None
+    if term == STEP_TERM:
+        return explain_sum(term, predicted.terms, "s"), 0.0
     rates = machine
     explained = explain_time_term(
-        term,
-        predicted.terms,
-        lambda: estimate_planned_step(job, plan, plan.model_shape, rates),
+        term, predicted.terms, lambda: estimate_planned_step(job, plan, plan.model_shape, rates)
     )
     return explained, predicted.total_s
+
+
+def _explain_answer_term_of_search(
+    advised: AdvisedPlan, term: str
+) -> tuple[ExplainedTerm, float] | None:
+    """The formula of goodput, cost or MFU; None where no search was made, or its winner has
+    none."""
+    from phalanx.plan.advice.explain_term import explain_answer_term
+
+    result = advised.result
+    if result is None or result.winner is None or not result.economics:
+        return None
+    job, shape, cluster = advised.job, advised.plan.model_shape, advised.cluster
+    winner = result.winner
+    if term == "mfu":
+        if winner.mfu is None or cluster.accelerator is None:
+            return None
+        peak_flops = cluster.accelerator.peak_flops(advised.plan.precision)
+        explained = explain_answer_term(
+            term, winner.mfu, "share", lambda: add_throughput(winner, job, shape, peak_flops)
+        )
+        return explained, 0.0
+    task = SearchTask(job, shape, cluster, winner.layout.world_size)
+    cost = result.economics["cost"]
+    value, unit = cost["dollars_per_billion_tokens"], "$"
+    if value is None:
+        value, unit = cost["hours_per_billion_tokens"], "h"
+    if term == "goodput":
+        value, unit = result.economics["goodput"]["value"], "share"
+    explained = explain_answer_term(term, value, unit, lambda: estimate_economics(task, winner))
+    return explained, 0.0
 
 
 def write_page_of_plan(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import LayoutError, UsageError
 from phalanx.core.files import (
     build_path_resource_error,
     write_bytes_atomically,
@@ -25,6 +25,7 @@ from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
+from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
@@ -62,9 +63,15 @@ def prepare_layout_search(job: Job, cluster: Cluster | None = None) -> SearchTas
 
 
 def search_layouts_of_job(job: Job, cluster: Cluster | None = None) -> JobSearch:
-    """The best layouts of a job; where nothing fits, what would."""
+    """The best layouts of a job; where nothing fits, what would.
+
+    Raises LayoutError where no layout can be had, with the keys that contradict each other.
+    """
     task = prepare_layout_search(job, cluster)
-    result = search_layouts(task)
+    try:
+        result = search_layouts(task)
+    except LayoutError as error:
+        raise explain_contradiction(task, error) from None
     if result.winner is None:
         result = replace(result, nearest=find_nearest_fits(task))
     return JobSearch(job, task, result)
@@ -116,8 +123,11 @@ def format_job_file(job: Job) -> str:
     return "\n".join(lines)
 
 
-def write_search_files(searched: JobSearch, directory: Path, *, force: bool = False) -> list[Path]:
-    """Write job.toml (where something fits) and plan.json into `directory`; returns the files.
+def write_search_files(
+    searched: JobSearch, document: Mapping[str, Any], directory: Path, *, force: bool = False
+) -> list[Path]:
+    """Write job.toml (where something fits) and plan.json, which holds `document`, into
+    `directory`; returns the files.
 
     Raises UsageError where one of them is there already, ResourceError where it cannot be written.
     """
@@ -133,7 +143,7 @@ def write_search_files(searched: JobSearch, directory: Path, *, force: bool = Fa
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(directory / "plan.json", searched.result.to_json(), durable=False)
+        write_json_atomically(directory / "plan.json", document, durable=False)
         if texts.get("job.toml"):
             write_bytes_atomically(
                 directory / "job.toml", texts["job.toml"].encode(), durable=False

@@ -31,7 +31,10 @@ def check_axes_fill_ranks(job: Job) -> list[Finding]:
     if ranks % shared:
         return [_make_indivisible_ranks_finding(job, ranks)]
     ranks //= shared
-    if copies is not None and shards is not None and copies * shards != ranks:
+    is_filled = copies is None or shards is None or copies * shards == ranks
+    if copies and shards and leaves_axes_to_search(job):
+        is_filled = ranks % (copies * shards) == 0
+    if copies is not None and shards is not None and not is_filled:
         pairs = [(degree, ranks // degree) for degree in list_divisors(ranks)]
         # Both degrees move: the pair of divisors whose sum of changes is least.
         best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
@@ -110,7 +113,7 @@ def check_ranks_divide_batch(job: Job) -> list[Finding]:
     # Left open, microbatches of one sample can be: no share is refused for their size.
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
     known, shared = find_num_ranks(job), job.parallel.degrees.model_parallel_size
-    if known is None or known % shared:
+    if known is None or known % shared or leaves_axes_to_search(job):
         return []
     ranks = known // shared
     # A microbatch that does not divide the batch has its own finding.
@@ -204,6 +207,13 @@ CHECKS = (
     check_micro_batch_divides_global,
     check_ranks_divide_batch,
 )
+
+
+def leaves_axes_to_search(job: Job) -> bool:
+    """True if the plan chooses axes whose ranks share samples: it has a cluster to choose for, and
+    the job leaves some of them open."""
+    degrees = (job.parallel.tp, job.parallel.pp, job.parallel.cp)
+    return job.cluster.has_described_machine and None in degrees
 
 
 def find_num_ranks(job: Job) -> int | None:

@@ -42,7 +42,7 @@ class Cluster(Section):
     file: Text | None = None
     """Plan for the cluster that this TOML file describes: keys of this section, at its top."""
     nodes: Positive | None = None
-    """Machines of the cluster; default 1."""
+    """Machines of the cluster; default what parallel.ranks take, else 1."""
     gpus_per_node: Positive | None = None
     """GPUs of one machine; default what it is usually sold with."""
     links: tuple[Link, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from phalanx.core.errors import UsageError, format_nearest_word_hint
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.formula_trace import FormulaCall, FormulaLine, trace_formulas
+from phalanx.plan.advice.waterfall import MEMORY_PHASES, TERM_LABELS
 
 TIME_FORMULA_MODULES = tuple(
     f"phalanx.plan.timing.{name}"
@@ -96,6 +98,15 @@ MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
     ),
     "staging": ("staging_bytes", "predict_rank_staging_bytes"),
 }
+# Figures of the answer that no single term of the step, and no category, makes up.
+ANSWER_FORMULA_MODULES = ("phalanx.plan.search.economics", "phalanx.plan.search.finalists")
+ANSWER_FORMULAS: dict[str, tuple[str, ...]] = {
+    "goodput": ("estimate_goodput", "_choose_checkpoint_interval_s"),
+    "cost": ("estimate_cost",),
+    "mfu": ("add_throughput",),
+}
+STEP_TERM = "step"
+MEMORY_PHASE_TERMS = tuple(MEMORY_PHASES)
 # Where the terms of a step are put together.
 _TIME_SUM_FUNCTIONS = ("estimate", "_sum_block_parts")
 _MEMORY_SUM_FUNCTIONS = (
@@ -114,7 +125,7 @@ class ExplainedTerm:
     term: str
     value: float
     unit: str
-    """"s" or "bytes"."""
+    """"s", "bytes", "share" (0 to 1), or "$" or "h" for a billion tokens."""
     calls: tuple[FormulaCall, ...]
     sums: tuple[FormulaLine, ...] = ()
     """The lines that put the term together from its parts."""
@@ -147,22 +158,53 @@ def _formula_line_to_json(line: FormulaLine) -> dict[str, Any]:
 
 def list_explainable_terms() -> tuple[str, ...]:
     """The names that `--explain` knows."""
-    return (*TIME_FORMULAS, *MEMORY_FORMULAS)
+    terms = (STEP_TERM, *TIME_FORMULAS, *MEMORY_FORMULAS, *MEMORY_PHASE_TERMS, *ANSWER_FORMULAS)
+    return tuple(dict.fromkeys(terms))
 
 
 def parse_term_name(name: str) -> str:
-    """The term called `name`; "-" and "_" stand for the space.
+    """The term called `name`, or shown by that name in a waterfall; "-" and "_" stand for the
+    space.
 
     Raises UsageError, listing the terms, for another.
     """
-    term = name.strip().lower().replace("-", " ").replace("_", " ")
+    term = _normalize_term_name(name)
     if term in list_explainable_terms():
         return term
+    by_label = {_normalize_term_name(label): term for term, label in TERM_LABELS.items()}
+    if term in by_label:
+        return by_label[term]
     names = ", ".join(term.replace(" ", "-") for term in list_explainable_terms())
+    known = (*list_explainable_terms(), *by_label)
     raise UsageError(
         f"{name!r} is no term of a plan",
-        fix=format_nearest_word_hint(term, list_explainable_terms()) or f"one of {names}",
+        fix=format_nearest_word_hint(term, known) or f"one of {names}",
     )
+
+
+def _normalize_term_name(name: str) -> str:
+    return " ".join(re.split(r"[-_,\s]+", name.strip().lower()))
+
+
+def explain_sum(term: str, parts: Mapping[str, float], unit: str) -> ExplainedTerm:
+    """A term that is the sum of `parts`, in `unit`."""
+    inputs = {part.replace(" ", "_"): value for part, value in parts.items() if value}
+    total = sum(parts.values())
+    line = FormulaLine(term.replace(" ", "_"), " + ".join(inputs) or "0", inputs, total)
+    return ExplainedTerm(term, total, unit, (), (line,))
+
+
+def explain_answer_term(
+    term: str, value: float, unit: str, compute: Callable[[], Any]
+) -> ExplainedTerm:
+    """The formulas of a figure of the answer; `compute` makes the figure once more."""
+    calls = trace_formulas(compute, ANSWER_FORMULA_MODULES, ANSWER_FORMULAS[term])
+    first: dict[str, FormulaCall] = {}
+    # The first call of each is of machines on demand, the next of spot machines.
+    for call in calls:
+        first.setdefault(call.function, call)
+    chosen = tuple(first[name] for name in ANSWER_FORMULAS[term] if name in first)
+    return ExplainedTerm(term, value, unit, chosen)
 
 
 def explain_time_term(
@@ -249,14 +291,11 @@ def _call_sort_key(call: FormulaCall) -> float:
 
 def format_explained_term(explained: ExplainedTerm, total: float) -> list[str]:
     """The explanation as lines: the value, then each formula as it ran with its numbers."""
-    value, total_text = format_seconds(explained.value), format_seconds(total)
-    if explained.unit == "bytes":
-        value, total_text = format_bytes(explained.value), format_bytes(total)
     share = ""
     if total > 0:
-        share = f" of {total_text} ({explained.value / total:.1%})"
-    lines = [f"{explained.term}: {value}{share}"]
-    if not explained.calls:
+        share = f" of {_format_in_unit(total, explained.unit)} ({explained.value / total:.1%})"
+    lines = [f"{explained.term}: {_format_in_unit(explained.value, explained.unit)}{share}"]
+    if not explained.calls and not explained.sums:
         lines.append("  no formula ran: this plan has none of it")
     for call in explained.calls:
         function_name = f"{call.module.removeprefix('phalanx.')}.{call.function}"
@@ -271,6 +310,16 @@ def format_explained_term(explained: ExplainedTerm, total: float) -> list[str]:
         for line in explained.sums:
             lines += _format_formula_line(line)
     return lines
+
+
+def _format_in_unit(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit in ("$", "h"):
+        return f"{value:,.4g} {unit} for a billion tokens"
+    return format_seconds(value)
 
 
 def _format_formula_line(line: FormulaLine, times: int = 1) -> list[str]:

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
+from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
-from phalanx.plan.cluster import Cluster
+from phalanx.plan.cluster import Cluster, LinkLevel
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
 from phalanx.plan.search.scaling import DeviceCountResult
 
 MAX_REASONS = 3
+UNKNOWN_PRICE = "no price is known: set cluster.instance or cluster.price_per_hour"
 
 
 def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
@@ -20,7 +22,7 @@ def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
     lines = [_describe_verdict(result), *_describe_searched_job(result, cluster)]
     if result.winner is not None:
         lines += [
-            f"layout  {describe_layout(result.winner)}",
+            f"layout  {describe_layout(result.winner, result.sample_noun)}",
             *_describe_economics(result),
             "",
             *format_ranking([result.winner, *result.runners_up]),
@@ -33,11 +35,7 @@ def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
 def _describe_verdict(result: SearchResult) -> str:
     winner = result.winner
     if winner is None:
-        return (
-            f"DOES NOT FIT · the layout that needs least takes about"
-            f" {format_bytes(result.smallest_bytes)} per rank, and"
-            f" {format_bytes(result.capacity_bytes)} are there"
-        )
+        return f"{result.failure_kind} · {result.failure}"
     parts = ["FITS"]
     if winner.time is not None:
         time = winner.time
@@ -66,12 +64,16 @@ def describe_peak_memory(memory: PeakMemory) -> str:
 
 
 def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
-    batch = f"{result.global_batch_size:,} sequences x {result.seq_len:,} tokens a step"
+    sample = f"{result.sample_noun} x {result.sample_tokens:,} tokens a step"
+    batch = f"{result.global_batch_size:,} {sample}"
+    if result.defaults:
+        verb = "is the default" if len(result.defaults) == 1 else "are defaults"
+        batch += f" ({' and '.join(result.defaults)} {verb})"
     model = f"{result.model}, {format_count(result.num_params)} parameters"
     lines = [f"model   {model}, {batch}, products in {result.precision}"]
     nodes = plural(cluster.num_nodes, "node")
     levels = ", ".join(
-        f"{level.name} {level.gb_s:g} GB/s" for level in cluster.links if level.num_devices > 1
+        _describe_link_level(level) for level in cluster.links if level.num_devices > 1
     )
     text = f"cluster {result.num_ranks:,} x {result.cluster} in {nodes}"
     if levels:
@@ -79,10 +81,17 @@ def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
     return [*lines, text]
 
 
-def describe_layout(ranked: RankedLayout) -> str:
+def _describe_link_level(level: LinkLevel) -> str:
+    text = f"{level.name} {level.gb_s:g} GB/s"
+    if level.oversubscription > 1:
+        text += f" oversubscribed {level.oversubscription:g}:1"
+    return text
+
+
+def describe_layout(ranked: RankedLayout, sample_noun: str = "sequences") -> str:
     """The layout of a candidate in words, with its batch and what it recomputes."""
     text = f"{ranked.family} ({ranked.layout}), {ranked.num_microbatches} x"
-    text += f" {ranked.micro_batch_size} sequences a data-parallel rank"
+    text += f" {ranked.micro_batch_size} {sample_noun} a data-parallel rank"
     if ranked.schedule:
         text += f", {ranked.schedule} with {plural(ranked.stages_per_rank, 'stage')} a rank"
     if ranked.recompute != "none":
@@ -96,20 +105,31 @@ def _describe_economics(result: SearchResult) -> list[str]:
     cost: Mapping[str, Any] | None = result.economics.get("cost")
     if cost is None:
         return []
-    parts = [f"{cost['hours_per_billion_tokens']:.3g} h"]
+    amount, share = "a billion tokens", 1.0
+    if result.sample_noun == "images":
+        amount, share = "a million images", result.sample_tokens / 1e3
+    parts = [f"{share * cost['hours_per_billion_tokens']:.3g} h"]
     prices = (("on demand", "dollars"), ("on spot machines", "spot_dollars"))
     for name, key in prices:
         dollars = cost[f"{key}_per_billion_tokens"]
         if dollars is not None:
-            parts.append(f"${dollars:,.0f} {name}")
-    if cost["kwh_per_billion_tokens"] is not None:
-        parts.append(f"{cost['kwh_per_billion_tokens']:,.0f} kWh")
-    lines = [f"cost    a billion tokens: {', '.join(parts)}"]
+            parts.append(f"${_format_amount(share * dollars)} {name}")
+    kwh = cost["kwh_per_billion_tokens"]
+    if kwh is None:
+        parts.append("energy unknown: set cluster.watts")
+    else:
+        parts.append(f"{_format_amount(share * kwh)} kWh")
+    lines = [f"cost    {amount}: {', '.join(parts)}"]
     if cost["dollars_per_billion_tokens"] is None:
-        lines.append("        no price is known: set cluster.instance or cluster.price_per_hour")
+        lines.append(f"        {UNKNOWN_PRICE}")
     elif cost.get("price_note"):
         lines.append(f"        {cost['price_note']}")
     return lines
+
+
+def _format_amount(amount: float) -> str:
+    """A cost in whole numbers; below 10 with three digits."""
+    return f"{amount:,.3g}" if amount < 10 else f"{amount:,.0f}"
 
 
 def format_ranking(ranked: Sequence[RankedLayout]) -> list[str]:
@@ -172,7 +192,10 @@ def _describe_nearest_fits(result: SearchResult) -> list[str]:
 
 def describe_nearest_fit(fit: NearestFit) -> str:
     """One change with which the job fits, and its price."""
-    text = f"{fit.axis}: {fit.change} ({format_bytes(fit.ranked.memory.total_bytes)} per rank"
+    notes = [f"{format_bytes(fit.ranked.memory.total_bytes)} per rank"]
+    if fit.change and fit.words:
+        notes.insert(0, fit.words)
+    text = f"{fit.axis}: {fit.change or fit.words} ({', '.join(notes)}"
     if fit.ranked.step_s is not None:
         text += f", {format_seconds(fit.ranked.step_s)} a step"
     if fit.slowdown is not None and fit.slowdown > 1.005:
@@ -195,19 +218,18 @@ def _describe_considered_layouts(result: SearchResult) -> list[str]:
 
 
 def format_scaling_table(
-    counts: Sequence[DeviceCountResult], price_note: str = "", precision: str = ""
+    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster
 ) -> list[str]:
-    """A table of the same job on more and more devices; `price_note`: what its costs rest on;
-    `precision`: the type that products are computed in."""
+    """A table of `job` on more and more devices of `cluster`; below it what hours and costs are of,
+    and why a number has no layout."""
     header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
         winner = count.winner
         if winner is None or winner.step_s is None:
-            why = count.why or "does not fit"
-            rows.append((f"{count.num_devices:,}", why, "", "", "", "", "", ""))
+            rows.append((f"{count.num_devices:,}", "none", "", "", "", "", "", ""))
             continue
-        cost = ""
+        cost = "unknown"
         if count.job_dollars is not None:
             cost = f"${count.job_dollars:,.0f}"
         rows.append(
@@ -222,9 +244,27 @@ def format_scaling_table(
                 cost,
             )
         )
-    lines = _align_columns(rows)
-    if precision:
-        lines.append(f"products in {precision}")
-    if price_note:
-        lines.append(f"cost: {price_note}")
-    return lines
+    return [*_align_columns(rows), *_list_scaling_notes(counts, job, cluster)]
+
+
+def _list_scaling_notes(
+    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster
+) -> list[str]:
+    """The lines below a table of devices."""
+    notes = []
+    for count in counts:
+        if count.why:
+            fix = f"; {count.fix}" if count.fix else ""
+            notes.append(f"{plural(count.num_devices, 'GPU')}: {count.why}{fix}")
+    if all(count.winner is None for count in counts):
+        return notes
+    steps = f"{job.train.steps:,} steps"
+    if "steps" not in job.train.model_fields_set:
+        steps += ", the default of train.steps"
+    notes.append(f"products in {job.precision.compute}")
+    notes.append(f"hours and cost: of {steps}")
+    if cluster.price_note:
+        notes.append(f"cost: {cluster.price_note}")
+    elif cluster.price_per_hour is None:
+        notes.append(f"cost: {UNKNOWN_PRICE}")
+    return notes

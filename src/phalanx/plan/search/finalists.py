@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
+from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -102,6 +103,8 @@ class FinalistPlanner:
     cluster: Cluster
     vocab_size: int | None = None
     refused: Counter[str] = field(default_factory=Counter)
+    smallest_shortage: NoFitError | None = None
+    """Of the layouts refused for their memory that which needs least."""
 
     def plan_layout(self, keys: Mapping[str, Any]) -> RankedLayout | None:
         """The layout of the job with `keys`; None, and a count more, where a plan refuses it."""
@@ -115,12 +118,19 @@ class FinalistPlanner:
                 is_explained=False,
             )
         except (LayoutError, JobError) as error:
+            if isinstance(error, NoFitError):
+                self._keep_smallest_shortage(error)
             self.refused[_shorten_refusal_reason(error)] += 1
             return None
         if plan.chosen.zero_stage != keys.get("parallel.zero_stage", plan.chosen.zero_stage):
             self.refused["is planned as another layout"] += 1
             return None
         return self._build_ranked_layout(job, plan, keys)
+
+    def _keep_smallest_shortage(self, error: NoFitError) -> None:
+        smallest = self.smallest_shortage
+        if smallest is None or error.needed_bytes < smallest.needed_bytes:
+            self.smallest_shortage = error
 
     def _build_ranked_layout(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
         num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
@@ -159,11 +169,13 @@ class FinalistPlanner:
         peak_flops = 0.0
         if self.cluster.accelerator is not None:
             peak_flops = self.cluster.accelerator.peak_flops(plan.precision)
-        return _add_throughput(ranked, job, self.shape, peak_flops)
+        return add_throughput(ranked, job, self.shape, peak_flops)
 
 
 def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
     """`job` with as few microbatches as its pipeline needs to have the same memory."""
+    if job.parallel.schedule == "gpipe":
+        return job  # keeps the activations of every microbatch
     pp, stages = job.parallel.degrees.pp, job.parallel.stages_per_rank or 1
     num_ranks, micro = keys.get("parallel.ranks"), keys.get("train.micro_batch_size")
     if pp == 1 or num_ranks is None or micro is None:
@@ -183,7 +195,7 @@ def _count_microbatches(job: Job, layout: Layout, micro_batch_size: int) -> int:
     return job.train.global_batch_size // (layout.data_parallel_size * micro_batch_size)
 
 
-def _add_throughput(
+def add_throughput(
     ranked: RankedLayout, job: Job, shape: ModelCosts, peak_flops: float
 ) -> RankedLayout:
     """`ranked` with its tokens a second and its share of the peak."""
@@ -193,16 +205,16 @@ def _add_throughput(
     flops = shape.flops_per_token(job.data.seq_len)
     mfu = None
     if flops is not None and peak_flops:
-        mfu = per_device * flops["training"] / peak_flops
+        training_flops_per_token = flops["training"]
+        mfu = per_device * training_flops_per_token / peak_flops
     return RankedLayout(**{**vars(ranked), "mfu": mfu, "tokens_per_s_per_device": per_device})
 
 
 def _shorten_refusal_reason(error: LayoutError | JobError) -> str:
     """The reason in so few words that equal reasons count together."""
-    text = str(error).partition(";")[0].partition(" (")[0]
-    if "per rank and" in text and "needs" in text:
+    if isinstance(error, NoFitError):
         return TOO_MUCH_MEMORY_REASON
-    return text[:120]
+    return str(error).partition(";")[0].partition(" (")[0][:120]
 
 
 def _describe_recompute(job: Job) -> str:

@@ -3,12 +3,13 @@ exactly before it is named, with its price."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
+from phalanx.job.schema import Job
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.memory import StateBytes
 from phalanx.plan.search.finalists import (
@@ -17,8 +18,19 @@ from phalanx.plan.search.finalists import (
     drop_job_keys,
     list_job_keys_of_row,
 )
-from phalanx.plan.search.result import NearestFit
-from phalanx.plan.search.search import ScreenedLayouts, SearchTask, screen_layouts
+from phalanx.plan.search.overrides import (
+    format_overrides,
+    get_default_of_key,
+    list_changed_keys,
+    passes_job_checks,
+)
+from phalanx.plan.search.result import NearestFit, RankedLayout
+from phalanx.plan.search.search import (
+    SearchTask,
+    build_search_task,
+    find_winner,
+    screen_layouts,
+)
 from phalanx.plan.workload import build_workload
 
 MAX_DEVICE_MULTIPLE = 64
@@ -97,27 +109,35 @@ def _find_fewest_more_devices(task: SearchTask) -> NearestFit | None:
     """The fewest times as many devices, doubled, over which the job fits."""
     times = 2
     while times <= MAX_DEVICE_MULTIPLE:
-        num_ranks = task.num_ranks * times
-        job = drop_job_keys(task.job, "parallel.ranks", *DATA_PARALLEL_JOB_KEYS)
-        cluster = resize_cluster(task.cluster, num_ranks)
-        if task.cluster.device != "cuda":
-            # Ranks of a CPU share its memory: more of them means another machine as well.
-            cluster = replace(task.cluster, memory_bytes=task.cluster.memory_bytes * times)
-        job = apply_job_keys(job, {"parallel.ranks": num_ranks})
-        change = _Change(
-            "more ranks",
-            replace(task, job=job, cluster=cluster, num_ranks=num_ranks),
-            f"{plural(num_ranks, 'rank')} with as much memory each",
-        )
-        fit = _find_best_fit_of_change(task, change)
+        fit = _find_best_fit_of_change(task, _build_more_devices_change(task, times))
         if fit is not None:
             return fit
         times *= 2
     return None
 
 
+def _build_more_devices_change(task: SearchTask, times: int) -> _Change:
+    num_ranks = task.num_ranks * times
+    cluster = resize_cluster(task.cluster, num_ranks)
+    if task.cluster.device != "cuda":
+        # Ranks of a CPU share its memory: more of them means another machine as well.
+        cluster = replace(task.cluster, memory_bytes=task.cluster.memory_bytes * times)
+    job = drop_job_keys(task.job, "parallel.ranks", *DATA_PARALLEL_JOB_KEYS)
+    keys = {"parallel.ranks": num_ranks}
+    if task.job.cluster.nodes is not None:
+        keys["cluster.nodes"] = cluster.num_nodes
+    return _Change(
+        "more ranks",
+        replace(task, job=apply_job_keys(job, keys), cluster=cluster, num_ranks=num_ranks),
+        f"{plural(num_ranks, 'rank')} with as much memory each",
+    )
+
+
 def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | None:
-    """The best layout of a change that fits when it is planned; None if none does."""
+    """The best layout of a change that fits when it is planned; None if none does.
+
+    Its overrides make a job whose own search proposes what is promised.
+    """
     try:
         screened = screen_layouts(change.task)
     except LayoutError:
@@ -126,18 +146,71 @@ def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | 
         change.task.job, change.task.shape, change.task.cluster, change.task.vocab_size
     )
     for row in range(min(MAX_PLANS_PER_CHANGE, len(screened.rows))):
-        ranked = planner.plan_layout(_list_changed_keys(change, screened, row))
+        keys = list_job_keys_of_row(change.task.job, screened.rows, row)
+        ranked = planner.plan_layout(keys)
         if ranked is None:
             continue
         host_bytes = _count_host_bytes(change.task, ranked.offload)
         host_memory = change.task.cluster.host_memory_bytes
         if host_memory is not None and host_bytes > host_memory:
             continue
-        words = change.words or _format_key_overrides(task, ranked.job_keys)
-        return NearestFit(
-            change.axis, words, ranked, change.task.num_ranks, host_bytes_per_node=host_bytes
+        fit = NearestFit(
+            change.axis,
+            "",
+            ranked,
+            change.task.num_ranks,
+            host_bytes_per_node=host_bytes,
+            words=change.words,
         )
+        if change.words and not task.cluster.is_described:
+            return fit  # no key says that there is another machine
+        fixed = _fix_open_keys(task, ranked)
+        promised = _add_overrides(task, change, fit, apply_job_keys(change.task.job, fixed))
+        if promised is not None:
+            return promised
     return None
+
+
+def _fix_open_keys(task: SearchTask, ranked: RankedLayout) -> dict[str, Any]:
+    """The keys of a layout with those that a search would choose again: the axes of degree 1 among
+    the keys that the job gives, and recomputation, experts and accumulation that it leaves open."""
+    keys = dict(ranked.job_keys)
+    parallel, train = task.job.parallel, task.job.train
+    for axis in ("tp", "pp", "cp"):
+        if getattr(parallel, axis) is not None:
+            keys.setdefault(f"parallel.{axis}", 1)
+    if task.shape.experts is not None:
+        keys.setdefault("parallel.ep", 1)
+    if "recompute" not in train.model_fields_set and task.shape.activations is not None:
+        keys.setdefault("train.recompute", get_default_of_key("train.recompute"))
+    accumulates = ranked.num_microbatches > 1 and ranked.layout.pp == 1
+    if ranked.zero_stage >= 2 and accumulates and "accumulate" not in parallel.model_fields_set:
+        keys.setdefault("parallel.accumulate", get_default_of_key("parallel.accumulate"))
+    return keys
+
+
+def _add_overrides(
+    task: SearchTask, change: _Change, fit: NearestFit, target: Job
+) -> NearestFit | None:
+    """`fit` with the overrides that turn the job of `task` into `target`, and with the layout that
+    the search of that job proposes; None where its keys contradict each other."""
+    if not passes_job_checks(target):
+        return None
+    try:
+        # As a command makes it that has these overrides: of a described machine the cluster, too.
+        cluster = None if task.cluster.is_described else change.task.cluster
+        promised = build_search_task(
+            target, cluster=cluster, shape=task.shape, vocab_size=task.vocab_size
+        )
+        winner = find_winner(promised)
+    except LayoutError:
+        return None
+    if winner is None:
+        return None
+    keys = list_changed_keys(task.job, target)
+    if promised.num_ranks == task.num_ranks:
+        keys.pop("parallel.ranks", None)
+    return replace(fit, change=format_overrides(keys), ranked=winner)
 
 
 def _count_host_bytes(task: SearchTask, offload: str) -> int:
@@ -149,20 +222,6 @@ def _count_host_bytes(task: SearchTask, offload: str) -> int:
     if offload == "parameters":
         per_param += StateBytes().parameters + StateBytes().gradients
     return round(task.shape.num_params * per_param / task.cluster.num_nodes)
-
-
-def _list_changed_keys(change: _Change, screened: ScreenedLayouts, row: int) -> dict[str, Any]:
-    return list_job_keys_of_row(change.task.job, screened.rows, row)
-
-
-def _format_key_overrides(task: SearchTask, keys: Mapping[str, Any]) -> str:
-    """The keys that a job must say otherwise, as overrides."""
-    changed = []
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(task.job, section), name) != value:
-            changed.append(f"{key}={value}")
-    return " ".join(changed)
 
 
 def _add_relative_prices(fits: list[NearestFit]) -> tuple[NearestFit, ...]:
@@ -182,5 +241,5 @@ def _drop_repeated_fits(fits: list[NearestFit]) -> list[NearestFit]:
     """`fits` without those that change the same keys to the same values as one before."""
     by_change: dict[str, NearestFit] = {}
     for fit in fits:
-        by_change.setdefault(fit.change, fit)
+        by_change.setdefault(fit.change or fit.words, fit)
     return list(by_change.values())

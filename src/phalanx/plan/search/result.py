@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.core.units import format_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.timing.step_time import StepTime
 
@@ -119,13 +120,16 @@ class NearestFit:
 
     axis: str
     change: str
-    """In words: "parallel.tp=8", "twice as many GPUs"."""
+    """Overrides that, added to the command, give `ranked`: "parallel.tp=8". "" where no key says
+    what changes."""
     ranked: RankedLayout
     num_ranks: int
     slowdown: float | None = None
     """Device-seconds of a step, as a multiple of the cheapest change's."""
     host_bytes_per_node: int = 0
     """Host memory that a node needs for what is offloaded to it."""
+    words: str = ""
+    """The change in words, where it is one of the machine: "16 ranks with as much memory each"."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {"ranked": self.ranked.to_json()}
@@ -156,17 +160,47 @@ class SearchResult:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Why layouts that looked good were refused when they were planned, and how many."""
     smallest_bytes: int = 0
-    """Bytes of the layout that needs least, where nothing fits."""
+    """Bytes of the planned layout that needs least, where memory is what nothing fits; else 0."""
     capacity_bytes: int = 0
+    """Bytes that a rank of that layout may fill."""
     economics: Mapping[str, Any] = field(default_factory=dict)
     """Goodput, cost and energy of the winner (`phalanx.plan.search.economics`)."""
     remarks: tuple[str, ...] = ()
     precision: str = ""
     """The type that products are computed in, for which times and MFU hold."""
+    defaults: tuple[str, ...] = ()
+    """Keys of the size of a step that the job leaves out."""
+    tokens_per_sample: int = 0
+    """Tokens of one sample as the model counts them; 0 in results of before."""
+    sample_noun: str = "sequences"
+    """What samples are: "sequences", "images", "samples"."""
 
     @property
     def fits(self) -> bool:
         return self.winner is not None
+
+    @property
+    def failure_kind(self) -> str:
+        """ "DOES NOT FIT" where memory is what no layout has enough of, else "REFUSED"."""
+        return "DOES NOT FIT" if self.smallest_bytes else "REFUSED"
+
+    @property
+    def failure(self) -> str:
+        """Why there is no winner: the memory that exact plans lack, or else the reason that they
+        were refused for most often."""
+        if self.smallest_bytes:
+            return (
+                f"the layout that needs least takes {format_bytes(self.smallest_bytes)} per rank,"
+                f" and {format_bytes(self.capacity_bytes)} are there"
+            )
+        if not self.refused:
+            return "no layout of the job can be planned"
+        return max(self.refused, key=lambda reason: self.refused[reason])
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of one sample as the model counts them: of a picture its patches."""
+        return self.tokens_per_sample or self.seq_len
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {
@@ -178,6 +212,7 @@ class SearchResult:
             "refused": dict(self.refused),
             "economics": dict(self.economics),
             "remarks": list(self.remarks),
+            "defaults": list(self.defaults),
         }
 
     @classmethod
@@ -188,4 +223,5 @@ class SearchResult:
         values["runners_up"] = tuple(map(RankedLayout.from_json, values["runners_up"]))
         values["nearest"] = tuple(map(NearestFit.from_json, values["nearest"]))
         values["remarks"] = tuple(values["remarks"])
+        values["defaults"] = tuple(values.get("defaults", ()))
         return cls(**values)

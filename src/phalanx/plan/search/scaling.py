@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.described_cluster import resize_cluster
+from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.finalists import drop_job_keys
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import SearchTask, search_layouts
@@ -21,6 +22,8 @@ class DeviceCountResult:
     num_devices: int
     winner: RankedLayout | None
     why: str = ""
+    fix: str = ""
+    """Changes with which there is a layout, where none divides ranks and batch."""
     tokens_per_s: float = 0.0
     efficiency: float = 0.0
     job_hours: float = 0.0
@@ -71,10 +74,11 @@ def _search_best_layout_on(task: SearchTask, num_devices: int) -> DeviceCountRes
     try:
         result = search_layouts(resized, num_runners_up=2)
     except LayoutError as error:
-        return DeviceCountResult(num_devices, None, str(error).partition(" (")[0])
+        error = explain_contradiction(resized, error)
+        return DeviceCountResult(num_devices, None, error.what, error.fix or "")
     winner = result.winner
     if winner is None:
-        return DeviceCountResult(num_devices, None, "does not fit")
+        return DeviceCountResult(num_devices, None, result.failure)
     cost = result.economics.get("cost", {})
     return DeviceCountResult(
         num_devices,

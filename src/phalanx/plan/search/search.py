@@ -16,7 +16,13 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, choose_headroom, rank_memory_bytes
+from phalanx.plan.degree_checks import (
+    check_context_parallel,
+    check_gradient_compression,
+    check_tensor_parallel,
+)
 from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.precision import resolve_precision
@@ -53,6 +59,10 @@ MODEL_CUTTING_KEYS = (
 )
 
 
+class NoLayoutError(LayoutError):
+    """No layout that the job allows divides ranks and batch."""
+
+
 @dataclass(frozen=True)
 class SearchTask:
     """One search: a job whose precision is decided, its model, and the cluster with its ranks."""
@@ -82,8 +92,8 @@ class ScreenedLayouts:
     rows: LayoutRows
     seconds: npt.NDArray[np.float64]
     num_considered: int
-    smallest_bytes: float
-    capacity_bytes: int
+    smallest: LayoutRows
+    """One row: the layout that needs least by the screen's formulas."""
 
 
 def build_search_task(
@@ -106,7 +116,7 @@ def build_search_task(
         raise LayoutError(
             f"{plural(num_ranks, 'rank')} were asked for and the cluster has"
             f" {plural(cluster.num_devices, 'GPU')}",
-            fix="set cluster.nodes",
+            fix=f"set cluster.nodes={resize_cluster(cluster, num_ranks).num_nodes}",
         )
     if cluster.device == "cuda" and num_ranks < cluster.num_devices:
         cluster = resize_cluster(cluster, num_ranks)
@@ -126,23 +136,17 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     """The best layout of each family that fits, planned exactly; the fastest wins, and of those
     within TIE_SHARE_OF_STEP of it the one with the fewest mechanisms.
 
-    Raises LayoutError where no layout divides ranks and batch.
+    Raises LayoutError for degrees that the model forbids, NoLayoutError where no layout divides
+    ranks and batch (`phalanx.plan.search.contradiction` says which key is in the way).
     """
+    require_possible_degrees(task)
     screened = screen_layouts(task)
     planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
-    best: list[RankedLayout] = []
-    for family in group_rows_by_family(screened):
-        for row in family[:MAX_PLANS_PER_FAMILY]:
-            ranked = planner.plan_layout(list_job_keys_of_row(task.job, screened.rows, int(row)))
-            if ranked is not None:
-                best.append(ranked)
-                break
-        if len(best) > num_runners_up:
-            break
+    best = plan_best_of_families(screened, planner, num_families=1 + num_runners_up)
     result = _build_search_result(task, screened)
     result = replace(result, refused=dict(planner.refused))
     if not best:
-        return result
+        return _add_missing_memory(result, planner)
     winner, other_layouts = _choose_winner(best)
     runners_up = tuple(
         replace(other, why_not=explain_why_slower(other, winner)) for other in other_layouts
@@ -151,6 +155,60 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     remarks = tuple(filter(None, remarks))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
+
+
+def require_possible_degrees(task: SearchTask) -> None:
+    """Raises LayoutError for degrees of the job that its model, or other keys, forbid on any number
+    of ranks."""
+    check_tensor_parallel(task.job, task.shape)
+    check_context_parallel(task.job, task.shape)
+    check_gradient_compression(task.job, task.num_ranks)
+
+
+def find_winner(task: SearchTask) -> RankedLayout | None:
+    """The layout that `search_layouts` proposes; None where nothing fits. Raises LayoutError where
+    no layout divides ranks and batch."""
+    screened = screen_layouts(task)
+    planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
+    best = plan_best_of_families(screened, planner, num_families=1 + NUM_RUNNERS_UP)
+    if not best:
+        return None
+    return _choose_winner(best)[0]
+
+
+def plan_best_of_families(
+    screened: ScreenedLayouts, planner: FinalistPlanner, *, num_families: int
+) -> list[RankedLayout]:
+    """The best layout of each of the first `num_families` families that an exact plan takes.
+
+    Where none is taken, the layout that needs least by the screen's formulas is planned, too: the
+    screen is not exact, and a figure that is shown is a plan's.
+    """
+    best: list[RankedLayout] = []
+    for family in group_rows_by_family(screened):
+        for row in family[:MAX_PLANS_PER_FAMILY]:
+            ranked = planner.plan_layout(list_job_keys_of_row(planner.job, screened.rows, int(row)))
+            if ranked is not None:
+                best.append(ranked)
+                break
+        if len(best) >= num_families:
+            break
+    if not best:
+        ranked = planner.plan_layout(list_job_keys_of_row(planner.job, screened.smallest, 0))
+        if ranked is not None:
+            best.append(ranked)
+    return best
+
+
+def _add_missing_memory(result: SearchResult, planner: FinalistPlanner) -> SearchResult:
+    """`result` with the bytes of the planned layout that needs least, and of those it may fill;
+    without them where memory is not what layouts were refused for."""
+    shortage = planner.smallest_shortage
+    if shortage is None:
+        return result
+    return replace(
+        result, smallest_bytes=shortage.needed_bytes, capacity_bytes=shortage.capacity_bytes
+    )
 
 
 def _describe_uncut_alternative(
@@ -193,11 +251,9 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     keys = task.open_keys
     rows = enumerate_layouts(job, shape, cluster, task.num_ranks, keys)
     if not len(rows):
-        raise LayoutError(
+        raise NoLayoutError(
             f"no layout of {plural(task.num_ranks, 'rank')} divides"
-            f" train.global_batch_size {job.train.global_batch_size}",
-            why="data-parallel ranks must share the batch evenly",
-            fix=_suggest_divisible_batches(task, keys),
+            f" train.global_batch_size {job.train.global_batch_size}"
         )
     work = build_workload(job, shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1])
     total = MemoryScreen(shape, work, rows).total_bytes()
@@ -214,7 +270,10 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     if not np.isnan(seconds).any():
         order = np.argsort(seconds, kind="stable")
     return ScreenedLayouts(
-        rows_that_fit.take(order), seconds[order], len(rows), float(total.min()), capacity
+        rows_that_fit.take(order),
+        seconds[order],
+        len(rows),
+        rows.take(np.array([np.argmin(total)])),
     )
 
 
@@ -370,9 +429,10 @@ def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchR
         global_batch_size=job.train.global_batch_size,
         winner=None,
         num_considered=screened.num_considered,
+        defaults=_list_defaults_of_step_size(task),
+        tokens_per_sample=task.shape.count_sample_tokens(job.data.seq_len),
+        sample_noun=task.shape.get_sample_noun(of_own_data=is_own_dataset(job.data.source)),
         num_fitting=len(screened.rows),
-        smallest_bytes=round(screened.smallest_bytes),
-        capacity_bytes=screened.capacity_bytes,
         remarks=_describe_slow_precision(task),
         precision=job.precision.compute,
     )
@@ -387,11 +447,13 @@ def _describe_slow_precision(task: SearchTask) -> tuple[str, ...]:
     return (f"remark  {task.precision_reason}",)
 
 
-def _suggest_divisible_batches(task: SearchTask, keys: OpenKeys) -> str:
-    """The nearest batches that the ranks divide with the largest model-parallel degrees."""
-    shared = keys.tp[-1] * keys.cp[-1] * keys.pp[-1]
-    least = max(1, task.num_ranks // max(1, min(shared, task.num_ranks)))
-    batch = task.job.train.global_batch_size
-    below = batch // least * least
-    nearest = [size for size in (below, below + least) if size]
-    return "set train.global_batch_size to " + " or ".join(map(str, nearest))
+def _list_defaults_of_step_size(task: SearchTask) -> tuple[str, ...]:
+    """The keys that say how many tokens a step has and that the job leaves out."""
+    job = task.job
+    defaults = []
+    reads_seq_len = task.shape.count_sample_tokens(job.data.seq_len) == job.data.seq_len
+    if reads_seq_len and "seq_len" not in job.data.model_fields_set:
+        defaults.append("data.seq_len")
+    if "global_batch_size" not in job.train.model_fields_set:
+        defaults.append("train.global_batch_size")
+    return tuple(defaults)

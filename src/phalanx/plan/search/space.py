@@ -191,7 +191,7 @@ def _list_schedule_choices(job: Job) -> tuple[tuple[str, int], ...]:
 
 
 @dataclass(frozen=True)
-class _ModelParallelBase:
+class ModelParallelBase:
     """Degrees, microbatch and schedule: what the rest of a row is chosen for."""
 
     tp: int
@@ -244,12 +244,12 @@ _COLUMNS_OF_SHARDING = (
 
 
 def _list_sharding_choices(
-    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys, *, accumulates: bool
+    base: ModelParallelBase, cluster: Cluster, keys: OpenKeys, *, accumulates: bool
 ) -> Iterator[tuple[int, ...]]:
     """The values of `_COLUMNS_OF_SHARDING` that go with a base; `accumulates`: gradients of its
     microbatches may add up sharded."""
     offloads = [OFFLOAD_CHOICES.index(name) for name in keys.offload]
-    for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
+    for ep, replicate, shard, stage in list_shardings(base, cluster, keys):
         choices = [0]
         if stage >= 2 and accumulates:
             choices = [int(name == "sharded") for name in keys.accumulate]
@@ -273,7 +273,7 @@ def keep_cheapest_recompute(
 
 def _list_bases(
     job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys
-) -> Iterator[_ModelParallelBase]:
+) -> Iterator[ModelParallelBase]:
     batch = job.train.global_batch_size
     for tp in keys.tp:
         for cp in keys.cp:
@@ -281,7 +281,7 @@ def _list_bases(
                 if num_ranks % (tp * cp * pp) or batch % (num_ranks // (tp * cp * pp)):
                     continue
                 share = batch // (num_ranks // (tp * cp * pp))
-                base = _ModelParallelBase(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
+                base = ModelParallelBase(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
                 for micro in _list_micro_batch_sizes(keys, share):
                     number = share // micro
                     sized = replace(base, micro_batch_size=micro, num_microbatches=number)
@@ -297,8 +297,8 @@ def _list_micro_batch_sizes(keys: OpenKeys, share: int) -> Iterable[int]:
 
 
 def _iterate_schedules_of_base(
-    base: _ModelParallelBase, shape: ModelCosts, keys: OpenKeys
-) -> Iterator[_ModelParallelBase]:
+    base: ModelParallelBase, shape: ModelCosts, keys: OpenKeys
+) -> Iterator[ModelParallelBase]:
     if base.pp == 1:
         yield base
         return
@@ -312,8 +312,8 @@ def _iterate_schedules_of_base(
         yield replace(base, schedule=SEARCHED_SCHEDULES.index(name), stages_per_rank=stages)
 
 
-def _list_shardings(
-    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys
+def list_shardings(
+    base: ModelParallelBase, cluster: Cluster, keys: OpenKeys
 ) -> Iterator[tuple[int, int, int, int]]:
     """(ep, dp_replicate, dp_shard, ZeRO stage) of a base."""
     shares = base.data_parallel
@@ -334,7 +334,7 @@ def _list_shardings(
 
 
 def _list_dp_shard_degrees(
-    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys, stage: int, least: int
+    base: ModelParallelBase, cluster: Cluster, keys: OpenKeys, stage: int, least: int
 ) -> Sequence[int]:
     """The degrees of dp_shard to try: all ranks, and for ZeRO 2 and 3 a node's and a few nodes'."""
     shares = base.data_parallel

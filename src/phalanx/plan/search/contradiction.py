@@ -1,0 +1,348 @@
+"""Why no layout of a job divides ranks and batch: the keys that contradict each other, and the
+nearest values with which the search finds something, each searched before it is named."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.errors import JobError, LayoutError
+from phalanx.core.units import plural
+from phalanx.job.nearest import list_divisors
+from phalanx.plan.described_cluster import resize_cluster
+from phalanx.plan.rules import list_legal_tp_degrees
+from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys
+from phalanx.plan.search.overrides import ABSENT, get_default_of_key, passes_job_checks
+from phalanx.plan.search.search import (
+    NoLayoutError,
+    SearchTask,
+    build_search_task,
+    plan_best_of_families,
+    require_possible_degrees,
+    screen_layouts,
+)
+from phalanx.plan.search.space import ModelParallelBase, enumerate_layouts, list_shardings
+
+RANK_AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
+MAX_VALUES_TRIED = 6  # of one key, on each side of what the job says
+MAX_RANKS_TRIED = 512
+MAX_KEYS_NAMED = 3
+MAX_NUMBERS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Keys that cannot hold together, in words, and those of them that may be changed, the
+    likeliest first."""
+
+    problem: str
+    keys: tuple[str, ...]
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Values of one key with which a search finds a layout; `fits`: in memory, too."""
+
+    key: str
+    values: tuple[Any, ...]
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}={' or '.join(map(str, self.values))}"
+
+
+def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
+    """The error for a job of which no layout can be had: the constraint that has no solution, and
+    changes that were searched and give one. `error`: the one that the search raised."""
+    if isinstance(error, NoLayoutError):
+        conflict = find_conflict(task)
+    else:
+        named = re.findall(r"(?:parallel|train)\.[a-z_]+", error.what)
+        conflict = Conflict(error.what, tuple(dict.fromkeys(named)), error.why)
+    remedies = list(_find_remedies(task, conflict))
+    return LayoutError(
+        conflict.problem, why=conflict.why, fix=_format_remedies(remedies) or error.fix
+    )
+
+
+def _format_remedies(remedies: Sequence[Remedy]) -> str:
+    fitting = [str(remedy) for remedy in remedies if remedy.fits]
+    if fitting:
+        return f"set {', or '.join(fitting[:MAX_KEYS_NAMED])}"
+    dividing = [str(remedy) for remedy in remedies]
+    if not dividing:
+        return ""
+    return f"with {', or '.join(dividing[:MAX_KEYS_NAMED])} there are layouts, of which none fits"
+
+
+def find_conflict(task: SearchTask) -> Conflict:
+    """The constraint that leaves a job without a layout: the product of its degrees, the blocks of
+    its stages, what it shards over, its batch, or the microbatches of its pipeline."""
+    bases = [base for base in _list_bases(task) if _can_be_shared(task, base)]
+    return (
+        _find_product_conflict(task)
+        or _find_stage_conflict(task)
+        or _find_sharding_conflict(task, bases)
+        or _find_batch_conflict(task, bases)
+        or _describe_pipeline_conflict(task)
+    )
+
+
+def _list_given_degrees(task: SearchTask) -> dict[str, int]:
+    """The degrees above 1 that the job gives, by axis."""
+    degrees = {axis: getattr(task.job.parallel, axis) or 1 for axis in RANK_AXES}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
+
+
+def _find_product_conflict(task: SearchTask) -> Conflict | None:
+    given = _list_given_degrees(task)
+    product, ranks = math.prod(given.values()), plural(task.num_ranks, "rank")
+    all_given = all(getattr(task.job.parallel, axis) is not None for axis in RANK_AXES)
+    if task.num_ranks % product == 0 and not (all_given and product != task.num_ranks):
+        return None
+    text = " x ".join(f"parallel.{axis}={degree}" for axis, degree in given.items())
+    if len(given) > 1:
+        text += f" = {product}"
+    verb = "is not" if task.num_ranks % product == 0 else "does not divide"
+    keys = (*(f"parallel.{axis}" for axis in reversed(given)), "parallel.ranks")
+    return Conflict(f"{text or 'the product of all degrees, 1,'} {verb} the {ranks}", keys)
+
+
+def _find_stage_conflict(task: SearchTask) -> Conflict | None:
+    pp, stages = task.job.parallel.pp or 1, task.job.parallel.stages_per_rank or 1
+    if pp * stages <= task.shape.num_layers or pp == 1:
+        return None
+    text = f"parallel.pp={pp}"
+    if stages > 1:
+        text += f" x parallel.stages_per_rank={stages}"
+    return Conflict(
+        f"{text} needs a block for each stage, and the model has {task.shape.num_layers}",
+        ("parallel.pp", "parallel.stages_per_rank"),
+    )
+
+
+def _find_sharding_conflict(
+    task: SearchTask, bases: Sequence[ModelParallelBase]
+) -> Conflict | None:
+    """The conflict where no base has ranks for what is to be sharded, whatever the batch."""
+    if bases:
+        return None
+    parallel = task.job.parallel
+    given = _list_given_degrees(task)
+    axes = " x ".join(f"parallel.{axis}={degree}" for axis, degree in given.items())
+    model_axes = [axis for axis in given if axis in ("tp", "pp")]
+    if parallel.zero_stage and math.prod(given[axis] for axis in model_axes) == task.num_ranks:
+        keys = ("parallel.zero_stage", *(f"parallel.{axis}" for axis in model_axes))
+        return Conflict(
+            f"parallel.zero_stage={parallel.zero_stage} needs two data-parallel ranks or more to"
+            f" shard over, and {axes} takes all {plural(task.num_ranks, 'rank')}",
+            keys,
+        )
+    names = ("zero_stage", "ep", "dp_shard", "dp_replicate", "tp", "cp", "pp")
+    keys = tuple(f"parallel.{name}" for name in names if getattr(parallel, name) is not None)
+    said = " x ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in keys)
+    return Conflict(f"{said} cannot hold together on {plural(task.num_ranks, 'rank')}", keys)
+
+
+def _find_batch_conflict(task: SearchTask, bases: Sequence[ModelParallelBase]) -> Conflict | None:
+    train = task.job.train
+    micro = train.micro_batch_size or 1
+    if any(train.global_batch_size % (base.data_parallel * micro) == 0 for base in bases):
+        return None
+    numbers = sorted({base.data_parallel for base in bases})
+    text = f"{plural(numbers[0], 'data-parallel rank')} do not divide"
+    if len(numbers) > 1:
+        named = ", ".join(f"{number:,}" for number in numbers[:MAX_NUMBERS_NAMED])
+        if len(numbers) > MAX_NUMBERS_NAMED:
+            named += ", ..."
+        text = f"no number of data-parallel ranks that {plural(task.num_ranks, 'rank')} can have"
+        text += f" ({named}) divides"
+    text += f" train.global_batch_size {train.global_batch_size}"
+    if micro > 1:
+        text += f" in microbatches of {micro}"
+    keys = ["train.global_batch_size"]
+    if micro > 1:
+        keys.append("train.micro_batch_size")
+    keys += [f"parallel.{axis}" for axis in ("dp_replicate", "dp_shard") if _is_given(task, axis)]
+    return Conflict(text, (*keys, "parallel.ranks"))
+
+
+def _is_given(task: SearchTask, axis: str) -> bool:
+    return getattr(task.job.parallel, axis) is not None
+
+
+def _describe_pipeline_conflict(task: SearchTask) -> Conflict:
+    """The conflict where ranks and batch divide, and no schedule has its microbatches."""
+    parallel = task.job.parallel
+    text = f"train.global_batch_size {task.job.train.global_batch_size} gives no pipeline"
+    if parallel.pp is not None:
+        text += f" of parallel.pp={parallel.pp}"
+    if parallel.schedule is not None:
+        text += f" with parallel.schedule={parallel.schedule}"
+    keys = ["train.global_batch_size", "parallel.pp", "parallel.schedule", "parallel.ranks"]
+    return Conflict(
+        f"{text} its microbatches",
+        tuple(key for key in keys if key[:8] != "parallel" or _is_given(task, key[9:])),
+        "each rank needs as many as there are stages, an interleaved schedule a multiple of them",
+    )
+
+
+def _list_bases(task: SearchTask) -> Iterator[ModelParallelBase]:
+    """The model-parallel degrees that divide the ranks, whatever the batch."""
+    keys, job = task.open_keys, task.job
+    for tp in keys.tp:
+        for cp in keys.cp:
+            for pp in keys.pp:
+                shares, rest = divmod(task.num_ranks, tp * cp * pp)
+                if rest or pp > max(1, task.shape.num_layers):
+                    continue
+                for given in (job.parallel.dp_shard, job.parallel.dp_replicate):
+                    if given is not None and shares % given:
+                        break
+                else:
+                    yield ModelParallelBase(tp, pp, cp, shares, 1, 1, 0, 1)
+
+
+def _can_be_shared(task: SearchTask, base: ModelParallelBase) -> bool:
+    """True if the data-parallel ranks of a base have a ZeRO stage and degrees that the job
+    allows."""
+    return any(True for _ in list_shardings(base, task.cluster, task.open_keys))
+
+
+# Remedies
+
+
+def _find_remedies(task: SearchTask, conflict: Conflict) -> Iterator[Remedy]:
+    """For each key of a conflict the nearest values that work; those that fit alone where any
+    fits."""
+    for key in conflict.keys:
+        working: dict[Any, bool] = {}
+        for values in _list_values_around(task, key):
+            value, fits = _find_first_working_value(task, key, values)
+            if value is not None:
+                working[value] = fits
+        if not working and get_default_of_key(key) is None:
+            fits_without = _search_with(task, key, ABSENT)
+            if fits_without is not None:
+                working[ABSENT] = fits_without
+        fitting = tuple(value for value, fits in working.items() if fits)
+        if working:
+            yield Remedy(key, fitting or tuple(working), bool(fitting))
+
+
+def _find_first_working_value(
+    task: SearchTask, key: str, values: Iterable[int]
+) -> tuple[int | None, bool]:
+    """The first of `values` with which a layout fits, else the first with which there is one."""
+    first: int | None = None
+    for value, _ in zip(values, range(MAX_VALUES_TRIED), strict=False):
+        fits = _search_with(task, key, value)
+        if fits:
+            return value, True
+        if fits is not None and first is None:
+            first = value
+    return first, False
+
+
+def _search_with(task: SearchTask, key: str, value: Any) -> bool | None:
+    """True if a layout of the job with `key` fits, False if there are layouts and none fits, None
+    if there is none."""
+    changed = apply_job_keys(task.job, {key: None if value == ABSENT else value})
+    if not passes_job_checks(changed):
+        return None
+    try:
+        tried = build_search_task(
+            changed,
+            cluster=None if task.cluster.is_described else task.cluster,
+            shape=task.shape,
+            vocab_size=task.vocab_size,
+        )
+        if key != "parallel.ranks" and tried.num_ranks != task.num_ranks:
+            tried = replace(
+                tried,
+                num_ranks=task.num_ranks,
+                cluster=resize_cluster(tried.cluster, task.num_ranks),
+            )
+        require_possible_degrees(tried)
+        planner = FinalistPlanner(tried.job, tried.shape, tried.cluster, tried.vocab_size)
+        best = plan_best_of_families(screen_layouts(tried), planner, num_families=1)
+    except (LayoutError, JobError):
+        return None
+    if best:
+        return True
+    return None if planner.smallest_shortage is None else False
+
+
+def _list_values_around(task: SearchTask, key: str) -> tuple[Iterable[int], Iterable[int]]:
+    """The values of a key below what the job says, descending, and above it, ascending."""
+    if key == "train.global_batch_size":
+        return _list_batches_around(task)
+    if key == "parallel.ranks":
+        return list_rank_counts_around(task)
+    section, _, name = key.partition(".")
+    given = getattr(getattr(task.job, section), name)
+    if not isinstance(given, int) or isinstance(given, bool):
+        return (), ()
+    values = _list_values(task, name)
+    below = [value for value in reversed(values) if value < given]
+    return below, [value for value in values if value > given]
+
+
+def _list_values(task: SearchTask, name: str) -> list[int]:
+    """The values of a degree, or of the size of a microbatch, that may be, ascending."""
+    shape, heads = task.shape, task.shape.heads
+    if name == "tp" and heads is not None:
+        return list_legal_tp_degrees(heads.queries, heads.keys)
+    if name == "pp":
+        return [d for d in list_divisors(task.num_ranks) if d <= max(1, shape.num_layers)]
+    if name == "ep" and shape.experts is not None:
+        return list_divisors(shape.experts.count)
+    if name == "micro_batch_size":
+        return list_divisors(task.job.train.global_batch_size)
+    if name in (*RANK_AXES, "stages_per_rank"):
+        return list_divisors(task.num_ranks)
+    return []
+
+
+def _list_batches_around(task: SearchTask) -> tuple[list[int], list[int]]:
+    """Batches that some base shares evenly, with a microbatch for each stage of its pipeline."""
+    batch, micro = task.job.train.global_batch_size, task.job.train.micro_batch_size or 1
+    below: set[int] = set()
+    above: set[int] = set()
+    for base in _list_bases(task):
+        if not _can_be_shared(task, base):
+            continue
+        unit = base.data_parallel * micro
+        # Interleaved schedules want multiples of the stages, and any schedule as many.
+        for step in {unit, unit * base.pp}:
+            least = unit * base.pp
+            below |= {size for size in (batch // step * step,) if least <= size < batch}
+            above.add(max(least, (batch // step + 1) * step))
+    return sorted(below, reverse=True), sorted(above)
+
+
+def list_rank_counts_around(task: SearchTask) -> tuple[Iterator[int], Iterator[int]]:
+    """Numbers of ranks that the job's degrees divide and that divide its batch: below the task's,
+    descending, and above it, ascending."""
+    number = task.num_ranks
+    below = range(number - 1, max(0, number - 1 - MAX_RANKS_TRIED), -1)
+    above = range(number + 1, number + 1 + MAX_RANKS_TRIED)
+    return (
+        (count for count in below if _has_layouts(task, count)),
+        (count for count in above if _has_layouts(task, count)),
+    )
+
+
+def _has_layouts(task: SearchTask, num_ranks: int) -> bool:
+    resized = replace(task, num_ranks=num_ranks, cluster=resize_cluster(task.cluster, num_ranks))
+    batch = task.job.train.global_batch_size
+    if all(batch % base.data_parallel for base in _list_bases(resized)):
+        return False  # as most numbers are, and cheap to say
+    rows = enumerate_layouts(
+        resized.job, resized.shape, resized.cluster, num_ranks, resized.open_keys
+    )
+    return len(rows) > 0
