@@ -243,3 +243,30 @@ def test_a_layout_that_is_refused_for_no_memory_says_why_first() -> None:
     lacking = SearchResult("m", 1, "h100-sxm", 8, 8192, 64, None, smallest_bytes=2**31)
     assert lacking.failure_kind == "DOES NOT FIT"
     assert "2.0 GiB" in lacking.failure
+
+
+def test_keys_that_only_together_are_in_the_way_are_left_out_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "gpt2", "--gpu", "h100-sxm", "--gpus", "7"]
+    question += ["--seq-len", "512", "--global-batch", "8"]
+    fixed = ["parallel.pp=8", "parallel.stages_per_rank=2"]
+    assert run(*question, *fixed) == 3
+    remedy = capsys.readouterr().err.strip().partition("; set ")[2]
+    assert remedy == "parallel.pp=none parallel.stages_per_rank=none"
+    assert run(*question, *fixed, *remedy.split()) == 0
+
+
+def test_copies_that_the_job_asks_for_are_had_over_any_number_of_ranks() -> None:
+    words = ["model.preset=gpt2", "cluster.gpu=h100-sxm", "data.seq_len=512", "cluster.nodes=3"]
+    words += ["train.global_batch_size=24", "parallel.dp_replicate=2", "parallel.pp=1"]
+    winner = search_layouts(build_search_task(load_job(None, words))).winner
+    assert winner is not None
+    assert winner.layout.dp_replicate == 2
+
+
+def test_axes_that_other_keys_forbid_are_not_searched() -> None:
+    words = ["model.preset=mixtral-8x7b", "train.global_batch_size=64", "cluster.nodes=2"]
+    assert build_task(*words).open_keys.cp != (1,)
+    keys = build_task(*words, "train.compile=true").open_keys
+    assert (keys.cp, keys.ep) == ((1,), (1,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from phalanx.plan.search.search import (
 from phalanx.plan.search.space import ModelParallelBase, enumerate_layouts, list_shardings
 
 RANK_AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
+LAYOUT_KEYS = (*RANK_AXES, "ep", "zero_stage", "schedule", "stages_per_rank")
 MAX_VALUES_TRIED = 6  # of one key, on each side of what the job says
 MAX_RANKS_TRIED = 512
 MAX_KEYS_NAMED = 3
@@ -63,10 +64,8 @@ def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
     else:
         named = re.findall(r"(?:parallel|train)\.[a-z_]+", error.what)
         conflict = Conflict(error.what, tuple(dict.fromkeys(named)), error.why)
-    remedies = list(_find_remedies(task, conflict))
-    return LayoutError(
-        conflict.problem, why=conflict.why, fix=_format_remedies(remedies) or error.fix
-    )
+    remedies = list(_find_remedies(task, conflict)) or _find_joint_remedy(task)
+    return LayoutError(conflict.problem, why=conflict.why, fix=_format_remedies(remedies) or None)
 
 
 def _format_remedies(remedies: Sequence[Remedy]) -> str:
@@ -136,16 +135,17 @@ def _find_sharding_conflict(
     axes = " x ".join(f"parallel.{axis}={degree}" for axis, degree in given.items())
     model_axes = [axis for axis in given if axis in ("tp", "pp")]
     if parallel.zero_stage and math.prod(given[axis] for axis in model_axes) == task.num_ranks:
+        taken = f"{axes} takes all {plural(task.num_ranks, 'rank')}" if axes else "there is one"
         keys = ("parallel.zero_stage", *(f"parallel.{axis}" for axis in model_axes))
         return Conflict(
             f"parallel.zero_stage={parallel.zero_stage} needs two data-parallel ranks or more to"
-            f" shard over, and {axes} takes all {plural(task.num_ranks, 'rank')}",
+            f" shard over, and {taken}",
             keys,
         )
     names = ("zero_stage", "ep", "dp_shard", "dp_replicate", "tp", "cp", "pp")
     keys = tuple(f"parallel.{name}" for name in names if getattr(parallel, name) is not None)
     said = " x ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in keys)
-    return Conflict(f"{said} cannot hold together on {plural(task.num_ranks, 'rank')}", keys)
+    return Conflict(f"{said} cannot be had on {plural(task.num_ranks, 'rank')}", keys)
 
 
 def _find_batch_conflict(task: SearchTask, bases: Sequence[ModelParallelBase]) -> Conflict | None:
@@ -177,15 +177,21 @@ def _is_given(task: SearchTask, axis: str) -> bool:
 
 def _describe_pipeline_conflict(task: SearchTask) -> Conflict:
     """The conflict where ranks and batch divide, and no schedule has its microbatches."""
-    parallel = task.job.parallel
-    text = f"train.global_batch_size {task.job.train.global_batch_size} gives no pipeline"
-    if parallel.pp is not None:
-        text += f" of parallel.pp={parallel.pp}"
+    parallel, train = task.job.parallel, task.job.train
+    batch = f"train.global_batch_size {train.global_batch_size}"
+    micro = ""
+    if (train.micro_batch_size or 1) > 1:
+        micro = f" in microbatches of {train.micro_batch_size}"
+    text = f"{batch}{micro} gives no pipeline of parallel.pp={parallel.pp}"
     if parallel.schedule is not None:
         text += f" with parallel.schedule={parallel.schedule}"
+    text += " its microbatches"
+    if parallel.pp is None:
+        text = f"{plural(task.num_ranks, 'rank')} do not divide {batch}{micro}, and a pipeline of"
+        text += " them has too few microbatches"
     keys = ["train.global_batch_size", "parallel.pp", "parallel.schedule", "parallel.ranks"]
     return Conflict(
-        f"{text} its microbatches",
+        text,
         tuple(key for key in keys if key[:8] != "parallel" or _is_given(task, key[9:])),
         "each rank needs as many as there are stages, an interleaved schedule a multiple of them",
     )
@@ -226,12 +232,21 @@ def _find_remedies(task: SearchTask, conflict: Conflict) -> Iterator[Remedy]:
             if value is not None:
                 working[value] = fits
         if not working and get_default_of_key(key) is None:
-            fits_without = _search_with(task, key, ABSENT)
+            fits_without = _search_with(task, {key: ABSENT})
             if fits_without is not None:
                 working[ABSENT] = fits_without
         fitting = tuple(value for value, fits in working.items() if fits)
         if working:
             yield Remedy(key, fitting or tuple(working), bool(fitting))
+
+
+def _find_joint_remedy(task: SearchTask) -> list[Remedy]:
+    """The keys of the layout left out together, where no value of a single one is enough."""
+    keys = [f"parallel.{name}" for name in LAYOUT_KEYS if _is_given(task, name)]
+    fits = _search_with(task, dict.fromkeys(keys, ABSENT)) if keys else None
+    if fits is None:
+        return []
+    return [Remedy(f"={ABSENT} ".join(keys), (ABSENT,), fits)]
 
 
 def _find_first_working_value(
@@ -240,7 +255,7 @@ def _find_first_working_value(
     """The first of `values` with which a layout fits, else the first with which there is one."""
     first: int | None = None
     for value, _ in zip(values, range(MAX_VALUES_TRIED), strict=False):
-        fits = _search_with(task, key, value)
+        fits = _search_with(task, {key: value})
         if fits:
             return value, True
         if fits is not None and first is None:
@@ -248,10 +263,11 @@ def _find_first_working_value(
     return first, False
 
 
-def _search_with(task: SearchTask, key: str, value: Any) -> bool | None:
-    """True if a layout of the job with `key` fits, False if there are layouts and none fits, None
+def _search_with(task: SearchTask, keys: Mapping[str, Any]) -> bool | None:
+    """True if a layout of the job with `keys` fits, False if there are layouts and none fits, None
     if there is none."""
-    changed = apply_job_keys(task.job, {key: None if value == ABSENT else value})
+    values = {key: None if value == ABSENT else value for key, value in keys.items()}
+    changed = apply_job_keys(task.job, values)
     if not passes_job_checks(changed):
         return None
     try:
@@ -261,7 +277,7 @@ def _search_with(task: SearchTask, key: str, value: Any) -> bool | None:
             shape=task.shape,
             vocab_size=task.vocab_size,
         )
-        if key != "parallel.ranks" and tried.num_ranks != task.num_ranks:
+        if "parallel.ranks" not in keys and tried.num_ranks != task.num_ranks:
             tried = replace(
                 tried,
                 num_ranks=task.num_ranks,

@@ -9,10 +9,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.core.errors import LayoutError
+from phalanx.job.checks.experts import check_experts_have_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.degree_checks import check_context_parallel
 from phalanx.plan.rules import list_legal_tp_degrees
 
 Integers = npt.NDArray[np.int64]
@@ -123,7 +126,7 @@ def list_open_keys(
         ),
         pp=_restrict_to_job_value(parallel.pp, _list_pp_degrees(shape, num_ranks)),
         cp=_restrict_to_job_value(parallel.cp, _list_cp_degrees(job, shape, num_ranks)),
-        ep=_restrict_to_job_value(parallel.ep, _list_ep_degrees(shape)),
+        ep=_restrict_to_job_value(parallel.ep, _list_ep_degrees(job, shape)),
         dp_shard=_restrict_to_job_value(parallel.dp_shard, ()),
         dp_replicate=_restrict_to_job_value(parallel.dp_replicate, ()),
         zero_stage=zero_stages,
@@ -159,7 +162,11 @@ def _list_pp_degrees(shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
 
 
 def _list_cp_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
-    if shape.why_samples_stay_whole or shape.heads is None or job.data.document_masks:
+    if shape.heads is None or job.data.document_masks:
+        return (1,)
+    try:
+        check_context_parallel(_replace_degree(job, cp=2), shape)
+    except LayoutError:
         return (1,)
     longest = job.data.seq_len // MIN_TOKENS_OF_CP_RANK
     degrees = [1]
@@ -169,8 +176,13 @@ def _list_cp_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, 
     return tuple(degree for degree in degrees if num_ranks % degree == 0)
 
 
-def _list_ep_degrees(shape: ModelCosts) -> tuple[int, ...]:
-    if shape.experts is None:
+def _replace_degree(job: Job, **degree: int) -> Job:
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update=degree)})
+
+
+def _list_ep_degrees(job: Job, shape: ModelCosts) -> tuple[int, ...]:
+    # What is in the way of ep is in the way of any degree above 1.
+    if shape.experts is None or check_experts_have_no_conflicts.run(_replace_degree(job, ep=2)):
         return (1,)
     return tuple(list_divisors(shape.experts.count))
 
@@ -342,6 +354,8 @@ def _list_dp_shard_degrees(
         degrees = [least]
     elif keys.dp_shard:
         degrees = list(keys.dp_shard)
+    elif keys.dp_replicate:
+        degrees = [shares // copies for copies in keys.dp_replicate if shares % copies == 0]
     else:
         degrees = [shares]
         inside = max(1, cluster.link_domain // (base.tp * base.cp))
