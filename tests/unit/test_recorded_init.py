@@ -18,6 +18,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Model
 from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.mesh import recorded_init
 from phalanx.mesh.logical import Box, LogicalShard, collect_module_shards
 from phalanx.mesh.recorded_init import (
     NotRecordableError,
@@ -57,6 +58,18 @@ class Drawn(nn.Module):
                 parameter.data[0] = 0
             if name.endswith("norm1.weight"):
                 parameter.data = torch.randn(16)
+
+
+class WithTable(nn.Module):
+    """Has a buffer that no random number is in, and one that is drawn before the last layer."""
+
+    def __init__(self, *, has_noise: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        if has_noise:
+            self.register_buffer("noise", torch.rand(3))
+        self.last = nn.Linear(4, 4)
+        self.register_buffer("rates", 1 / 10 ** (torch.arange(4) / 4))
 
 
 class FromArrays(nn.Module):
@@ -284,6 +297,26 @@ def test_a_plan_counts_the_start_of_what_is_built_whole(monkeypatch: pytest.Monk
     assert plans[1].model_shape.is_built_whole
     with pytest.raises(LayoutError, match=r"needs 2\.0 GiB of a machine's 1\.0 GiB"):
         make_plan(job, shape=replace(shape, is_built_whole=True), cluster=Cluster("cpu", 4, 2**30))
+
+
+@pytest.mark.parametrize(("has_noise", "num_drawn"), [(False, 0), (True, 2)])
+def test_nothing_is_drawn_after_the_last_random_number_that_is_needed(
+    has_noise: bool, num_drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of billions of parameters takes minutes to draw."""
+    drawn = []
+    monkeypatch.setattr(recorded_init, "_draw_and_discard", drawn.append)
+    module = record_seeded(lambda: WithTable(has_noise=has_noise))
+    assert torch.equal(module.get_buffer("rates"), WithTable().get_buffer("rates"))
+    assert len(drawn) == num_drawn
+    drawn.clear()
+    recorded = get_initial_values_of_module(module)
+    assert recorded is not None
+    box = Box((0, 0), (0, 0), (4, 4))
+    shard = LogicalShard("first.weight", (4, 4), "float32", (box,), torch.zeros(4, 4))
+    recorded.fill_parameter_shards({"first.weight": shard})
+    assert drawn == []
+    assert torch.equal(shard.tensor, build_seeded(WithTable).get_parameter("first.weight"))
 
 
 def test_digests_tell_other_numbers_apart() -> None:

@@ -4,7 +4,8 @@ numbers that building it would have given.
 While the module is built its tensors are fake: they have shapes, and no memory. Every operation on
 them is recorded. Replayed in the same order from the same state of the random generator they give
 the same bits, one parameter after another: what is not needed any more is let go, and what a later
-operation overwrites is drawn only to move the generator on.
+operation overwrites is drawn only to move the generator on, where something random is needed after
+it.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class _RecordedOperations:
         receive: Callable[[str, torch.Tensor], None],
     ) -> None:
         """Call `receive` with the value of each of `view_of_tensor`, as soon as it is final."""
-        is_live, last_use = self._select_operations_to_replay(
+        is_live, last_use, num_before_last_draw = self._select_operations_to_replay(
             ref.storage for ref in view_of_tensor.values()
         )
         due: dict[int, list[int]] = {}
@@ -131,7 +132,7 @@ class _RecordedOperations:
             for index, operation in enumerate(self.operations):
                 if is_live[index]:
                     _run_recorded_operation(operation, memory)
-                elif operation.is_random:
+                elif operation.is_random and index < num_before_last_draw:
                     _draw_and_discard(operation)
                 for storage in due.get(index, ()):
                     for name in names_of.get(storage, ()):
@@ -140,23 +141,28 @@ class _RecordedOperations:
 
     def _select_operations_to_replay(
         self, needed_storages: Iterator[int]
-    ) -> tuple[list[bool], dict[int, int]]:
-        """Mark the operations that must run for the memory `needed_storages`, and find the last
-        operation that uses each memory."""
+    ) -> tuple[list[bool], dict[int, int], int]:
+        """Mark the operations that must run for the memory `needed_storages`, find the last
+        operation that uses each memory, and count the operations before the last one that must run
+        and is random: after it the generator's state decides about nothing."""
         needed = set(needed_storages)
         is_live = [False] * len(self.operations)
         last_use: dict[int, int] = {}
+        num_before_last_draw = 0
         for index in range(len(self.operations) - 1, -1, -1):
             operation = self.operations[index]
             has_effect = not needed.isdisjoint(operation.created | operation.written)
-            if not has_effect and (not operation.is_random or _can_draw_without_values(operation)):
+            moves_generator = operation.is_random and index < num_before_last_draw
+            if not has_effect and (not moves_generator or _can_draw_without_values(operation)):
                 continue
             is_live[index] = True
+            if operation.is_random:
+                num_before_last_draw = max(num_before_last_draw, index)
             needed -= operation.defined
             needed |= operation.read
             for storage in operation.created | operation.written | operation.read:
                 last_use.setdefault(storage, index)
-        return is_live, last_use
+        return is_live, last_use, num_before_last_draw
 
 
 def _can_draw_without_values(operation: _RecordedOperation) -> bool:
