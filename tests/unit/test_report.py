@@ -603,6 +603,23 @@ def test_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_start_that_nobody_announced_is_a_restart_of_its_launcher(run: Run) -> None:
+    """Under torchrun: rank 0 ends with the attempt, and the ranks just come again."""
+    run.start()
+    run.steps(range(1, 6))
+    run.say(events.RunFinished("failed", 1, 3, 1.0), rank=-1)
+    run.start(attempt=1, at=3)
+    run.steps(range(4, 8), attempt=1)
+    run.say(events.RunFinished("finished", 0, 7, 1.0), rank=-1, attempt=1)
+    facts = collect_run_facts(run.directory)
+    assert (facts.num_restarts, facts.num_resumes) == (1, 0)
+    assert facts.reliability.num_failures == 1
+    text = Page(write_report(run.directory)).text
+    assert "restart 1" in text
+    assert re.search(r"Restarts 1\b", text)
+    assert "Resumes" not in text
+
+
 def test_resumes_are_told_from_restarts(run: Run) -> None:
     """A crash that the supervisor answered, and a run that a person continued: each counted and
     drawn by itself."""

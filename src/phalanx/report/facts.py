@@ -149,13 +149,15 @@ class RankPhaseSeconds:
 class RunAttempt:
     """One life of the ranks. `first_step` is None if it never finished one.
 
-    `is_restart`: the supervisor started it after a crash; a later one that is none is a resume.
+    `is_restart`: it was started after a crash; a later one that is none is a resume, by a person.
+    `is_by_launcher`: another launcher than phalanx did that, torchrun say, which says nothing.
     """
 
     number: int
     first_step: int | None
     started: events.RunStarted | None
     is_restart: bool = False
+    is_by_launcher: bool = False
 
 
 @dataclass(frozen=True)

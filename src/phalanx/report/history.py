@@ -92,18 +92,33 @@ def select_skips_not_redone(
 
 
 def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
+    """The attempts by number. Of one that nobody announced it is the launcher that started the
+    ranks again."""
     started: dict[int, events.RunStarted] = {}
     crashed: set[int] = set()
+    resumed: set[int] = set()
     for envelope in log.rest:
         if isinstance(
             envelope.event, events.RestartScheduled | events.LayoutChanged | events.RolledBack
         ):
             crashed.add(envelope.attempt)
+        elif isinstance(envelope.event, events.Note) and envelope.event.code == events.RESUMED:
+            resumed.add(envelope.attempt)
+        elif isinstance(envelope.event, events.RunFinished) and envelope.event.status != "failed":
+            # Runs of early releases have no such note; a launcher starts only what failed.
+            resumed.add(envelope.attempt + 1)
         elif isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
             started[envelope.attempt] = envelope.event
     attempts = []
     for number in sorted(set(started) | set(history.first_step)):
-        is_restart = number - 1 in crashed
-        first_step = history.first_step.get(number)
-        attempts.append(RunAttempt(number, first_step, started.get(number), is_restart))
+        is_by_launcher = bool(attempts) and number - 1 not in crashed and number not in resumed
+        attempts.append(
+            RunAttempt(
+                number,
+                history.first_step.get(number),
+                started.get(number),
+                is_restart=number - 1 in crashed or is_by_launcher,
+                is_by_launcher=is_by_launcher,
+            )
+        )
     return attempts

@@ -105,7 +105,8 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         last_step=_find_last_step(steps, finished),
         num_redone=history.num_redone,
         num_rolled_back=history.num_rolled_back,
-        num_restarts=len(_select_events(story, events.RestartScheduled)),
+        num_restarts=len(_select_events(story, events.RestartScheduled))
+        + sum(attempt.is_by_launcher for attempt in attempts),
         num_resumes=sum(not attempt.is_restart for attempt in attempts[1:]),
         skipped=skipped,
         attempts=attempts,

@@ -60,6 +60,8 @@ def measure_reliability(
     """`story`: what happened, in order; `attempt_of_step`: of the steps that stand; `good_s`:
     their seconds."""
     num_failures = sum(isinstance(e.event, events.RankFailed) for e in story)
+    # Another launcher starts ranks again because one of them failed.
+    num_failures += sum(attempt.is_by_launcher for attempt in attempts)
     mtbf_s = timeline.alive_s / num_failures if num_failures else math.nan
     saves = [e for e in story if isinstance(e.event, events.CheckpointSaved)]
     stalls, durations = [], []
