@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.best import record_best_step
+from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
@@ -649,3 +650,15 @@ def test_resumes_are_told_from_restarts(run: Run) -> None:
     assert re.search(r"Restarts 1\b.*Resumes 1\b", page.text)
     assert "resumed at step 7: train.steps 10 -> 12: 5 steps left" in page.text
     assert {"restart", "resume"} <= set(page.attributes("class"))
+
+
+def test_the_page_may_be_written_elsewhere(run: Run, tmp_path: Path) -> None:
+    run.start()
+    run.steps(range(1, 4))
+    page, directory = tmp_path / "page.html", str(run.directory)
+    assert run_command_line(["report", directory, "--out", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert not (run.directory / "report.html").exists()
+    assert run_command_line(["report", directory, "--json", "--out", str(page)]) == 2
+    nowhere = tmp_path / "missing" / "page.html"
+    assert run_command_line(["report", directory, "--out", str(nowhere)]) == 7

@@ -23,6 +23,10 @@ def command(
             autocompletion=complete_run_directory,
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the page there, not into the run."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")
     ] = False,
@@ -32,6 +36,10 @@ def command(
 
     with print_errors_as_json(as_json):
         run_dir = _require_run(run)
+        if out is not None and (other is not None or as_json):
+            from phalanx.core.errors import UsageError
+
+            raise UsageError("--out is for the page, and none is written here", fix="leave it out")
         if other is not None:
             return _compare(run_dir, _require_run(other), as_json=as_json)
         from phalanx.report.reduce import collect_run_facts
@@ -49,7 +57,7 @@ def command(
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
         for drift in facts.drifts:
             print(drift.describe())
-        print(write_report(run_dir, facts))
+        print(write_report(run_dir, facts, path=out))
     return 0
 
 

@@ -353,7 +353,7 @@ class AttemptWatch:
                 self._stop.signal = signal.SIGINT
             self._grace_until = min(self._grace_until, time.monotonic() + self._spec.grace_s)
             self._server.link.send(SendSignalToRanks(int(self._stop.signal)))
-            self._listener.say(describe_stop_on_signal(self._stop.signal, self._spec.grace_s))
+            self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
@@ -476,7 +476,11 @@ class AttemptWatch:
         return False
 
 
-def describe_stop_on_signal(number: signal.Signals, grace_s: float) -> str:
+def describe_stop_on_signal(number: int, grace_s: float) -> str:
+    """What is said when a signal asks for a stop."""
     if number == signal.SIGINT:
         return "stopping after this step and saving; press Ctrl-C again to stop at once"
-    return f"{number.name}: stopping after this step and saving, within {grace_s:g} s"
+    name = signal.Signals(number).name
+    if number == signal.SIGHUP:
+        name += " (the terminal was closed)"
+    return f"{name}: stopping after this step and saving, within {grace_s:g} s"

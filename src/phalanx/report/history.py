@@ -109,7 +109,7 @@ def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
             resumed.add(envelope.attempt + 1)
         elif isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
             started[envelope.attempt] = envelope.event
-    attempts = []
+    attempts: list[RunAttempt] = []
     for number in sorted(set(started) | set(history.first_step)):
         is_by_launcher = bool(attempts) and number - 1 not in crashed and number not in resumed
         attempts.append(

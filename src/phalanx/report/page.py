@@ -72,18 +72,21 @@ _NAVIGATION_LINKS = (
 )
 
 
-def write_report(run_dir: Path, facts: RunFacts | None = None) -> Path:
-    """Make `RUN/report.html` from whatever the run has written so far, and return its path.
+def write_report(run_dir: Path, facts: RunFacts | None = None, *, path: Path | None = None) -> Path:
+    """Make the page, `RUN/report.html` or at `path`, from whatever the run has written so far, and
+    return where it is.
 
     `facts` are those of the run, where they have been collected already. Raises ResourceError if
     the page cannot be written; an old page then stays as it was.
     """
-    path = run_dir / "report.html"
+    path = path or run_dir / "report.html"
     page = render_page(facts or collect_run_facts(run_dir))
     try:
         write_bytes_atomically(path, page.encode())
     except OSError as error:
-        raise build_path_resource_error(error, "writing the report", path) from None
+        raise build_path_resource_error(
+            error, "writing the report", path, place="--out FILE"
+        ) from None
     return path
 
 
