@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.mesh.mesh import open_mesh
-from phalanx.mesh.shared_memory import futex, in_place, opening
+from phalanx.mesh.shared_memory import futex, opening
 from phalanx.mesh.shared_memory.board import Board
 from phalanx.mesh.shared_memory.in_place import GatheredTensor
 from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
@@ -38,6 +39,7 @@ DTYPES = (
 # none of them a multiple of a cache line.
 SIZES = (0, 1, 7, 5_000, 70_001, 1_100_003)
 LARGE_TYPES = (torch.float32, torch.bfloat16)
+USUAL = BlockSizes()
 
 
 def make_values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -476,9 +478,10 @@ def make_shown(transport: Any, values: torch.Tensor, *, in_arena: bool) -> torch
 
 def check_in_place(rank: int, num_ranks: int, max_mapped_bytes: int) -> list[str]:
     wrong = []
-    # In this rank's process alone.
-    in_place.MAX_MAPPED_BYTES = max_mapped_bytes
-    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"):
+    with (
+        use_block_sizes(BlockSizes(shared_mapped_bytes=max_mapped_bytes)),
+        open_mesh(Layout(dp_replicate=num_ranks), device="cpu", collectives="shared"),
+    ):
         transport, group = current_transport(), dist.group.WORLD
         assert transport is not None
         assert group is not None
@@ -524,7 +527,7 @@ def check_in_place(rank: int, num_ranks: int, max_mapped_bytes: int) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "max_mapped_bytes"), [(2, in_place.MAX_MAPPED_BYTES), (2, 50_000), (3, 9_002)]
+    ("num_ranks", "max_mapped_bytes"), [(2, USUAL.shared_mapped_bytes), (2, 50_000), (3, 9_002)]
 )
 def test_tensors_are_gathered_and_reduced_where_they_lie(
     num_ranks: int, max_mapped_bytes: int

@@ -11,16 +11,23 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from models import fill, shape
-from phalanx.core.block_sizes import BlockSizes, get_block_sizes, use_block_sizes
+from phalanx.core.block_sizes import (
+    BlockSizes,
+    get_block_sizes,
+    restore_shared_memory_sizes,
+    use_block_sizes,
+)
 from phalanx.mesh import counter_rng, malloc
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.counter_rng import make_dropout_keep_mask
 from phalanx.mesh.logical import Box, LogicalShard
+from phalanx.mesh.shared_memory import calls, reduction
 from phalanx.nn import init, objective
 from phalanx.nn.attention import AttentionCore
 from phalanx.nn.init import InitRule, initialize_shards
@@ -40,6 +47,11 @@ SMALL = BlockSizes(
     gpu_dropout_pairs=101,
     init_elements=61,
     mapped_scratch_bytes=1,
+    shared_chunk_bytes=1351,
+    shared_whole_bytes=101,
+    shared_piece_bytes=203,
+    shared_mapped_bytes=203,
+    shared_bucket_bytes=1001,
 )
 NUM_TOKENS, WIDTH, FFN_WIDTH, VOCAB = 64, 32, 90, 251
 Tensors = tuple[torch.Tensor, ...]
@@ -136,6 +148,48 @@ CASES: dict[str, tuple[Callable[[], Tensors], Any, str, int, int]] = {
     "cpu_dropout_pairs": (dropout, counter_rng, "_apply_splitmix64_in_place", 7, 6),
     "init_elements": (initial_weights, init, "_make_normals_of_runs", 4, 0),
 }
+
+
+def sum_in_shared_memory(num_ranks: int = 3) -> Tensors:
+    """What each of several ranks has of an all-reduce of a tensor, all of them in this process."""
+    tensors, transfers = [], []
+    for rank in range(num_ranks):
+        generator = torch.Generator().manual_seed(rank)
+        tensor = torch.randn(FFN_WIDTH, 7, generator=generator, dtype=torch.float64)
+        context = calls.CallContext(rank, num_ranks, "avg", lambda _: None)
+        taken = calls._build_all_reduce(context, [[tensor]])
+        assert taken is not None
+        tensors.append(tensor)
+        transfers.append(taken.operation.transfers)
+    for of_ranks in zip(*transfers, strict=True):
+        blocks = [np.zeros(transfer.operand_bytes, np.uint8) for transfer in of_ranks]
+        for transfer, block in zip(of_ranks, blocks, strict=True):
+            transfer.stage(block)
+        for transfer in of_ranks:
+            transfer.move(blocks, None)
+        for transfer, block in zip(of_ranks, blocks, strict=True):
+            transfer.collect(block)
+    return tuple(tensors)
+
+
+def test_chunks_of_shared_memory_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Calls(monkeypatch, reduction, "_reduce_piece_by_numpy")
+    usual = sum_in_shared_memory()
+    num_usual, pieces.count = pieces.count, 0
+    with use_block_sizes(SMALL):
+        assert len(calls._list_chunks(usual[0].nbytes)) == 4
+        assert len(calls._list_chunks(usual[0].nbytes, num_parts=3)) == 12
+        small = sum_in_shared_memory()
+    # Each rank reduces everything; then a slice of each chunk, in pieces of 192 bytes.
+    assert num_usual == 3
+    assert pieces.count == 3 * 3 * 3 + 3 * 2
+    assert all(torch.equal(a, usual[0]) for a in (*usual, *small))
+
+
+def test_shared_memory_sizes_alone_are_restored() -> None:
+    sizes = restore_shared_memory_sizes(SMALL)
+    assert sizes.shared_chunk_bytes == USUAL.shared_chunk_bytes
+    assert sizes.bucket_bytes == SMALL.bucket_bytes
 
 
 @pytest.mark.parametrize("name", CASES)

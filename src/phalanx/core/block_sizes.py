@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from phalanx.core.units import MIB
+from phalanx.core.units import KIB, MIB
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,35 @@ class BlockSizes:
     mapped_scratch_bytes: int = 4 * MIB
     """Bytes from which scratch memory on a CPU (logits of a chunk) has pages of its own."""
 
+    shared_chunk_bytes: int = 4 * MIB
+    """Bytes of a tensor, over all ranks' parts of it, that one transfer of a collective in shared
+    memory moves: chunks stay in the processors' last cache. Ranks of a group must have it alike."""
+
+    shared_whole_bytes: int = 16 * KIB
+    """Bytes up to which each rank reduces all of a tensor in shared memory, and none waits twice;
+    of longer ones each reduces a slice. Ranks of a group must have it alike."""
+
+    shared_piece_bytes: int = 128 * KIB
+    """Bytes of each operand that a reduction in shared memory takes at a time: such pieces of all
+    operands lie in a core's second cache."""
+
+    shared_mapped_bytes: int = 8 * MIB
+    """Bytes of another rank's memory that are mapped at once while they are copied; a row that is
+    not contiguous is not cut."""
+
+    shared_bucket_bytes: int = 64 * KIB
+    """Bytes from which a bucket of DDP's lies in shared memory; smaller ones are copied there in a
+    few microseconds."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             assert size is None or size >= 1, f"{field.name} is {size}"
 
 
+SHARED_MEMORY_SIZES = tuple(
+    field.name for field in fields(BlockSizes) if field.name.startswith("shared_")
+)
 _current_block_sizes = BlockSizes()
 
 
@@ -79,6 +102,12 @@ def use_block_sizes(sizes: BlockSizes) -> Iterator[None]:
         _current_block_sizes = before
 
 
+def restore_shared_memory_sizes(sizes: BlockSizes) -> BlockSizes:
+    """`sizes` with the usual ones of what ranks exchange in shared memory."""
+    usual = BlockSizes()
+    return replace(sizes, **{name: getattr(usual, name) for name in SHARED_MEMORY_SIZES})
+
+
 def shrink_block_sizes() -> BlockSizes:
     """Sizes with which a model of width 32, feed-forward width 90 and 251 tokens goes through each
     loop at least three times in sequences of 64 tokens on four ranks. All are odd: last blocks are
@@ -96,4 +125,10 @@ def shrink_block_sizes() -> BlockSizes:
         gpu_dropout_pairs=101,
         init_elements=1009,
         mapped_scratch_bytes=1,
+        # A bucket has three chunks. No smaller: each transfer is one of Python's calls.
+        shared_chunk_bytes=6151,
+        shared_whole_bytes=1009,
+        shared_piece_bytes=577,
+        shared_mapped_bytes=2053,
+        shared_bucket_bytes=4099,
     )

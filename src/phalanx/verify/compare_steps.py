@@ -17,6 +17,11 @@ from typing import Any
 import torch
 import xxhash
 
+from phalanx.core.block_sizes import (
+    get_block_sizes,
+    restore_shared_memory_sizes,
+    use_block_sizes,
+)
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.parallel.executor import Batch, Objective
@@ -35,6 +40,9 @@ from phalanx.verify.trace_facts import (
     name_gradients_set,
     name_weights_set,
 )
+
+# One reads in place, one sends messages.
+NUM_STEPS_IN_CHUNKS = 2
 
 Dots = tuple[float, float, float, float, float]
 """Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the
@@ -108,7 +116,7 @@ def train_beside_reference(
     # Once: the places of what is updated stay where they are.
     places = model.trained_shards()
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
-        with _reading_in_place_or_by_messages(number):
+        with _reading_in_place_or_by_messages(number), _exchanging_in_chunks(number):
             optimizer.zero_grad()
             means: list[float] = []
             sent_gradients.begin_step(number)
@@ -156,6 +164,15 @@ def _reading_in_place_or_by_messages(number: int) -> AbstractContextManager[None
     if transport is None or number % 2 == 0:
         return nullcontext()
     return transport.sending_messages()
+
+
+def _exchanging_in_chunks(number: int) -> AbstractContextManager[None]:
+    """The sizes in force hold in the first steps, and from then on the usual ones for what ranks
+    exchange: a chunk more is a turn of Python's on each rank, and what is wrong with one shows at
+    once."""
+    if number < NUM_STEPS_IN_CHUNKS:
+        return nullcontext()
+    return use_block_sizes(restore_shared_memory_sizes(get_block_sizes()))
 
 
 def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservations:

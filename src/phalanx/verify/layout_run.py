@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import build_objective
@@ -19,7 +20,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.begin import replace_learning_rate
-from phalanx.verify.compare_steps import train_beside_reference
+from phalanx.verify.compare_steps import RankObservations, train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import LayoutOutputs
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
@@ -67,6 +68,19 @@ class LayoutRun:
             lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
+        # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
+        with use_block_sizes(BlockSizes()):
+            return self._gather_result(trace, mesh, observations, outputs, watch, notes)
+
+    def _gather_result(
+        self,
+        trace: Trace,
+        mesh: Mesh,
+        observations: RankObservations,
+        outputs: LayoutOutputs,
+        watch: LayoutRouting,
+        notes: tuple[str, ...],
+    ) -> LayoutResult:
         all_observations = mesh.gather_json(observations.to_json())
         tolerance = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(trace.dtype)]
         # Where a forward begins to go wrong is asked of a loss that is off: it takes as long as a

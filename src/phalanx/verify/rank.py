@@ -12,7 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.core.block_sizes import BlockSizes, shrink_block_sizes, use_block_sizes
+from phalanx.core.block_sizes import (
+    SHARED_MEMORY_SIZES,
+    BlockSizes,
+    restore_shared_memory_sizes,
+    shrink_block_sizes,
+    use_block_sizes,
+)
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.core.typed_json import JsonObject
 from phalanx.job.schema import Job
@@ -252,7 +258,8 @@ def compare_layout_with_reference(
 
 def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
-    block. In float32 attention has one mask, as it has in usual training."""
+    block. In float32 attention has one mask, and shared memory the usual chunks, as in training:
+    what has one block there is judged, too."""
     sizes = shrink_block_sizes()
     # A bucket more is a collective more: a larger model has larger ones.
     num_bytes = plan.num_params * getattr(torch, parameter_dtype_of_row(dtype)).itemsize
@@ -265,8 +272,23 @@ def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     if chunk > 1:
         sizes = replace(sizes, loss_chunk_tokens=chunk)
     if dtype == "float32":
-        return replace(sizes, query_block=BlockSizes().query_block)
-    return sizes
+        sizes = replace(sizes, query_block=BlockSizes().query_block)
+        return restore_shared_memory_sizes(sizes)
+    return _grow_shared_memory_sizes(sizes)
+
+
+def _grow_shared_memory_sizes(sizes: BlockSizes) -> BlockSizes:
+    """`sizes` with those of shared memory larger by as much as buckets are: a bucket has three
+    chunks in a larger model, too. None becomes larger than it usually is."""
+    usual, smallest = BlockSizes(), shrink_block_sizes()
+    assert sizes.bucket_bytes
+    assert smallest.bucket_bytes
+    growth = sizes.bucket_bytes / smallest.bucket_bytes
+    grown = {
+        name: min(getattr(usual, name), int(getattr(smallest, name) * growth) | 1)
+        for name in SHARED_MEMORY_SIZES
+    }
+    return replace(sizes, **grown)
 
 
 def _has_unfused_attention(dtype: str, plan: Plan) -> bool:

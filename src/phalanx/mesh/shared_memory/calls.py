@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.messages import Receive, Send
 from phalanx.mesh.shared_memory.operations import Collective, Operation
@@ -27,11 +28,6 @@ from phalanx.mesh.shared_memory.transfers import (
     ReduceToRoot,
     Transfer,
 )
-
-# A rank stages so much of a tensor at a time: pieces stay in the processors' last cache.
-_CHUNK_BYTES = 4 << 20
-# Below it each rank reduces everything, and nobody waits twice.
-_WHOLE_BELOW_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def _moved_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def _list_chunks(num_bytes: int, num_parts: int = 1) -> list[slice]:
     """Ranges of `num_bytes`, each so long that `num_parts` of them are a chunk; one at least."""
-    length = max(64, _CHUNK_BYTES // num_parts // 64 * 64)
+    length = max(64, get_block_sizes().shared_chunk_bytes // num_parts // 64 * 64)
     starts = range(0, num_bytes, length) or range(1)
     return [slice(start, min(num_bytes, start + length)) for start in starts]
 
@@ -110,7 +106,7 @@ def _all_reduce_transfers(
     context: CallContext, values: Bytes, dtype: torch.dtype, place: int | None
 ) -> list[Transfer]:
     rank, num_ranks, reduce_op = context.rank, context.num_ranks, context.reduce_op
-    if len(values) <= _WHOLE_BELOW_BYTES:
+    if len(values) <= get_block_sizes().shared_whole_bytes:
         return [AllReduceWhole(values, dtype, reduce_op, rank)]
     transfers: list[Transfer] = []
     for chunk in _list_chunks(len(values)):

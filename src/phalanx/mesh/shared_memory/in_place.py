@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.shared_memory.arena import Bytes
 from phalanx.mesh.shared_memory.reduction import DTYPES, reduce_into
 from phalanx.mesh.shared_memory.tensors import view_bytes
@@ -25,9 +26,6 @@ Locate = Callable[[torch.Tensor], int | None]
 
 _ENTRY_BYTES = 16
 _ALIGNMENT = 64
-# Of another rank's memory, mapped here at once while it is copied; a row that is not contiguous is
-# not cut.
-MAX_MAPPED_BYTES = 8 << 20
 _NO_BYTES = np.zeros(0, np.uint8)
 
 
@@ -212,13 +210,13 @@ def _copy_own_rows(gathered: Sequence[GatheredTensor], own_rank: int) -> None:
 
 
 def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int) -> None:
-    num_mapped_bytes = 0
+    num_mapped_bytes, max_mapped_bytes = 0, get_block_sizes().shared_mapped_bytes
     for index, each in enumerate(gathered):
         item = each.source.element_size()
         at = each.starts[rank] * item
-        for piece in _split_row(each.rows[rank], max(1, MAX_MAPPED_BYTES // item)):
+        for piece in _split_row(each.rows[rank], max(1, max_mapped_bytes // item)):
             num_bytes = piece.numel() * item
-            if num_mapped_bytes + num_bytes > MAX_MAPPED_BYTES:
+            if num_mapped_bytes + num_bytes > max_mapped_bytes:
                 seen.forget()
                 num_mapped_bytes = 0
             _copy_values(piece, seen.view(index, at, num_bytes), each.source.dtype)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.shared_memory.arena import Bytes
 
-# Of each operand at a time: a piece of all of them lies in a core's second cache.
-_PIECE_BYTES = 128 << 10
+# No element of any type lies in two pieces.
+_PIECE_ALIGNMENT = 64
 
 DTYPES = (
     torch.float32,
@@ -80,9 +81,10 @@ def reduce_into(
 def _reduce_by_pieces(
     targets: Sequence[Bytes], operands: Sequence[Bytes], dtype: torch.dtype, reduce_op: str
 ) -> None:
-    num_bytes = len(operands[0])
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        stop = min(num_bytes, start + _PIECE_BYTES)
+    num_bytes, size = len(operands[0]), get_block_sizes().shared_piece_bytes
+    size = max(1, size // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
+    for start in range(0, num_bytes, size):
+        stop = min(num_bytes, start + size)
         pieces = [operand[start:stop] for operand in operands]
         places = [target[start:stop] for target in targets]
         if dtype in _NUMPY_DTYPES:

@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.shared_memory.opening import current_transport
-
-# Smaller ones are copied in a few microseconds.
-_MIN_BYTES = 64 << 10
 
 
 class SharedBucketReduction:
@@ -62,7 +60,8 @@ class SharedBucketReduction:
         before = self._published.get(index)
         is_same = before is not None and before.data_ptr() == buffer.data_ptr()
         transport = current_transport()
-        if is_same or buffer.nbytes < _MIN_BYTES or transport is None:
+        is_small = buffer.nbytes < get_block_sizes().shared_bucket_bytes
+        if is_same or is_small or transport is None:
             return
         if before is not None:
             transport.withdraw(before)
