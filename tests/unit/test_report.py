@@ -26,6 +26,7 @@ from phalanx.observe.bus import build_event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report.page import CONTENT_SECURITY_POLICY, write_report
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.sections.curves import find_step_range
 from phalanx.report.summary import build_run_json
 
 EVIL = (
@@ -662,3 +663,16 @@ def test_the_page_may_be_written_elsewhere(run: Run, tmp_path: Path) -> None:
     assert run_command_line(["report", directory, "--json", "--out", str(page)]) == 2
     nowhere = tmp_path / "missing" / "page.html"
     assert run_command_line(["report", directory, "--out", str(nowhere)]) == 7
+
+
+def test_the_failure_that_ended_a_run_is_on_its_axis(run: Run) -> None:
+    """It is in a step that nobody finished."""
+    run.start()
+    run.steps(range(1, 11))
+    run.say(events.RankFailed(1, 17, "backward", "exception", "ValueError: no", 0.1), rank=-1)
+    run.say(events.RunFinished("failed", 10, 10, 1.0), rank=-1)
+    facts = collect_run_facts(run.directory)
+    assert find_step_range(facts) == (1.0, 17.0)
+    page = Page(write_report(run.directory))
+    # The page is of this run: others have the same name.
+    assert run.directory.name in page.text

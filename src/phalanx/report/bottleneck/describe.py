@@ -64,8 +64,9 @@ def describe_utilization(verdict: BottleneckVerdict) -> str:
 
 
 def describe_basis(verdict: BottleneckVerdict) -> str:
-    """ "steps 4 to 60 of 2 ranks, 92 ms each"."""
-    return (
-        f"steps {verdict.first_step:,} to {verdict.last_step:,} of {verdict.num_ranks} ranks,"
-        f" {format_seconds(verdict.mean_step_s)} each in the mean"
-    )
+    """ "steps 4 to 60 of 2 ranks, 92 ms each in the mean"; without the mean where no step was
+    looked at."""
+    text = f"steps {verdict.first_step:,} to {verdict.last_step:,} of {verdict.num_ranks} ranks"
+    if not verdict.mean_step_s > 0:
+        return text
+    return f"{text}, {format_seconds(verdict.mean_step_s)} each in the mean"

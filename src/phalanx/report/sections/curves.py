@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.core.units import MIB
+from phalanx.observe import events
 from phalanx.report import formats
 from phalanx.report.charts import ChartSeries, EventMark, LineChart, ReferenceLine, draw_line_chart
 from phalanx.report.facts import RunFacts
@@ -39,7 +40,15 @@ def find_step_range(facts: RunFacts) -> tuple[float, float] | None:
     """One step axis for all charts of a page, so that they can be read one above the other."""
     if not len(facts.steps):
         return None
-    at = [*facts.steps.step[:1], *facts.steps.step[-1:], *[event.step for event in facts.evals]]
+    at: list[float] = [
+        *facts.steps.step[:1],
+        *facts.steps.step[-1:],
+        *[event.step for event in facts.evals],
+    ]
+    for envelope in facts.story:
+        # The failure that ended the run is in a step that nobody finished.
+        if isinstance(envelope.event, events.RankFailed | events.HangFound):
+            at.append(max(float(envelope.event.step), min(at)))
     return float(min(at)), float(max(at))
 
 

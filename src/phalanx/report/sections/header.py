@@ -39,6 +39,14 @@ _KEY_OF_TILE = {
 }
 
 
+def name_run(facts: RunFacts) -> str:
+    """The run's name, and that of its directory, which tells runs of one name apart."""
+    directory = facts.run_dir.resolve().name
+    if facts.name in directory:
+        return directory
+    return f"{facts.name} ({directory})"
+
+
 def render_header(facts: RunFacts) -> Html:
     status_class = _CSS_CLASS_OF_STATUS.get(facts.status, "open")
     return build_tag(
@@ -152,8 +160,10 @@ def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, st
     remark = plural(reliability.num_failures, "failure")
     if math.isfinite(reliability.best_save_every_s):
         best = formats.format_seconds_or_missing(reliability.best_save_every_s)
-        now = formats.format_seconds_or_missing(reliability.save_every_s)
-        remark += f"; saves every {now}, Young/Daly want {best}"
+        remark += f"; Young and Daly want a save every {best}"
+        if math.isfinite(reliability.save_every_s):
+            now = formats.format_seconds_or_missing(reliability.save_every_s)
+            remark += f", saves came every {now}"
     if math.isfinite(reliability.participation) and reliability.participation < 1:
         remark += (
             f"; {formats.format_percent(reliability.participation, 1.0)} of the ranks took part"
