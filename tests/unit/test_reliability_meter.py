@@ -26,7 +26,9 @@ def hear(meter: ReliabilityMeter, event: Event, *, rank: int = 0) -> None:
     meter.add_event(Envelope(event, rank, 0, 1e9, 0, BEGAN_S))
 
 
-def do_steps(meter: ReliabilityMeter, first: int, last: int) -> None:
+def do_steps(
+    meter: ReliabilityMeter, first: int, last: int, phases_s: dict[str, float] | None = None
+) -> None:
     """Steps of 10 s each."""
     for step in range(first, last + 1):
         values: dict[str, Any] = {
@@ -38,7 +40,7 @@ def do_steps(meter: ReliabilityMeter, first: int, last: int) -> None:
             "grad_norm": 1.0,
             "step_s": 10.0,
             "tokens_per_s": 1.0,
-            "phases_s": {},
+            "phases_s": phases_s or {},
             "unaccounted_s": 0.0,
             "rss_bytes": 1,
         }
@@ -101,3 +103,14 @@ def test_a_short_run_without_a_failure_says_nothing() -> None:
     end = meter.take_end(BEGAN_S + 60.0)
     assert end is not None
     assert end.goodput == 0.5
+
+
+def test_waiting_for_data_saving_and_evaluating_do_not_stand() -> None:
+    """As the goodput of the page has it."""
+    meter = ReliabilityMeter(BEGAN_S, 2)
+    hear(meter, start(2, 0))
+    waits_s = {"data": 1.0, "ckpt_write": 0.5, "evaluate": 0.5, "forward": 3.0, "backward": 5.0}
+    do_steps(meter, 1, 100, waits_s)
+    hour = meter.take_hour(BEGAN_S + HOUR_S)
+    assert hour is not None
+    assert hour.goodput == pytest.approx(100 * 8.0 / HOUR_S)

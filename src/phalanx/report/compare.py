@@ -10,9 +10,10 @@ from typing import Any
 from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_seconds
+from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.report import formats
 from phalanx.report.bottleneck.step_table import WARM_UP_STEPS
-from phalanx.report.facts import TIME_GROUPS, RunFacts
+from phalanx.report.facts import RunFacts
 
 MAX_NAMED_KEYS = 12
 # Of the job's sections those that say where a run is, not what it does.

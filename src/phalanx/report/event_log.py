@@ -16,11 +16,12 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope, MonotonicClockReading, StepFinished, StepsSummed
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_valid_event_line
+from phalanx.observe.time_groups import TIME_GROUPS, get_time_group_of_phase
 from phalanx.report.block_norm_facts import BlockNormLog
 from phalanx.report.bottleneck.rank_tail import RankTail, choose_tail_bytes
 from phalanx.report.drift import DriftLog
 from phalanx.report.expert_facts import ExpertLog
-from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
+from phalanx.report.facts import StepColumns
 from phalanx.report.invariant_facts import InvariantLog
 from phalanx.report.ledger import LedgerBuilder
 from phalanx.report.timeline import TimelineBuilder

@@ -12,6 +12,7 @@ from phalanx.checkpoint.best import BestStepRecord
 from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
+from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.observe.units import MetricUnits
 from phalanx.report.block_norm_facts import BlockNormFacts
 from phalanx.report.bottleneck.cause import BottleneckVerdict
@@ -24,48 +25,11 @@ from phalanx.report.reliability import Reliability
 from phalanx.report.self_time import SelfTimeMap
 from phalanx.report.timeline import RunTimeline
 
-# What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
-# together.
-TIME_GROUPS = (
-    "data",
-    "forward",
-    "backward",
-    "collective",
-    "pipeline",
-    "optimizer",
-    "checkpoint",
-    "evaluate",
-    "startup",
-    "other",
-    "unaccounted",
-)
-
 _TEXT_OF_SKIP_REASON = {
     "no_targets": "had no targets",
     "nonfinite_gradients": "had non-finite gradients",
     "overflow": "overflowed in fp16",
 }
-
-_GROUP_OF_PHASE = {
-    "ckpt_prepare": "checkpoint",
-    "ckpt_stage": "checkpoint",
-    "ckpt_write": "checkpoint",
-    "before_commit": "checkpoint",
-    "after_commit": "checkpoint",
-    "ckpt_load": "startup",
-}
-
-
-def get_time_group_of_phase(phase: str) -> str:
-    """The group of `TIME_GROUPS` a phase is shown in; phases of a later release are "other"."""
-    # No phase may take the name of what is left over by all of them.
-    if phase == "unaccounted":
-        return "other"
-    name = _GROUP_OF_PHASE.get(phase, phase)
-    if name not in TIME_GROUPS:
-        return "other"
-    return name
-
 
 NOUN_OF_BYTES_SENT_OVER_AXIS = {
     "tp": "activations",

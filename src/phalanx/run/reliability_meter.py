@@ -17,6 +17,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepFinished,
 )
+from phalanx.observe.time_groups import sum_productive_s
 
 HOUR_S = 3600.0
 # Steps that a failure may undo, at most; and saves whose cost is looked at.
@@ -25,7 +26,8 @@ _MAX_STEPS, _MAX_SAVES = 100_000, 100
 
 @dataclass
 class _Hour:
-    """`step_s`: seconds of its steps that stand; `ranks` and `num_steps`: of these, the sum of the
+    """`step_s`: seconds of its steps that stand, without their waiting for data, saving and
+    evaluating; `ranks` and `num_steps`: of these, the sum of the
     ranks that took part, and their number."""
 
     step_s: float = 0.0
@@ -61,7 +63,8 @@ class ReliabilityMeter:
                 self._undo_steps_after(event.step)
             case StepFinished() as event if envelope.rank == 0:
                 self._undo_steps_after(event.step - 1)
-                step = _Step(event.step, event.step_s, self._ranks, self._hour)
+                seconds = sum_productive_s(event.step_s, event.phases_s)
+                step = _Step(event.step, seconds, self._ranks, self._hour)
                 self._steps.append(step)
                 self._count(step, 1)
             case RankFailed():

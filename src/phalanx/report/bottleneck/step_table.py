@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.observe.events import StepFinished, StepsSummed
 from phalanx.observe.tail import RANK_FILE_PATTERN
+from phalanx.observe.time_groups import TIME_GROUPS, get_time_group_of_phase
 from phalanx.report.bottleneck.rank_tail import (
     MAX_LEAD_BYTES,
     RankTail,
@@ -19,7 +20,6 @@ from phalanx.report.bottleneck.rank_tail import (
     read_rank_tail,
 )
 from phalanx.report.event_log import find_first_step
-from phalanx.report.facts import TIME_GROUPS, get_time_group_of_phase
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
 
@@ -27,7 +27,7 @@ WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
 @dataclass(frozen=True)
 class RankStep:
     """One step of one rank: `step_s` from record to record, `seconds` of it by time group
-    (`phalanx.report.facts.TIME_GROUPS`), `cpu_s` of the process (0: nobody counted),
+    (`phalanx.observe.time_groups.TIME_GROUPS`), `cpu_s` of the process (0: nobody counted),
     `communication_s` by "axis: operation" (empty: of an earlier release)."""
 
     step_s: float

@@ -14,14 +14,11 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
 )
 from phalanx.observe.loss_spikes import LossSpikeDetector
-from phalanx.report.facts import get_time_group_of_phase
-from phalanx.report.formats import finite_or_zero
+from phalanx.observe.time_groups import sum_productive_s
 from phalanx.report.prometheus.values import MetricValues
 
 LEAD_RANK = 0
 MEAN_STEPS = 50
-# What a step's seconds are spent on beside training it.
-_UNPRODUCTIVE_GROUPS = ("data", "checkpoint", "evaluate")
 
 
 class _MovingMean:
@@ -146,11 +143,7 @@ class StepMetrics:
         while self._standing_steps and self._standing_steps[-1] >= step:
             self._standing_steps.pop()
             self.productive_s -= self._standing_s.pop()
-        unproductive_s = 0.0
-        for phase, seconds in event.phases_s.items():
-            if get_time_group_of_phase(phase) in _UNPRODUCTIVE_GROUPS:
-                unproductive_s += finite_or_zero(seconds)
-        productive_s = max(event.step_s - unproductive_s, 0.0)
+        productive_s = sum_productive_s(event.step_s, event.phases_s)
         self._standing_steps.append(step)
         self._standing_s.append(productive_s)
         self.productive_s += productive_s

@@ -3,6 +3,7 @@ another."""
 
 from __future__ import annotations
 
+from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.bottleneck.cause import Cause
@@ -13,7 +14,7 @@ from phalanx.report.bottleneck.describe import (
     describe_utilization,
 )
 from phalanx.report.charts import StackChart, draw_stack_chart
-from phalanx.report.facts import TIME_GROUPS, RankPhaseSeconds, RunFacts
+from phalanx.report.facts import RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range
