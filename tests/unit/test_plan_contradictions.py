@@ -270,3 +270,23 @@ def test_axes_that_other_keys_forbid_are_not_searched() -> None:
     assert build_task(*words).open_keys.cp != (1,)
     keys = build_task(*words, "train.compile=true").open_keys
     assert (keys.cp, keys.ep) == ((1,), (1,))
+
+
+def test_stages_per_rank_leave_the_schedules_that_have_so_many() -> None:
+    task = build_task("cluster.nodes=2", "parallel.pp=2", "parallel.stages_per_rank=2")
+    assert {name for name, _ in task.open_keys.schedules} == {"interleaved", "zb-v"}
+    task = build_task("cluster.nodes=2", "parallel.pp=2", "parallel.stages_per_rank=1")
+    assert {name for name, _ in task.open_keys.schedules} == {"1f1b"}
+
+
+def test_another_batch_is_part_of_the_advice_where_the_layout_alone_is_not_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "gpt2", "--gpu", "b200-sxm", "--gpus", "256", "--seq-len", "512"]
+    question += ["--global-batch", "12", "parallel.pp=32", "parallel.schedule=1f1b"]
+    assert run(*question) == 3
+    line = capsys.readouterr().err.strip()
+    assert "parallel.pp=32 needs a block for each stage, and the model has 12" in line
+    remedy = line.partition("; set ")[2]
+    assert "--global-batch" in remedy
+    assert run(*question, *remedy.split()) == 0

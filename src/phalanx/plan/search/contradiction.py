@@ -15,7 +15,12 @@ from phalanx.job.nearest import list_divisors
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.rules import list_legal_tp_degrees
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys
-from phalanx.plan.search.overrides import ABSENT, get_default_of_key, passes_job_checks
+from phalanx.plan.search.overrides import (
+    ABSENT,
+    format_overrides,
+    get_default_of_key,
+    passes_job_checks,
+)
 from phalanx.plan.search.search import (
     NoLayoutError,
     SearchTask,
@@ -46,14 +51,10 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Values of one key with which a search finds a layout; `fits`: in memory, too."""
+    """Overrides with which a search finds a layout; `fits`: in memory, too."""
 
-    key: str
-    values: tuple[Any, ...]
+    overrides: str
     fits: bool
-
-    def __str__(self) -> str:
-        return f"{self.key}={' or '.join(map(str, self.values))}"
 
 
 def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
@@ -69,10 +70,10 @@ def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
 
 
 def _format_remedies(remedies: Sequence[Remedy]) -> str:
-    fitting = [str(remedy) for remedy in remedies if remedy.fits]
+    fitting = [remedy.overrides for remedy in remedies if remedy.fits]
     if fitting:
         return f"set {', or '.join(fitting[:MAX_KEYS_NAMED])}"
-    dividing = [str(remedy) for remedy in remedies]
+    dividing = [remedy.overrides for remedy in remedies]
     if not dividing:
         return ""
     return f"with {', or '.join(dividing[:MAX_KEYS_NAMED])} there are layouts, of which none fits"
@@ -235,18 +236,28 @@ def _find_remedies(task: SearchTask, conflict: Conflict) -> Iterator[Remedy]:
             fits_without = _search_with(task, {key: ABSENT})
             if fits_without is not None:
                 working[ABSENT] = fits_without
-        fitting = tuple(value for value, fits in working.items() if fits)
+        fitting = [value for value, fits in working.items() if fits]
         if working:
-            yield Remedy(key, fitting or tuple(working), bool(fitting))
+            values = " or ".join(map(str, fitting or list(working)))
+            yield Remedy(f"{key}={values}", bool(fitting))
 
 
 def _find_joint_remedy(task: SearchTask) -> list[Remedy]:
-    """The keys of the layout left out together, where no value of a single one is enough."""
-    keys = [f"parallel.{name}" for name in LAYOUT_KEYS if _is_given(task, name)]
-    fits = _search_with(task, dict.fromkeys(keys, ABSENT)) if keys else None
+    """The keys of the layout left out together, and another batch where that is not enough: for
+    jobs in which no value of a single key is."""
+    names = [f"parallel.{name}" for name in LAYOUT_KEYS if _is_given(task, name)]
+    keys: dict[str, Any] = dict.fromkeys(names, ABSENT)
+    fits = _search_with(task, keys)
+    if fits is None:
+        opened = replace(task, job=apply_job_keys(task.job, dict.fromkeys(names)))
+        for batch in _list_batches_around(opened)[1][:MAX_VALUES_TRIED]:
+            keys["train.global_batch_size"] = batch
+            fits = _search_with(task, keys)
+            if fits is not None:
+                break
     if fits is None:
         return []
-    return [Remedy(f"={ABSENT} ".join(keys), (ABSENT,), fits)]
+    return [Remedy(format_overrides(keys), fits)]
 
 
 def _find_first_working_value(
@@ -277,12 +288,6 @@ def _search_with(task: SearchTask, keys: Mapping[str, Any]) -> bool | None:
             shape=task.shape,
             vocab_size=task.vocab_size,
         )
-        if "parallel.ranks" not in keys and tried.num_ranks != task.num_ranks:
-            tried = replace(
-                tried,
-                num_ranks=task.num_ranks,
-                cluster=resize_cluster(tried.cluster, task.num_ranks),
-            )
         require_possible_degrees(tried)
         planner = FinalistPlanner(tried.job, tried.shape, tried.cluster, tried.vocab_size)
         best = plan_best_of_families(screen_layouts(tried), planner, num_families=1)

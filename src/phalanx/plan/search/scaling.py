@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.search.contradiction import explain_contradiction
-from phalanx.plan.search.finalists import drop_job_keys
+from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import SearchTask, search_layouts
 
@@ -67,7 +67,7 @@ def search_per_device_count(task: SearchTask, counts: Sequence[int]) -> Iterator
 def _search_best_layout_on(task: SearchTask, num_devices: int) -> DeviceCountResult:
     resized = replace(
         task,
-        job=drop_job_keys(task.job, "parallel.ranks"),
+        job=apply_job_keys(task.job, {"parallel.ranks": num_devices}),
         cluster=resize_cluster(task.cluster, num_devices),
         num_ranks=num_devices,
     )

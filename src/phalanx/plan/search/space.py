@@ -193,13 +193,26 @@ def _list_schedule_choices(job: Job) -> tuple[tuple[str, int], ...]:
     if not job.train.compile:
         choices.append(("zb-v", 2))  # compiled blocks do both halves of a backward at once
     if parallel.schedule is not None:
-        per_rank = {"gpipe": (1,), "1f1b": (1,), "zb-v": (2,), "dualpipe-v": (2,)}
-        counts = per_rank.get(parallel.schedule, (2, 4))
+        counts = _STAGES_PER_RANK_OF_SCHEDULE.get(parallel.schedule, (2, 4))
         choices = [(parallel.schedule, count) for count in counts]
-    if parallel.stages_per_rank is not None:
+    number = parallel.stages_per_rank
+    if number is not None:
         names = dict.fromkeys(name for name, _ in choices)
-        choices = [(name, parallel.stages_per_rank) for name in names]
+        if parallel.schedule is None:
+            names = dict.fromkeys(name for name in names if _has_schedule_stages(name, number))
+        choices = [(name, number) for name in names]
     return tuple(choices)
+
+
+# Interleaved schedules have any number above 1.
+_STAGES_PER_RANK_OF_SCHEDULE = {"gpipe": (1,), "1f1b": (1,), "zb-v": (2,), "dualpipe-v": (2,)}
+
+
+def _has_schedule_stages(name: str, stages_per_rank: int) -> bool:
+    allowed = _STAGES_PER_RANK_OF_SCHEDULE.get(name)
+    if allowed is None:
+        return stages_per_rank > 1
+    return stages_per_rank in allowed
 
 
 @dataclass(frozen=True)
