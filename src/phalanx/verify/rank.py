@@ -57,6 +57,7 @@ from phalanx.verify.number_types import (
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
+from phalanx.verify.read_files import recording_read_files
 from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.rerouted import compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
@@ -100,7 +101,10 @@ def run_verify_cases(payload: VerifyPayload) -> None:
     if payload.device == "cuda":
         # The CPU computes float32 in float32: so must what is compared with it.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh:
+    with (
+        recording_read_files(run_dir) as read_files,
+        open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh,
+    ):
         all_steps = make_global_microbatches(
             job, first, payload.data_dir, num_steps=payload.num_steps
         )
@@ -113,6 +117,7 @@ def run_verify_cases(payload: VerifyPayload) -> None:
                 # A refusal is every rank's: rows are counted by whoever reads them.
                 if row is not None and mesh.rank == 0:
                     # As each case ends: the process that started us reads along.
+                    read_files.write()
                     with open(run_dir / ROWS_FILE_NAME, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 

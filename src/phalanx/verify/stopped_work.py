@@ -27,6 +27,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.module_probe import find_module_sources, list_file_states
 from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
 from phalanx.verify.choose import Selection
+from phalanx.verify.read_files import READ_FILES_NAME, are_read_files_unchanged
 from phalanx.verify.row import Row
 
 STOPPED_WORK_DIR = "~/.cache/phalanx/verify"
@@ -59,6 +60,8 @@ class VerifyWork:
         """Write a row down for a command that goes on after a stop."""
         # Ranks import the code anew after a crash: from then on rows may be of other code.
         self._keeps = self._keeps and self.is_same_code()
+        # Written before the row is.
+        self._keeps = self._keeps and are_read_files_unchanged(self.scratch.directory)
         if not self._keeps:
             return
         line = json.dumps(row.to_json()) + "\n"
@@ -72,7 +75,8 @@ class VerifyWork:
 
 @contextmanager
 def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWork]:
-    """Open the directory that a stopped command has left for the same work, or a new one.
+    """Open the directory that a stopped command has left for the same work, or a new one: the same
+    if no file that its ranks have read is another now, either.
 
     It stays unless `Work.stays` is unset, or a disk refuses. Without `resume`, where the user's own
     code has no source, or where another process works in it, it is one of its own that never stays.
@@ -87,6 +91,10 @@ def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterato
         return
     directory = Path(STOPPED_WORK_DIR).expanduser() / key
     _remove_old_work(directory)
+    if not are_read_files_unchanged(directory):
+        # References are of these files, too.
+        for path in directory.iterdir():
+            _remove(path)
     work = VerifyWork(
         ScratchDirectory(directory),
         _read_earlier_rows(directory, selection),
@@ -205,14 +213,17 @@ def _remove_all_but_references(work: VerifyWork) -> None:
     """Leave the references and the earlier rows alone: not what is torn behind them, and no run of
     the trainer that was stopped, whose checkpoints could stand in for those of the next."""
     for path in work.scratch.directory.iterdir():
-        if path.name.startswith(REFERENCE_PREFIXES):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        if not path.name.startswith(REFERENCE_PREFIXES) and path.name != READ_FILES_NAME:
+            _remove(path)
     for row in work.earlier_rows:
         work.keep_row(row)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def count_rows_of_ranks(selection: Selection, rows: Sequence[Row]) -> int:
