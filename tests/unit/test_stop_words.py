@@ -1,12 +1,18 @@
-"""What is said when a signal asks a run to stop."""
+"""What is said when a signal asks a run to stop, and of how it ended."""
 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.launch.attempt import describe_stop_on_signal
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import RunFinished, StepFinished, wrap_event_in_envelope
+from phalanx.observe.words import describe_event
+from phalanx.run.conclude import find_last_done_step
 
 
 @pytest.mark.parametrize(
@@ -20,3 +26,29 @@ from phalanx.launch.attempt import describe_stop_on_signal
 def test_a_stop_names_its_signal(number: signal.Signals, words: str) -> None:
     # As they come from the pipe of signals: numbers.
     assert words in describe_stop_on_signal(int(number), 30.0)
+
+
+def test_the_last_step_of_a_run_is_the_last_one_done_and_not_the_last_one_saved(
+    tmp_path: Path,
+) -> None:
+    store = open_store_of_run(tmp_path, None)
+    assert find_last_done_step(tmp_path, store) == 0
+    for attempt in range(2):
+        bus = Bus(rank=0, attempt=attempt, run_dir=tmp_path)
+        for step in range(11, 17 - attempt):
+            bus.emit(StepFinished(step, 2.5, 32, 32 * step, 1e-3, 0.8, 0.1, 320.0, {}, 0.0, 0))
+        bus.close()
+    assert find_last_done_step(tmp_path, store) == 15
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "words"),
+    [
+        ("finished", 30, "finished at step 30, in 9.0 s"),
+        ("failed", 16, "failed after step 16, in 9.0 s"),
+        ("failed", 0, "failed before the first step was done, in 9.0 s"),
+    ],
+)
+def test_an_end_says_which_step_was_the_last(status: str, step: int, words: str) -> None:
+    event = RunFinished(status, 0, step, 9.0)
+    assert describe_event(wrap_event_in_envelope(event, rank=-1, attempt=0)) == words

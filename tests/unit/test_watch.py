@@ -252,7 +252,7 @@ def test_the_terminal_shows_a_run_that_was_started_elsewhere_to_its_end(run: Liv
         run.train(1)
         read_until(ours, b"41/100")
         run.finish("failed", 1)
-        assert b"failed at step 41" in read_until(ours, b"exit code 1")
+        assert b"failed after step 41" in read_until(ours, b"exit code 1")
         assert process.wait(30) == 0
     os.close(ours)
 

@@ -16,6 +16,7 @@ from phalanx.observe.events import RunFinished, RunStarted
 from phalanx.observe.run_end import read_recorded_end
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import choose_metric_units_of_job
+from phalanx.observe.words import describe_end
 
 _POLL_INTERVAL_S = 0.2
 _DEFAULT_LOG_EVERY = 10
@@ -44,7 +45,7 @@ def show_run_in_terminal(run_dir: Path) -> int:
     finally:
         console.close()
     if end is not None:
-        print(f"run     {run_dir}: {end.status} at step {end.step:,}, exit code {end.exit_code}")
+        print(f"run     {run_dir}: {describe_end(end)}, exit code {end.exit_code}")
     return 0
 
 

@@ -129,7 +129,7 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
         case events.LayoutChanged():
             return f"{event.text}: {event.why}"
         case events.RunFinished():
-            line = f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}"
+            line = f"{describe_end(event)}, in {format_seconds(event.wall_s)}"
             if event.exit_code:
                 line += f", exit code {event.exit_code}"
             return line
@@ -143,6 +143,15 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             if "why" in event.facts:
                 return f"{event.code.replace('_', ' ')}: {event.facts['why']}"
     return None
+
+
+def describe_end(event: events.RunFinished) -> str:
+    """ "finished at step 30", "failed after step 16"."""
+    if event.status != "failed":
+        return f"{event.status} at step {event.step:,}"
+    if event.step < 1:
+        return "failed before the first step was done"
+    return f"failed after step {event.step:,}"
 
 
 def _describe_start(event: events.RunStarted) -> str:

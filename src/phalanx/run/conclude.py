@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import CheckpointFolder
-from phalanx.checkpoint.stores import find_newest_readable_step
+from phalanx.checkpoint.stores import Store, find_newest_readable_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import build_path_resource_error
 from phalanx.launch.outcome import RunOutcome
+from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
+from phalanx.observe.last_step import read_last_recorded_step
 from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
@@ -68,8 +70,8 @@ def record_and_report_end_of_run(
     finished and its record does not say so: whoever starts it again then repeats what comes after
     the last step.
     """
-    newest = find_newest_readable_step(run.store)
-    bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
+    last_step = find_last_done_step(run.run_dir, run.store)
+    bus.emit(RunFinished(outcome.status, outcome.exit_code, last_step, elapsed_s))
     # Asked now: a closed bus no longer says it.
     bus_refusal = bus.refusal
     # The console first: lines that follow must not meet its own.
@@ -84,6 +86,12 @@ def record_and_report_end_of_run(
         doing = "recording that the run is finished (its last step is saved)"
         raise build_path_resource_error(bus_refusal, doing, run.run_dir / "events")
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
+
+
+def find_last_done_step(run_dir: Path, store: Store) -> int:
+    """The last step that rank 0 has on record, or a later one that is saved; 0 without either."""
+    recorded = read_last_recorded_step(run_dir, 0, before_attempt=next_attempt_number(run_dir))
+    return max(recorded, find_newest_readable_step(store))
 
 
 def _write_page_and_print_conclusion(

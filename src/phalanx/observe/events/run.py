@@ -59,7 +59,10 @@ class StopRequested(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The last event of a run. `status`: "finished" | "preempted" | "interrupted" | "failed"."""
+    """The last event of a run. `status`: "finished" | "preempted" | "interrupted" | "failed".
+
+    `step`: the last one that was done, saved or not; of runs of earlier releases the newest saved.
+    """
 
     status: str
     exit_code: int
