@@ -238,8 +238,8 @@ def _find_remedies(task: SearchTask, conflict: Conflict) -> Iterator[Remedy]:
                 working[ABSENT] = fits_without
         fitting = [value for value, fits in working.items() if fits]
         if working:
-            values = " or ".join(map(str, fitting or list(working)))
-            yield Remedy(f"{key}={values}", bool(fitting))
+            numbers = " or ".join(map(str, fitting or working))
+            yield Remedy(f"{key}={numbers}", bool(fitting))
 
 
 def _find_joint_remedy(task: SearchTask) -> list[Remedy]:
