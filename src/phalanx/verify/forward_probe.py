@@ -16,10 +16,13 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.row_mixing import (
+    MIN_MIXING_DIFFERENCE,
+    MIN_MIXING_DIFFERENCE_IN_FLOAT64,
     MixingPart,
     SplitLoss,
     count_batch_rows,
     find_part_that_mixes_rows,
+    measure_change_by_other_rows,
     mixes_rows,
     refuse_if_collective,
 )
@@ -48,10 +51,16 @@ class ForwardProbe:
 
 
 def probe_forward(
-    build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: int
+    build: Callable[[], nn.Module],
+    loss: SplitLoss,
+    batch: Batch,
+    seed: int,
+    *,
+    is_users_own: bool = False,
 ) -> ForwardProbe:
     """Look at one forward of modules of their own: it may move buffers, and the reference must not
-    have seen it.
+    have seen it. `is_users_own`: module or objective are not phalanx's, so that no layout makes up
+    for rows that see each other, and they are looked for more closely.
 
     Raises LayoutError for a forward that draws random numbers, as what it computes is not a
     function of the batch, and for a loss that calls collectives.
@@ -76,8 +85,16 @@ def probe_forward(
         # A module of its own: the forward above may have moved the buffers of the first.
         other, (total, targets) = build(), sums[0]
         others_masks = DropoutMasks(other, seed)
-        if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
-            mixed_by = find_part_that_mixes_rows(other, loss, batch, others_masks)
+        tolerance = MIN_MIXING_DIFFERENCE
+        if is_users_own and total.dtype == torch.float64 and not narrowing.is_narrowed:
+            tolerance = MIN_MIXING_DIFFERENCE_IN_FLOAT64
+        if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets), tolerance):
+            mixed_by = find_part_that_mixes_rows(other, loss, batch, others_masks, tolerance)
+        elif is_users_own:
+            # Other rows may move outputs by percents and leave their mean loss where it was.
+            change = measure_change_by_other_rows(other, loss, batch, others_masks)
+            if change is not None and change > tolerance:
+                mixed_by = "model"
     return ForwardProbe(
         tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
     )

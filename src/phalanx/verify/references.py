@@ -232,7 +232,11 @@ class _ReferenceWriter:
         # Not in a narrow type, whose rounding looks as if rows saw each other.
         wide_loss = JobLoss(self.job, self.plan)
         probed = probe_forward(
-            self._build_reference_module, wide_loss, self.steps[0][0], self.job.run.seed
+            self._build_reference_module,
+            wide_loss,
+            self.steps[0][0],
+            self.job.run.seed,
+            is_users_own=self.job.model.is_foreign or self.job.model.objective is not None,
         )
         module = self._build_reference_module()
         if self.dtype == FP8:

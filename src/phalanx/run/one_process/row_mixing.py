@@ -25,6 +25,8 @@ MixingPart = Literal["", "model", "objective"]
 
 # Far above the rounding of a sum, far below what another row does to a loss.
 MIN_MIXING_DIFFERENCE = 1e-4
+# The same of float64, where other rows may move a loss by less.
+MIN_MIXING_DIFFERENCE_IN_FLOAT64 = 1e-9
 COLLECTIVE_OP_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _PHALANX_DIR = str(Path(phalanx.__file__).parent)
 _TORCH_DIR = str(Path(torch.__file__).parent)
@@ -47,8 +49,10 @@ def mixes_rows(
     masks: DropoutMasks,
     total: float,
     num_targets: int,
+    tolerance: float = MIN_MIXING_DIFFERENCE,
 ) -> bool:
-    """True if the mean loss of a batch, `total` over `num_targets`, is not that of its halves."""
+    """True if the mean loss of a batch, `total` over `num_targets`, is not that of its halves:
+    off by more than `tolerance`, relative."""
     rows, apart, count = count_batch_rows(batch), 0.0, 0
     for start, stop in ((0, rows // 2), (rows // 2, rows)):
         # The masks of the same rows of the whole batch: dropout alone must make no difference.
@@ -65,18 +69,35 @@ def mixes_rows(
     if not math.isfinite(mean):
         return False
     # `not <=`, and not `>`: a NaN is a difference, too.
-    return not abs(apart / count - mean) <= MIN_MIXING_DIFFERENCE * abs(mean)
+    return not abs(apart / count - mean) <= tolerance * abs(mean)
 
 
 @torch.no_grad()
 def find_part_that_mixes_rows(
-    module: nn.Module, loss: SplitLoss, batch: Batch, masks: DropoutMasks
+    module: nn.Module,
+    loss: SplitLoss,
+    batch: Batch,
+    masks: DropoutMasks,
+    tolerance: float = MIN_MIXING_DIFFERENCE,
 ) -> MixingPart:
     """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the
     last rows.
 
     Else "objective".
     """
+    change = measure_change_by_other_rows(module, loss, batch, masks)
+    # It returns no row, but the loss itself, say.
+    if change is None or change > tolerance:
+        return "model"
+    return "objective"
+
+
+@torch.no_grad()
+def measure_change_by_other_rows(
+    module: nn.Module, loss: SplitLoss, batch: Batch, masks: DropoutMasks
+) -> float | None:
+    """By how much, relative, a module's outputs for the first rows of a batch change when its last
+    rows are others; None if it returns no rows."""
     rows = count_batch_rows(batch)
     half = rows // 2
     other_last_rows = {
@@ -95,15 +116,14 @@ def find_part_that_mixes_rows(
         if a.ndim and len(a) == len(b) and len(a) % rows == 0
     ]
     if not pairs:
-        # It returns no row, but the loss itself, say.
-        return "model"
-    firsts = [
-        (a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs
-    ]
-    for alone, together in firsts:
-        if (alone - together).norm() > MIN_MIXING_DIFFERENCE * alone.norm():
-            return "model"
-    return "objective"
+        return None
+    changes = [0.0]
+    for a, b in pairs:
+        firsts = a[: len(a) // rows * half].double()
+        difference = (firsts - b[: len(b) // rows * half].double()).norm()
+        if difference > 0:
+            changes.append(float(difference / firsts.norm()))
+    return max(changes)
 
 
 @contextmanager
