@@ -29,6 +29,7 @@ from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import list_end_of_run_lines
+from phalanx.report.reduce import collect_run_facts
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.prepare import prepare_run
 
@@ -55,7 +56,7 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
     bus.emit(EvalFinished(5, 2.0, 100, 0.1))
     bus.emit(BaselineMeasured("trigram", 1.5, 100, 0.1))
     bus.close()
-    lines = "\n".join(list_end_of_run_lines(tmp_path)).split("\n")
+    lines = "\n".join(list_end_of_run_lines(collect_run_facts(tmp_path))).split("\n")
     assert lines == [
         "loss    held out, nats per token: model 2.000  trigram 1.500   (100 tokens)",
         "        the model is 0.500 nats worse than the trigram",

@@ -158,7 +158,9 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
     planned = pipeline(costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4, 50: [EVEN] * 4})
     lines = [
-        line for line in list_end_of_run_lines(tmp_path) if line.startswith(("bubble", "        "))
+        line
+        for line in list_end_of_run_lines(collect_run_facts(tmp_path))
+        if line.startswith(("bubble", "        "))
     ]
     assert (
         lines[0]
@@ -187,6 +189,6 @@ def test_a_short_bubble_is_one_line(tmp_path: Path) -> None:
     planned = pipeline(num_microbatches=16, costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4})
     assert (
-        list_end_of_run_lines(tmp_path)[-1]
+        list_end_of_run_lines(collect_run_facts(tmp_path))[-1]
         == "bubble  ranks wait 15.8 % of the step for other stages (predicted 15.8 %), at step 5"
     )

@@ -62,7 +62,7 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
         )
     )
     bus.close()
-    (line,) = list_end_of_run_lines(tmp_path)
+    (line,) = list_end_of_run_lines(collect_run_facts(tmp_path))
     assert said in line
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count("activations not predicted") == on_page
@@ -86,7 +86,7 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
         " step 1"
     )
-    lines = list_end_of_run_lines(tmp_path)
+    lines = list_end_of_run_lines(collect_run_facts(tmp_path))
     assert "        accuracy  0.5000" in lines
     assert "        the best was accuracy 0.750, at step 1" in lines
     assert lines[-1].endswith("checkpoints/step-1 (accuracy 0.7500 at step 1)")
@@ -129,9 +129,11 @@ def test_a_run_that_applied_no_step_says_so(
         bus.emit(StepFinished(step, loss, 0, 0, 1e-3, 0.0, 0.1, 0.0, {}, 0.0, 0))
     bus.emit(RunFinished("finished", 0, 2, 1.0))
     bus.close()
-    assert [line for line in list_end_of_run_lines(tmp_path) if line.startswith("warning")] == (
-        [said] if said else []
-    )
+    assert [
+        line
+        for line in list_end_of_run_lines(collect_run_facts(tmp_path))
+        if line.startswith("warning")
+    ] == ([said] if said else [])
     facts = build_run_json(collect_run_facts(tmp_path))
     assert facts["final_loss"] == (3.5 if applied[0] else None)
     assert bool(facts["warnings"]) == (said is not None)
@@ -154,7 +156,11 @@ def test_compressed_gradients_are_told_in_bytes(
             )
         )
     bus.close()
-    lines = [line for line in list_end_of_run_lines(tmp_path) if line.startswith("wire")]
+    lines = [
+        line
+        for line in list_end_of_run_lines(collect_run_facts(tmp_path))
+        if line.startswith("wire")
+    ]
     assert lines == ([f"wire    gradients {said}"] if said else [])
     assert build_run_json(collect_run_facts(tmp_path))["sent_bytes_per_step"] == sent
     assert "Gradients sent" in write_report(tmp_path).read_text(encoding="utf-8")
@@ -179,7 +185,11 @@ def test_what_goes_over_an_axis_is_told_and_nothing_where_nobody_counts(
         step = StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30)
         bus.emit(replace(step, **{f"sent_{axis}_bytes": sent}))
         bus.close()
-        assert [one for one in list_end_of_run_lines(run_dir) if one.startswith("wire")] == line
+        assert [
+            one
+            for one in list_end_of_run_lines(collect_run_facts(run_dir))
+            if one.startswith("wire")
+        ] == line
         assert build_run_json(collect_run_facts(run_dir))[f"sent_{axis}_bytes_per_step"] == (
             sent or None
         )
@@ -233,6 +243,30 @@ def test_predicted_time_stands_beside_what_steps_took(
         seconds = 5.0 if step <= 3 else 0.1
         bus.emit(StepFinished(step, 1.0, 10, 10, 1e-3, 1.0, seconds, 100.0, {}, 0.0, 1))
     bus.close()
-    lines = [line for line in list_end_of_run_lines(tmp_path) if line.startswith("time ")]
+    lines = [
+        line
+        for line in list_end_of_run_lines(collect_run_facts(tmp_path))
+        if line.startswith("time ")
+    ]
     assert len(lines) == bool(said)
     assert said in "".join(lines)
+
+
+def test_the_last_lines_name_the_rank_with_the_highest_peak_and_whose_memory_grows(
+    tmp_path: Path,
+) -> None:
+    """Each rank measures itself, in a file of its own."""
+    for rank in (0, 1):
+        bus = Bus(rank=rank, run_dir=tmp_path)
+        bus.emit(RunStarted("r", "d", 2, rank, 400, "cpu", {"dp_replicate": 2}))
+        for number in range(1, 401):
+            step = StepFinished(number, 1.0, 10, 10, 1e-3, 1.0, 0.1, 100.0, {}, 0.0, 1)
+            bus.emit(replace(step, own_bytes=1000 * MIB + rank * 3 * MIB * number))
+        measured = {"peak": (2 + 1200 * rank) * MIB}
+        bus.emit(MemoryMeasured({"activations": 1, "peak": 12 * MIB}, measured, MIB))
+        bus.close()
+    lines = list_end_of_run_lines(collect_run_facts(tmp_path))
+    (memory,) = [line for line in lines if line.startswith("memory")]
+    assert memory.startswith("memory  peak of rank 1: 12.0 MiB predicted, 1.2 GiB measured")
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert warning.startswith("warning memory of rank 1 grows and grows: 3 MiB a step")

@@ -15,7 +15,6 @@ from phalanx.core.units import describe_predicted_bytes_error, format_bytes, for
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
-    Envelope,
     EvalFinished,
     Event,
     InvariantChecked,
@@ -25,20 +24,20 @@ from phalanx.observe.events import (
     RestartScheduled,
     RunStarted,
     StepFinished,
-    StepSkipped,
     TextGenerated,
 )
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
-from phalanx.observe.units import MetricUnits, choose_metric_units_of_job
+from phalanx.observe.units import MetricUnits
 from phalanx.observe.words import find_exception_line_of_traceback
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
+from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.describe import describe_bottleneck
-from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import (
     NOUN_OF_BYTES_SENT_OVER_AXIS,
+    RunFacts,
     describe_sent_bytes,
     describe_untrained_run,
 )
@@ -48,28 +47,28 @@ from phalanx.report.invariant_facts import InvariantLog
 Kind = TypeVar("Kind", bound=Event)
 
 
-def list_end_of_run_lines(run_dir: Path) -> list[str]:
+def list_end_of_run_lines(facts: RunFacts) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last
-    checkpoint and the best."""
-    units = choose_metric_units_of_job(_read_json_object(run_dir / "job.json"))
-    envelopes = EventTail(run_dir).read_new_events()
-    events = [envelope.event for envelope in envelopes]
+    checkpoint and the best; and what the owner of the run whose `facts` were collected may regret:
+    steps that were not applied, what drifts."""
+    run_dir = facts.run_dir
+    events = [envelope.event for envelope in EventTail(run_dir).read_new_events()]
     evaluation = _find_last_event(events, EvalFinished)
     baselines = {event.name: event for event in _select_events_of(events, BaselineMeasured)}
     sample = _find_last_event(events, TextGenerated)
     saved = _find_last_event(events, CheckpointSaved)
-    steps = {int(event.step) for event in _select_events_of(events, StepFinished)}
     lines: list[str] = []
-    why = describe_untrained_run(steps, _select_events_of(events, StepSkipped))
+    why = describe_untrained_run(facts.steps.step, facts.skipped)
     if why is not None:
         lines.append(f"warning {why}")
+    lines += [f"warning {drift.describe()}" for drift in facts.drifts]
     if evaluation is not None:
-        lines += _list_evaluation_lines(evaluation, baselines, units)
+        lines += _list_evaluation_lines(evaluation, baselines, facts.units)
     lines += _list_sent_bytes_lines(events)
     lines += _list_pipeline_lines(events, run_dir)
     lines += _list_time_lines(events, run_dir)
-    lines += _bottleneck_lines(run_dir)
-    lines += _list_memory_lines(envelopes)
+    lines += _list_bottleneck_lines(facts.bottleneck)
+    lines += _list_memory_lines(facts)
     lines += _list_invariant_lines(run_dir)
     if sample is not None:
         # Tabs first, of which `printable` would make one blank each.
@@ -258,9 +257,8 @@ def _measure_step_s(events: list[Event]) -> float | None:
     return median(steps[WARM_UP_STEPS:])
 
 
-def _bottleneck_lines(run_dir: Path) -> list[str]:
+def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:
     """Lines on what bounds the steps, and what to do about it; none for a run of too few steps."""
-    verdict = judge_run(run_dir, _read_json_object(run_dir / "plan.json"))
     if verdict is None or verdict.why_not:
         return []
     lines = [f"bounds  {describe_bottleneck(verdict)}"]
@@ -269,21 +267,16 @@ def _bottleneck_lines(run_dir: Path) -> list[str]:
     return lines
 
 
-def _list_memory_lines(envelopes: list[Envelope]) -> list[str]:
-    """A line about the rank with the highest peak in the last attempt, predicted and measured."""
-    newest: dict[int, tuple[int, MemoryMeasured]] = {}
-    for envelope in envelopes:
-        if isinstance(envelope.event, MemoryMeasured):
-            newest[envelope.rank] = (envelope.attempt, envelope.event)
+def _list_memory_lines(facts: RunFacts) -> list[str]:
+    """A line about the rank with the highest peak, predicted and measured."""
     # A run that went on with fewer ranks has events of ranks that are gone.
-    last_attempt = max((attempt for attempt, _ in newest.values()), default=0)
-    rank, memory = 0, None
-    for each_rank, (attempt, event) in newest.items():
-        is_of_last = attempt == last_attempt
-        if is_of_last and (memory is None or _peak_bytes(event) > _peak_bytes(memory)):
-            rank, memory = each_rank, event
-    if memory is None:
+    ranks = [
+        rank for rank in sorted(facts.memory) if facts.world_size is None or rank < facts.world_size
+    ]
+    if not ranks:
         return []
+    rank = max(ranks, key=lambda each: _peak_bytes(facts.memory[each]))
+    memory = facts.memory[rank]
     predicted, measured = memory.predicted_bytes.get("peak", 0), _peak_bytes(memory)
     if not predicted or not measured:
         return []

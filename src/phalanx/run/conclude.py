@@ -18,7 +18,9 @@ from phalanx.observe.events import RunFinished
 from phalanx.observe.last_step import read_last_recorded_step
 from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
+from phalanx.report.facts import RunFacts
 from phalanx.report.page import write_report
+from phalanx.report.reduce import collect_run_facts
 from phalanx.report.trace.merge import list_traced_steps
 from phalanx.report.trace.words import list_windows_in_words
 from phalanx.run.baselines import compute_ngram_baseline_losses
@@ -98,10 +100,11 @@ def _write_page_and_print_conclusion(
     run: PreparedRun, outcome: RunOutcome, output: RunOutput
 ) -> None:
     """Write the page and say what came out and where it is."""
-    page_line = _write_run_page(run.run_dir)
+    facts = collect_run_facts(run.run_dir)
+    page_line = _write_run_page(facts)
     is_finished = outcome.status == "finished"
     if is_finished:
-        output.say(*list_end_of_run_lines(run.run_dir))
+        output.say(*list_end_of_run_lines(facts))
     elif outcome.message:
         output.warn(outcome.message)
     output.say(*list_restart_lines(run.run_dir, outcome.restarts))
@@ -138,13 +141,14 @@ def _build_resume_command_lines(
     return [f"{command} --fallback   (the newest checkpoint that verifies)"]
 
 
-def _write_run_page(run_dir: Path) -> str:
+def _write_run_page(facts: RunFacts) -> str:
     """Write the page and return the line that says where it is.
 
     A disk that refuses it must not hide how the run ended.
     """
+    run_dir = facts.run_dir
     try:
-        write_report(run_dir)
+        write_report(run_dir, facts)
     except ResourceError as error:
         return (
             f"report  is not written: {error.what} ({error.why}); phalanx report {run_dir} writes"
