@@ -15,6 +15,7 @@ from phalanx.observe.events import (
     ReliabilityMeasured,
     RunStarted,
     StepFinished,
+    StepSkipped,
 )
 from phalanx.observe.tail import parse_valid_event_line
 from phalanx.run.reliability_meter import HOUR_S, ReliabilityMeter
@@ -114,3 +115,15 @@ def test_waiting_for_data_saving_and_evaluating_do_not_stand() -> None:
     hour = meter.take_hour(BEGAN_S + HOUR_S)
     assert hour is not None
     assert hour.goodput == pytest.approx(100 * 8.0 / HOUR_S)
+
+
+def test_steps_that_were_not_applied_are_no_goodput() -> None:
+    meter = ReliabilityMeter(BEGAN_S, 2)
+    hear(meter, start(2, 0))
+    for step in range(1, 361):
+        if step % 2:
+            hear(meter, StepSkipped(step, "nonfinite_gradients", math.nan, 0, 1))
+        do_steps(meter, step, step)
+    hour = meter.take_hour(BEGAN_S + HOUR_S)
+    assert hour is not None
+    assert (hour.goodput, hour.participation) == (0.5, 1.0)

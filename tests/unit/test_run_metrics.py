@@ -106,6 +106,18 @@ def test_goodput_leaves_out_what_is_no_training() -> None:
     assert story.value("phalanx_goodput_ratio") == pytest.approx(4 * 0.25 / 5.0)
 
 
+def test_goodput_leaves_out_steps_that_were_not_applied() -> None:
+    story = Story()
+    story.start()
+    for number in range(1, 5):
+        if number > 1:
+            story.tell(events.StepSkipped(number, "nonfinite_gradients", 1.0, 0, 1))
+        story.steps(number, number)
+    story.tell(events.RunFinished("finished", 0, 4, 20.0), rank=-1)
+    lifetime_s = story.now_s - 1001.0
+    assert story.value("phalanx_goodput_ratio") == pytest.approx(1 / lifetime_s)
+
+
 def test_ranks_that_another_launcher_starts_again_are_a_restart_and_a_resume_is_none() -> None:
     story = Story()
     story.start()

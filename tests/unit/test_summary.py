@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import record_best_step
+from phalanx.cli._app import run_command_line
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
+    Envelope,
     EvalFinished,
+    Event,
     MemoryMeasured,
     RankFailed,
     RestartScheduled,
@@ -112,11 +115,15 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
                 " steps had no targets"
             ),
         ),
-        ((True, False), None),
+        ((True, False), "warning 1 of 2 steps was not applied: 1 had no targets"),
+        ((True, True), None),
     ],
 )
-def test_a_run_that_applied_no_step_says_so(
-    applied: tuple[bool, ...], said: str | None, tmp_path: Path
+def test_a_run_that_applied_no_step_or_few_says_so(
+    applied: tuple[bool, ...],
+    said: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And its final loss is that of the last step that was applied, not the 0 of one without
     targets."""
@@ -135,8 +142,10 @@ def test_a_run_that_applied_no_step_says_so(
         if line.startswith("warning")
     ] == ([said] if said else [])
     facts = build_run_json(collect_run_facts(tmp_path))
-    assert facts["final_loss"] == (3.5 if applied[0] else None)
-    assert bool(facts["warnings"]) == (said is not None)
+    assert facts["final_loss"] == (3.5 if applied[-1] or applied[0] else None)
+    assert run_command_line(["report", str(tmp_path)]) == 0
+    assert (str(said).removeprefix("warning ") in capsys.readouterr().out) == (said is not None)
+    assert [f"warning {text}" for text in facts["warnings"]] == ([said] if said else [])
 
 
 @pytest.mark.parametrize(
@@ -270,3 +279,37 @@ def test_the_last_lines_name_the_rank_with_the_highest_peak_and_whose_memory_gro
     assert memory.startswith("memory  peak of rank 1: 12.0 MiB predicted, 1.2 GiB measured")
     (warning,) = [line for line in lines if line.startswith("warning")]
     assert warning.startswith("warning memory of rank 1 grows and grows: 3 MiB a step")
+
+
+def test_the_wall_of_a_run_is_that_of_all_its_commands(tmp_path: Path) -> None:
+    """The first was killed and reported no duration; what the last reports is its own."""
+    for attempt, seconds in ((0, range(100, 190, 10)), (1, range(300, 330, 10))):
+        told: list[Event] = [RunStarted("r", "d", 1, 0, 20, "cpu", {})]
+        step = StepFinished(1, 1.0, 10, 10, 1e-3, 1.0, 0.1, 100.0, {}, 0.0, 1)
+        told += [replace(step, step=attempt * 10 + each) for each in range(1, len(seconds) - 1)]
+        if attempt == 1:
+            told.append(RunFinished("finished", 0, 11, 25.0))
+        lines = [
+            Envelope(event, 0, attempt, 1e9 + at, seq=number, monotonic_s=float(at)).to_line()
+            for number, (event, at) in enumerate(zip(told, seconds, strict=False))
+        ]
+        (tmp_path / "events").mkdir(exist_ok=True)
+        path = tmp_path / "events" / f"rank-0000-attempt-{attempt:02d}.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+    facts = collect_run_facts(tmp_path)
+    assert facts.wall_s == facts.ledger.wall_s == pytest.approx(70.0 + 20.0)
+
+
+def test_skipped_steps_are_no_goodput(tmp_path: Path) -> None:
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("r", "d", 1, 0, 4, "cpu", {}))
+    for step in range(1, 5):
+        if step > 1:
+            bus.emit(StepSkipped(step, "nonfinite_gradients", 0.0, 0, 1))
+        bus.emit(StepFinished(step, 1.0, 10, 10, 1e-3, 0.0, 0.5, 20.0, {"data": 0.1}, 0.4, 0))
+    bus.close()
+    ledger = collect_run_facts(tmp_path).ledger
+    assert ledger.good_s == pytest.approx(0.4)
+    assert ledger.parts_s["skipped steps"] == pytest.approx(3 * 0.4)
+    assert sum(ledger.parts_s.values()) == pytest.approx(ledger.wall_s)
+    assert "skipped steps" in write_report(tmp_path).read_text(encoding="utf-8")

@@ -51,10 +51,14 @@ def command(
             print_json("run", build_run_json(facts), indent=1)
             return 0
         from phalanx.report.bottleneck.describe import list_verdict_lines
+        from phalanx.report.facts import describe_skipped_steps
         from phalanx.report.page import write_report
 
         if facts.bottleneck is not None:
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
+        skipped = describe_skipped_steps(facts.steps.step, facts.skipped)
+        if skipped is not None:
+            print(skipped)
         for drift in facts.drifts:
             print(drift.describe())
         print(write_report(run_dir, facts, path=out))

@@ -39,7 +39,7 @@ from phalanx.report.facts import (
     NOUN_OF_BYTES_SENT_OVER_AXIS,
     RunFacts,
     describe_sent_bytes,
-    describe_untrained_run,
+    describe_skipped_steps,
 )
 from phalanx.report.formats import dict_or_empty
 from phalanx.report.invariant_facts import InvariantLog
@@ -58,7 +58,7 @@ def list_end_of_run_lines(facts: RunFacts) -> list[str]:
     sample = _find_last_event(events, TextGenerated)
     saved = _find_last_event(events, CheckpointSaved)
     lines: list[str] = []
-    why = describe_untrained_run(facts.steps.step, facts.skipped)
+    why = describe_skipped_steps(facts.steps.step, facts.skipped)
     if why is not None:
         lines.append(f"warning {why}")
     lines += [f"warning {drift.describe()}" for drift in facts.drifts]

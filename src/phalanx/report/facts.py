@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,14 @@ from phalanx.report.reliability import Reliability
 from phalanx.report.self_time import SelfTimeMap
 from phalanx.report.timeline import RunTimeline
 
+MAX_USUAL_SKIPPED_SHARE = 0.05
+"""Of a run's steps: a few overflow in fp16, or meet a batch that nothing can be learnt from."""
+
 _TEXT_OF_SKIP_REASON = {
     "no_targets": "had no targets",
     "nonfinite_gradients": "had non-finite gradients",
     "overflow": "overflowed in fp16",
+    "loss_spike": "had a loss far above those before",
 }
 
 NOUN_OF_BYTES_SENT_OVER_AXIS = {
@@ -50,19 +55,27 @@ def describe_sent_bytes(sent_bytes: float, plain_bytes: float) -> str:
     return text
 
 
-def describe_untrained_run(
+def describe_skipped_steps(
     steps: Collection[int], skipped: Iterable[events.StepSkipped]
 ) -> str | None:
-    """A sentence about a run that applied none of its steps; None if one was applied."""
+    """A sentence about a run that applied none of its steps, or left out more than
+    MAX_USUAL_SKIPPED_SHARE of them; None of any other."""
     reasons = {int(event.step): event.reason for event in skipped}
-    if not steps or not reasons.keys() >= set(steps):
+    num_skipped = len(reasons.keys() & set(steps))
+    if num_skipped <= MAX_USUAL_SKIPPED_SHARE * len(steps):
         return None
+    counts = Counter(reasons[step] for step in sorted(reasons.keys() & set(steps)))
+    texts = {reason: _TEXT_OF_SKIP_REASON.get(reason, "was skipped") for reason in counts}
+    if num_skipped < len(steps):
+        causes = [f"{count:,} {texts[reason]}" for reason, count in counts.most_common()]
+        verb = "was" if num_skipped == 1 else "were"
+        return f"{num_skipped:,} of {len(steps):,} steps {verb} not applied: {', '.join(causes)}"
     subject = f"each of the {len(steps):,} steps"
     if len(steps) == 1:
         subject = "the only step"
     why = "was skipped"
-    if len(set(reasons.values())) == 1:
-        why = _TEXT_OF_SKIP_REASON.get(reasons[min(reasons)], why)
+    if len(counts) == 1:
+        (why,) = texts.values()
     return f"no step was applied, the weights are those it began with: {subject} {why}"
 
 
@@ -130,7 +143,8 @@ class WallTimeBreakdown:
 
     @property
     def good_s(self) -> float:
-        """Seconds of steps that stand, without their waiting for data, saving and evaluating."""
+        """Seconds of steps that stand and were applied, without their waiting for data, saving and
+        evaluating."""
         good_s = self.parts_s.get("training steps", 0.0)
         return good_s + self.parts_s.get("waiting for other stages", 0.0)
 

@@ -27,7 +27,7 @@ from phalanx.report.facts import (
     RunFacts,
     StepColumns,
     WallTimeBreakdown,
-    describe_untrained_run,
+    describe_skipped_steps,
 )
 from phalanx.report.formats import finite_or_zero
 from phalanx.report.history import (
@@ -78,8 +78,8 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     steps, history = select_steps_not_redone(log)
     status, finished = _find_run_status(story)
     timeline = log.times.build_measured_timeline()
-    ledger = _charge_wall_time(timeline, story, steps, history)
     skipped = select_skips_not_redone(log, steps, history)
+    ledger = _charge_wall_time(timeline, story, steps, history, skipped)
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)
@@ -89,7 +89,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None
     if finished is not None:
-        at_the_end = describe_untrained_run(steps.step, skipped)
+        at_the_end = describe_skipped_steps(steps.step, skipped)
     return RunFacts(
         run_dir=run_dir,
         name=identity.name,
@@ -129,7 +129,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
             story, timeline, attempts, history.attempt_of, ledger.good_s
         ),
         rank_ledgers=log.ledger.build_ledgers(),
-        wall_s=_find_wall_seconds(story, ledger),
+        wall_s=_find_wall_seconds(story, timeline, ledger),
         tokens_per_s=compute_median_of_finite(steps.tokens_per_s),
         timeline=timeline,
         started_unix_s=log.first_unix_s,
@@ -250,10 +250,14 @@ def compute_median_of_finite(values: list[float]) -> float:
 
 
 def _charge_wall_time(
-    timeline: RunTimeline, story: list[Envelope], steps: StepColumns, history: StepHistory
+    timeline: RunTimeline,
+    story: list[Envelope],
+    steps: StepColumns,
+    history: StepHistory,
+    skipped: list[events.StepSkipped],
 ) -> WallTimeBreakdown:
-    """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
-    starting, the rest."""
+    """Charge the wall clock: steps that stand, what they waited for, steps that were not applied,
+    steps that were undone, starting, the rest."""
     starts = _select_events(story, events.RunStarted)
     wall_s = timeline.alive_s
     data_s = _sum_positive(steps.groups_s["data"])
@@ -274,6 +278,11 @@ def _charge_wall_time(
     }
     if stages_s:
         parts["waiting for other stages"] = stages_s
+    for name, lost_s in _sum_seconds_of_skipped_steps(steps, skipped).items():
+        taken_s = min(lost_s, parts.get(name, 0.0))
+        if taken_s:
+            parts[name] -= taken_s
+            parts["skipped steps"] = parts.get("skipped steps", 0.0) + taken_s
     parts |= {
         "checkpoints": checkpoint_s,
         "evaluation": in_steps_s + between_steps_s,
@@ -286,6 +295,24 @@ def _charge_wall_time(
     return WallTimeBreakdown(wall_s, parts)
 
 
+def _sum_seconds_of_skipped_steps(
+    steps: StepColumns, skipped: list[events.StepSkipped]
+) -> dict[str, float]:
+    """Seconds of the steps that were not applied, by the part they would be charged to."""
+    numbers = {int(event.step) for event in skipped}
+    training_s = stages_s = 0.0
+    for row, step in enumerate(steps.step):
+        if step in numbers:
+            in_groups_s = {
+                name: max(steps.groups_s[name][row], 0.0)
+                for name in ("data", "checkpoint", "evaluate", "pipeline")
+            }
+            stages_s += in_groups_s["pipeline"]
+            step_s = finite_or_zero(steps.step_s[row])
+            training_s += max(step_s - sum(in_groups_s.values()), 0.0)
+    return {"training steps": training_s, "waiting for other stages": stages_s}
+
+
 def _sum_positive(seconds: Iterable[float]) -> float:
     return sum(max(value, 0.0) for value in seconds)
 
@@ -294,12 +321,15 @@ def _sum_finite(seconds: Iterable[float]) -> float:
     return sum(finite_or_zero(value) for value in seconds)
 
 
-def _find_wall_seconds(story: list[Envelope], ledger: WallTimeBreakdown) -> float:
-    """The duration that the run reported, if it ended once; else the span of its events."""
-    ends = _select_events(story, events.RunFinished)
-    is_over = bool(story) and isinstance(story[-1].event, events.RunFinished)
-    if is_over and len(ends) == 1 and math.isfinite(ends[0].wall_s):
-        return ends[0].wall_s
+def _find_wall_seconds(
+    story: list[Envelope], timeline: RunTimeline, ledger: WallTimeBreakdown
+) -> float:
+    """The duration that the only command of a run reported at its end; else the span of the events
+    of all commands, of which one that was killed reported nothing."""
+    end = story[-1].event if story else None
+    is_one_command = timeline.num_commands == 1
+    if is_one_command and isinstance(end, events.RunFinished) and math.isfinite(end.wall_s):
+        return end.wall_s
     if ledger.wall_s > 0:
         return ledger.wall_s
     return NAN

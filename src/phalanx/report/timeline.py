@@ -79,6 +79,7 @@ class RunTimeline:
     """The life of a run: that of its commands, without the pauses between them."""
 
     alive_s: float = 0.0
+    num_commands: int = 0
     _by_attempt: dict[int, _TrainCommand] = field(default_factory=dict)
 
     def elapsed_s(self, envelope: Envelope) -> float:
@@ -124,6 +125,7 @@ class TimelineBuilder:
                 spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan)
             )
             timeline.alive_s += command.lifetime_s
+            timeline.num_commands += 1
             timeline._by_attempt |= dict.fromkeys(attempts, command)
         return timeline
 

@@ -16,6 +16,7 @@ from phalanx.observe.events import (
     ReliabilityMeasured,
     RunStarted,
     StepFinished,
+    StepSkipped,
 )
 from phalanx.observe.time_groups import sum_productive_s
 
@@ -51,6 +52,7 @@ class ReliabilityMeter:
         self._hour = _Hour()
         self._number, self._hour_began_s = 0, began_s
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
+        self._skipped_step = -1
         self._num_failures = 0
         self._saves: deque[CheckpointSaved] = deque(maxlen=_MAX_SAVES)
 
@@ -61,10 +63,15 @@ class ReliabilityMeter:
                 self._ranks = int(event.world_size)
                 self._most_ranks = max(self._most_ranks, self._ranks)
                 self._undo_steps_after(event.step)
+            case StepSkipped() as event:
+                self._skipped_step = event.step
             case StepFinished() as event if envelope.rank == 0:
                 self._undo_steps_after(event.step - 1)
-                seconds = sum_productive_s(event.step_s, event.phases_s)
-                step = _Step(event.step, seconds, self._ranks, self._hour)
+                good_s = 0.0
+                # What was not applied did not get the run on. Said before the step's own event.
+                if event.step != self._skipped_step:
+                    good_s = sum_productive_s(event.step_s, event.phases_s)
+                step = _Step(event.step, good_s, self._ranks, self._hour)
                 self._steps.append(step)
                 self._count(step, 1)
             case RankFailed():

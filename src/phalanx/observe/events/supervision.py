@@ -167,8 +167,9 @@ class ReliabilityMeasured(Event):
     """From the supervisor, after each hour of a command (`hour` counts from 0) and at its end, if
     it lasted an hour or a rank failed.
 
-    `goodput`: the share of these `hour_s` seconds in steps that stand, as far as is known by then;
-    `participation`: over these steps, the mean share of all ranks that took part (NaN: no step).
+    `goodput`: the share of these `hour_s` seconds in steps that stand and were applied, as far as
+    is known by then; `participation`: over the steps that stand, the mean share of all ranks that
+    took part (NaN: no step).
     `num_failures` and `mean_between_failures_s` (NaN: none) are of the command so far;
     `save_stall_s` is the median of what a save stopped training for, and `best_save_every_s` what
     Young and Daly want for it and for that rate of failures (NaN: not known).

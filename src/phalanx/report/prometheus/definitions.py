@@ -79,9 +79,9 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _gauge(
         "phalanx_goodput_ratio",
-        "Part (0 to 1) of the run's life so far that went into steps that stand, without their"
-        " waiting for data, saving and evaluating. Life: from the start of each command to its"
-        " end, without the pauses between commands.",
+        "Part (0 to 1) of the run's life so far that went into steps that stand and were applied,"
+        " without their waiting for data, saving and evaluating. Life: from the start of each"
+        " command to its end, without the pauses between commands.",
     ),
     # --- steps
     _gauge("phalanx_step", "The newest step that is done."),

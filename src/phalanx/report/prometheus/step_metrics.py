@@ -45,13 +45,13 @@ class StepMetrics:
         self._values = values
         self._spikes = LossSpikeDetector()
         self._newest_step = 0
-        self._overflow_step = -1
+        self._overflow_step = self._skipped_step = -1
         self._means: dict[tuple[str, str], _MovingMean] = {}
         self._standing_steps = array("d")
         self._standing_s = array("d")
         self.productive_s = 0.0
-        """Seconds of the steps that stand, without their waiting for data, saving and
-        evaluating."""
+        """Seconds of the steps that stand and were applied, without their waiting for data, saving
+        and evaluating."""
 
     def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
@@ -69,6 +69,7 @@ class StepMetrics:
             self._values.add(name, event.seconds, rank, event.activity)
         elif isinstance(event, StepSkipped):
             self._values.add("phalanx_skipped_steps_total", 1, event.reason)
+            self._skipped_step = int(event.step)
             if event.reason == "overflow":
                 # How fp16's loss scale finds its height, and said before the step's own event.
                 self._overflow_step = int(event.step)
@@ -143,7 +144,9 @@ class StepMetrics:
         while self._standing_steps and self._standing_steps[-1] >= step:
             self._standing_steps.pop()
             self.productive_s -= self._standing_s.pop()
-        productive_s = sum_productive_s(event.step_s, event.phases_s)
+        productive_s = 0.0
+        if step != self._skipped_step:
+            productive_s = sum_productive_s(event.step_s, event.phases_s)
         self._standing_steps.append(step)
         self._standing_s.append(productive_s)
         self.productive_s += productive_s

@@ -34,6 +34,7 @@ CSS_CLASS_OF_LEDGER_ENTRY = {
     "training steps": "g1",
     "waiting for data": "g0",
     "waiting for other stages": "g10",
+    "skipped steps": "g4",
     "checkpoints": "g5",
     "evaluation": "g6",
     "steps done again": "g3",
