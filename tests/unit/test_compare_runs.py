@@ -10,22 +10,31 @@ import pytest
 
 from phalanx.cli._app import run_command_line
 from phalanx.observe.events import StepFinished, wrap_event_in_envelope
-from phalanx.report.compare import compare_runs, list_comparison_lines
+from phalanx.report.compare import RunComparison, compare_runs, list_comparison_lines
 from phalanx.report.reduce import collect_run_facts
 
 
-def write_run(run_dir: Path, backward_s: float, *, job: dict[str, object] | None = None) -> Path:
+def write_run(
+    run_dir: Path,
+    backward_s: float,
+    *,
+    job: dict[str, object] | None = None,
+    attempt: int = 0,
+    first_step: int = 1,
+) -> Path:
     noise = random.Random(run_dir.name)
-    (run_dir / "events").mkdir(parents=True)
+    (run_dir / "events").mkdir(parents=True, exist_ok=True)
     lines = []
-    for step in range(1, 41):
+    for step in range(first_step, first_step + 40):
         seconds = {"forward": 0.03, "backward": backward_s * noise.uniform(0.95, 1.05)}
         step_s = sum(seconds.values())
         event = StepFinished(
             step, 2.0, 100, 100 * step, 1e-3, 1.0, step_s, 100 / step_s, seconds, 0.0, 1
         )
-        lines.append(wrap_event_in_envelope(event, rank=0, attempt=0, seq=step).to_line())
-    (run_dir / "events" / "rank-0000-attempt-00.jsonl").write_text("\n".join(lines) + "\n")
+        lines.append(wrap_event_in_envelope(event, rank=0, attempt=attempt, seq=step).to_line())
+    (run_dir / "events" / f"rank-0000-attempt-{attempt:02d}.jsonl").write_text(
+        "\n".join(lines) + "\n"
+    )
     (run_dir / "job.json").write_text(json.dumps(job or {}))
     return run_dir
 
@@ -50,6 +59,24 @@ def test_equal_runs_are_not_called_faster(tmp_path: Path) -> None:
     comparison = compare_runs(*facts)
     assert not comparison.is_clear
     assert "within their spread" in list_comparison_lines(comparison, ("a", "b"))[0]
+
+
+def test_the_first_line_is_about_the_steps_of_the_table(tmp_path: Path) -> None:
+    """Of a run that was started again: the steps of its last attempt."""
+    first = write_run(tmp_path / "a", 0.06)
+    second = write_run(tmp_path / "b", 0.06)
+    write_run(second, 0.12, attempt=1, first_step=41)
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    (step,) = [term for term in comparison.terms if term.name == "step, mean"]
+    assert comparison.speedup == pytest.approx(1 / step.ratio)
+    assert comparison.speedup == pytest.approx(0.09 / 0.15, rel=0.02)
+
+
+def test_runs_whose_steps_vary_much_are_not_called_equally_fast(tmp_path: Path) -> None:
+    comparison = RunComparison((), 0.94, 0.70, 1.22, (), ())
+    line = list_comparison_lines(comparison, ("a", "b"))[0]
+    assert "cannot be told apart" in line
+    assert "0.70 to 1.22" in line
 
 
 def test_runs_without_steps_are_not_compared_and_nothing_fails(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.report import formats
-from phalanx.report.bottleneck.step_table import WARM_UP_STEPS
 from phalanx.report.facts import RunFacts
 
 MAX_NAMED_KEYS = 12
@@ -40,8 +39,9 @@ class ComparedTerm:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """`terms` of both runs. `speedup`: the first's mean step over the second's, between `low` and
-    `high` with 95 % confidence by the spread of the steps (all NaN without steps of both).
+    """`terms` of both runs. `speedup`: the first's mean step over the second's, both as in `terms`,
+    between `low` and `high` with 95 % confidence by the spread of the steps (all NaN without steps
+    of both).
 
     `changed_keys`: keys of the job with both values.
     """
@@ -133,21 +133,33 @@ def _last_loss(facts: RunFacts) -> float:
 
 
 def _compare_step_seconds(first: RunFacts, second: RunFacts) -> tuple[float, float, float]:
-    """The ratio of the mean steps of the lead ranks, and its 95 % interval.
+    """The ratio of the mean steps that the table shows, and its 95 % interval by the spread of
+    these steps on the lead ranks.
 
     By the logarithms of the means, whose errors are those of the steps as if they were independent
     (the delta method).
     """
-    means, variance = [], 0.0
+    variance = 0.0
     for facts in (first, second):
-        seconds = [value for value in facts.steps.step_s[WARM_UP_STEPS:] if math.isfinite(value)]
-        if len(seconds) < 2 or fmean(seconds) <= 0:
+        seconds = _list_compared_step_seconds(facts)
+        if len(seconds) < 2 or fmean(seconds) <= 0 or not _mean_step_seconds(facts) > 0:
             return math.nan, math.nan, math.nan
-        means.append(fmean(seconds))
         variance += (stdev(seconds) / fmean(seconds)) ** 2 / len(seconds)
-    speedup = means[0] / means[1]
+    speedup = _mean_step_seconds(first) / _mean_step_seconds(second)
     factor = math.exp(1.96 * math.sqrt(variance))
     return speedup, speedup / factor, speedup * factor
+
+
+def _list_compared_step_seconds(facts: RunFacts) -> list[float]:
+    """Seconds of the steps whose mean is compared, on the lead rank."""
+    if facts.bottleneck is None:
+        return []
+    first, last = facts.bottleneck.first_step, facts.bottleneck.last_step
+    return [
+        seconds
+        for step, seconds in zip(facts.steps.step, facts.steps.step_s, strict=True)
+        if first <= step <= last and math.isfinite(seconds)
+    ]
 
 
 def _list_changed_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
@@ -220,8 +232,8 @@ def _describe_speedup(comparison: RunComparison) -> str:
     interval = f"{comparison.low:.2f} to {comparison.high:.2f} with 95 % confidence"
     if not comparison.is_clear:
         return (
-            f"steps of the second are as fast as those of the first, within their spread"
-            f" ({comparison.speedup:.2f} x, {interval})"
+            "the steps of the two cannot be told apart within their spread: those of the second"
+            f" are {comparison.speedup:.2f} x as fast ({interval})"
         )
     if comparison.speedup > 1:
         return f"steps of the second are {comparison.speedup:.2f} x faster ({interval})"
