@@ -19,6 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.linear import collect_shard_rules_of_module
 from phalanx.mesh.tensor_group import TensorParallelGroup
+from phalanx.nn.hugging_face import adapter
 from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_expert_products
 from phalanx.nn.hugging_face.shard_rules import build_hugging_face_shard_rules
@@ -231,6 +232,28 @@ def test_what_runs_into_an_error_or_sees_its_targets_is_refused(
         build(f"hf:{tmp_path}")
     if name == "bert-generation":
         assert build(f"hf:{tmp_path}", is_decoder=True).training
+
+
+def test_the_small_model_that_is_tried_is_narrow_unless_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawing two blocks of a large model at their full width takes seconds."""
+    widths: list[int] = []
+
+    def refuse_narrow(kind: str, module: Any, facts: Any, *, reads_images: bool) -> None:
+        widths.append(module.config.intermediate_size)
+        if fails and widths[-1] < 1000:
+            raise LayoutError("no")
+
+    config = ZOO["llama"] | {"model_type": "llama", "intermediate_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(adapter, "require_causal_and_trainable_by_trial", refuse_narrow)
+    fails = False
+    adapter.require_trainable_small_model(f"hf:{tmp_path}", {})
+    assert widths == [256]
+    fails = True
+    adapter.require_trainable_small_model(f"hf:{tmp_path}", {})
+    assert widths == [256, 256, 1000]
 
 
 def test_a_vocabulary_beside_config_json_is_refused(tmp_path: Path) -> None:

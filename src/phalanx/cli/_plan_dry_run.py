@@ -7,6 +7,7 @@ import time
 
 from phalanx.cli._json import print_json
 from phalanx.cli._plan_search import set_num_devices_of_job
+from phalanx.cli._progress import show_progress_of_module
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.observe.console import QuietStream
@@ -50,14 +51,15 @@ def _plan_for_dry_run(job: Job, gpus: str | None) -> PlannedJob:
 
     Raises LayoutError where no layout fits.
     """
-    if can_predict_step_times(job):
-        if gpus is not None:
-            job = set_num_devices_of_job(job, gpus)
-        winner = search_layouts_of_job(job).result.winner
-        if winner is None:
-            raise LayoutError(
-                "no layout fits, so there is none to run",
-                fix="see what would: the same command without --dry-run",
-            )
-        job = apply_job_keys(job, winner.job_keys)
-    return plan_job(job, checks_initial=False)
+    with show_progress_of_module() as tell:
+        if can_predict_step_times(job):
+            if gpus is not None:
+                job = set_num_devices_of_job(job, gpus)
+            winner = search_layouts_of_job(job, tell=tell).result.winner
+            if winner is None:
+                raise LayoutError(
+                    "no layout fits, so there is none to run",
+                    fix="see what would: the same command without --dry-run",
+                )
+            job = apply_job_keys(job, winner.job_keys)
+        return plan_job(job, checks_initial=False, tell=tell)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_json
+from phalanx.cli._progress import show_progress_of_module
 
 
 def print_plan_from(run_dir: Path, arguments: Sequence[str], *, as_json: bool) -> int:
@@ -17,9 +18,9 @@ def print_plan_from(run_dir: Path, arguments: Sequence[str], *, as_json: bool) -
     from phalanx.run.plan_job import plan_job
 
     job_file, overrides = split_job_file_and_overrides(arguments)
-    planned = plan_job(
-        load_job_file_or_job_of_run(run_dir, job_file, overrides), checks_initial=False
-    )
+    job = load_job_file_or_job_of_run(run_dir, job_file, overrides)
+    with show_progress_of_module() as tell:
+        planned = plan_job(job, checks_initial=False, tell=tell)
     result = extrapolate_plan_from_run(run_dir, planned.plan)
     if as_json:
         print_json("plan-from", result.to_json(), indent=1)

@@ -124,10 +124,12 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
 def _search_and_spell_advice(job: Job, options: SearchOptions) -> JobSearch:
     """The search for a job; changes that it, or its error, advises can be added to the command as
     they are."""
+    from phalanx.cli._progress import show_progress_of_module
     from phalanx.run.search_job import search_layouts_of_job
 
     try:
-        searched = search_layouts_of_job(job)
+        with show_progress_of_module() as tell:
+            searched = search_layouts_of_job(job, tell=tell)
     except LayoutError as error:
         raise _spell_advice_of_error(error, options) from None
     nearest = [
@@ -183,6 +185,7 @@ def _set_num_devices(job: Job, num_devices: int) -> Job:
 
 def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
     from phalanx.cli._json import print_json
+    from phalanx.cli._progress import show_progress_of_module
     from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import format_scaling_table
     from phalanx.plan.search.scaling import search_per_device_count
@@ -197,7 +200,8 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
             "--page, --rules and --explain are for one number of GPUs",
             fix="leave them out, or --gpus with one number",
         )
-    task = prepare_layout_search(_set_num_devices(job, counts[-1]))
+    with show_progress_of_module() as tell:
+        task = prepare_layout_search(_set_num_devices(job, counts[-1]), tell=tell)
     rows = [
         replace(row, fix=spell_keys_as_options(row.fix, options.given))
         for row in search_per_device_count(task, counts)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from phalanx.core.units import format_seconds
 from phalanx.observe.console import QuietStream
 from phalanx.observe.screen import open_safe_console
+
+if TYPE_CHECKING:
+    from phalanx.job.module_probe import TellProgress
 
 REDRAW_INTERVAL_S = 0.1
 # Short work says nothing before its summary.
@@ -116,6 +120,13 @@ class ProgressLine:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+@contextmanager
+def show_progress_of_module() -> Iterator[TellProgress]:
+    """For the body, a function that shows how far the measuring of a user's module is."""
+    with ProgressLine("model") as line:
+        yield lambda num_done, num_parts, words: line.update(num_done, num_parts, instead=words)
 
 
 def _open_rich_bar(stream: TextIO, verb: str) -> Any:

@@ -180,9 +180,9 @@ def _print_explained(words: Sequence[str], options: SearchOptions) -> int:
 
         return run_and_print_search(job, options)
     from phalanx.run.plan_advice import advise_on_planned_job
-    from phalanx.run.plan_job import plan_job
 
-    print_term_formula(advise_on_planned_job(plan_job(job)), term, as_json=options.as_json)
+    advised = advise_on_planned_job(_plan_with_progress(job))
+    print_term_formula(advised, term, as_json=options.as_json)
     return 0
 
 
@@ -204,16 +204,23 @@ def _plan_and_print_job(
     job = _load_job(words)
     if _needs_search(job, options.gpus, options.out):
         return run_and_print_search(job, options)
-    from phalanx.run.plan_job import plan_job
-
     _print_planned(
-        plan_job(job),
+        _plan_with_progress(job),
         arguments,
         options.page,
         as_json=options.as_json,
         all_rules=options.all_rules,
     )
     return 0
+
+
+def _plan_with_progress(job: Job, *, checks_initial: bool = True) -> PlannedJob:
+    """The plan of a job; how far its module is measured is shown on standard error."""
+    from phalanx.cli._progress import show_progress_of_module
+    from phalanx.run.plan_job import plan_job
+
+    with show_progress_of_module() as tell:
+        return plan_job(job, checks_initial=checks_initial, tell=tell)
 
 
 def _load_job(words: Sequence[str]) -> Job:
@@ -291,10 +298,9 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
 
 def _print_recut(words: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
     from phalanx.cli._json import print_json
-    from phalanx.run.plan_job import plan_job
     from phalanx.run.recut import suggest_pipeline_cut_from_run
 
-    planned = plan_job(_load_job(words), checks_initial=False)
+    planned = _plan_with_progress(_load_job(words), checks_initial=False)
     better = suggest_pipeline_cut_from_run(planned.job, planned.plan, run_dir)
     if as_json:
         print_json("recut", better.to_json(), indent=1)

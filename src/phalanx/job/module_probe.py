@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from phalanx.job.user_dataset import is_own_dataset
 
 PROBE_MODULE = "phalanx.nn.probe"
 PROBE_TIMEOUT_S = 300.0
+PROGRESS_INTERVAL_S = 0.5
+TellProgress = Callable[[int, int, str], None]
+"""Is told how many of how many parts of the work are done, and in words what is done now."""
 # Keyed by the sources of the user's module.
 SHAPE_CACHE_DIR = Path(os.path.expanduser("~/.cache/phalanx/shapes"))
 # Their code makes the probe's answer: one of another phalanx is not taken.
@@ -48,15 +52,20 @@ EXTRA_FACT_KEYS: Any = (
 )
 
 
-def measure_foreign_shape(job: Job, *, is_traced: bool = True) -> MeasuredModule | None:
+def measure_foreign_shape(
+    job: Job, *, is_traced: bool = True, tell: TellProgress | None = None
+) -> MeasuredModule | None:
     """The shape of a user's own module, as far as it can be measured; None for a built-in model.
 
-    With `is_traced` also what a microbatch of the job takes, where its samples are known.
+    With `is_traced` also what a microbatch of the job takes, where its samples are known. `tell` is
+    called twice a second while the module is measured; never where the answer is known.
     """
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
     trace = build_trace_request(job) if is_traced else None
-    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE_DIR, trace=trace)
+    return probe_foreign_shape(
+        job.model.kind, job.model.args, SHAPE_CACHE_DIR, trace=trace, tell=tell
+    )
 
 
 def build_trace_request(job: Job) -> dict[str, Any] | None:
@@ -91,9 +100,10 @@ def probe_foreign_shape(
     trace: Mapping[str, Any] | None = None,
     probe_module: str = PROBE_MODULE,
     timeout_s: float = PROBE_TIMEOUT_S,
+    tell: TellProgress | None = None,
 ) -> MeasuredModule:
     """Build `kind` ("package.module:factory") with `args` in a subprocess, count what it holds, and
-    trace what `trace` (`build_trace_request`) asks for.
+    trace what `trace` (`build_trace_request`) asks for. `tell` hears how far that is.
 
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
     """
@@ -103,7 +113,7 @@ def probe_foreign_shape(
     cached = _find_shape_cache_file(kind, args, cache_dir, trace)
     if cached is not None and (known := _read_cached_shape(cached)) is not None:
         return known
-    shape = _parse_shape(kind, _run_probe(kind, args, trace, probe_module, timeout_s))
+    shape = _parse_shape(kind, _run_probe(kind, args, trace, probe_module, timeout_s, tell))
     if cached is not None:
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
@@ -120,25 +130,84 @@ def _run_probe(
     trace: Mapping[str, Any] | None,
     probe_module: str,
     timeout_s: float,
+    tell: TellProgress | None,
 ) -> str:
     """The output of `python -m probe_module '{"kind": ..., "args": ...}'`."""
     request: dict[str, Any] = {"kind": kind, "args": dict(args)}
     if trace is not None:
         request["trace"] = dict(trace)
     try:
-        return run_request_process(probe_module, request, timeout_s)
+        return run_request_process(probe_module, request, timeout_s, tell)
     except ChildProcessError as error:
         raise _build_probe_error(kind, str(error)) from None
 
 
+class ProgressPipe:
+    """A pipe through which a process says how far it is, beside the output of the user's code."""
+
+    def __init__(self, tell: TellProgress) -> None:
+        self._tell, self._text, self._latest = tell, "", (0, 1, "starts")
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+
+    def tell_latest(self) -> None:
+        """Tell what the process said last."""
+        try:
+            self._text += os.read(self._reader, 2**16).decode(errors="replace")
+        except BlockingIOError:
+            pass
+        *lines, self._text = self._text.split("\n")
+        if lines:
+            num_done, num_parts, words = json.loads(lines[-1])
+            self._latest = num_done, num_parts, words
+        self._tell(*self._latest)
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self.writer)
+
+
+def make_progress_writer(request: Mapping[str, Any]) -> TellProgress:
+    """A function that writes into the pipe of the process that asked, if it wants to hear."""
+    writer = request.get("progress_fd")
+    if writer is None:
+        return lambda num_done, num_parts, words: None
+    return lambda num_done, num_parts, words: _write_progress(
+        int(writer), [num_done, num_parts, words]
+    )
+
+
+def _write_progress(writer: int, progress: list[Any]) -> None:
+    try:
+        os.write(writer, f"{json.dumps(progress)}\n".encode())
+    except OSError:  # the user's code has closed it: the work itself goes on
+        pass
+
+
 def run_request_process(
-    module: str, request: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S
+    module: str,
+    request: Mapping[str, Any],
+    timeout_s: float = PROBE_TIMEOUT_S,
+    tell: TellProgress | None = None,
 ) -> str:
     """The output of `python -m module REQUEST`, with the request as JSON. The process sees our
-    sys.path.
+    sys.path. `tell` hears what it writes with `make_progress_writer`.
 
     Raises ChildProcessError with the last line of its errors.
     """
+    if tell is None:
+        return _run_request_process(module, request, timeout_s, None)
+    pipe = ProgressPipe(tell)
+    try:
+        request = {**request, "progress_fd": pipe.writer}
+        return _run_request_process(module, request, timeout_s, pipe)
+    finally:
+        pipe.close()
+
+
+def _run_request_process(
+    module: str, request: Mapping[str, Any], timeout_s: float, pipe: ProgressPipe | None
+) -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", module, json.dumps(request)],
         stdin=subprocess.DEVNULL,
@@ -149,9 +218,10 @@ def run_request_process(
         text=True,
         errors="replace",
         start_new_session=True,  # so that whatever the user's module starts ends with it
+        pass_fds=() if pipe is None else (pipe.writer,),
     )
     try:
-        printed, errors = process.communicate(timeout=timeout_s)
+        printed, errors = _wait_for_output(process, timeout_s, pipe)
     except subprocess.TimeoutExpired:
         raise ChildProcessError(f"it took longer than {timeout_s:g} s") from None
     finally:
@@ -163,6 +233,20 @@ def run_request_process(
         ending = f"the process ended with {process.returncode}"
         raise ChildProcessError(find_last_line(errors) or ending)
     return printed
+
+
+def _wait_for_output(
+    process: subprocess.Popen[str], timeout_s: float, pipe: ProgressPipe | None
+) -> tuple[str, str]:
+    """Output and errors of `process`, with what comes through `pipe` told meanwhile. Raises
+    TimeoutExpired."""
+    deadline_s = time.monotonic() + timeout_s
+    while pipe is not None and (left_s := deadline_s - time.monotonic()) > PROGRESS_INTERVAL_S:
+        try:
+            return process.communicate(timeout=min(left_s, PROGRESS_INTERVAL_S))
+        except subprocess.TimeoutExpired:
+            pipe.tell_latest()
+    return process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
 
 
 def _parse_shape(kind: str, printed: str) -> MeasuredModule:

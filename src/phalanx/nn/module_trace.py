@@ -18,7 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.core.registry import import_object_of_kind
+from phalanx.core.units import plural
 from phalanx.job.hugging_face import is_hugging_face
+from phalanx.job.module_probe import TellProgress
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE
@@ -37,6 +39,8 @@ from phalanx.nn.operator_trace import (
     iterate_tensors_of_tree,
 )
 
+MAX_BATCHES = 3
+"""Microbatches that are traced in one precision, at most."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -48,6 +52,12 @@ class TracedBatch:
     length: int
     precision: str
     image: tuple[int, int, int] | None = None
+
+    def describe(self) -> str:
+        """The microbatch in words."""
+        if self.image is not None:
+            return f"{plural(self.batch, 'image')} in {self.precision}"
+        return f"{plural(self.batch, 'sequence')} of {self.length:,} tokens in {self.precision}"
 
 
 class UntraceableModuleError(Exception):
@@ -347,10 +357,10 @@ def _build_part_json(
 
 
 def trace_module_for_planner(
-    module: nn.Module, kind: str, request: Mapping[str, Any]
+    module: nn.Module, kind: str, request: Mapping[str, Any], tell: TellProgress
 ) -> dict[str, Any]:
     """The traces that the planner asks for (phalanx.job.module_probe), of a module whose weights
-    are no longer needed; or why there are none."""
+    are no longer needed; or why there are none. `tell` hears of each microbatch that begins."""
     facts = getattr(module, SHAPE_FACTS_ATTRIBUTE, {})
     if request.get("document_masks"):
         return {"why_untraced": "its masks of documents are not traced"}
@@ -360,10 +370,20 @@ def trace_module_for_planner(
         with FakeTensorMode(allow_non_fake_inputs=True), _treating_samples_as_single_sequences():
             module.to_empty(device="cpu")
             module.train()
-            for precision in request["precisions"]:
-                points = _list_batches_to_trace(facts, int(request["seq_len"]), str(precision))
-                bodies = [trace_module(module, point, objective) for point in points]
-                traces.append({"precision": str(precision), "points": bodies})
+            batches = {
+                str(precision): _list_batches_to_trace(
+                    facts, int(request["seq_len"]), str(precision)
+                )
+                for precision in request["precisions"]
+            }
+            num_batches, num_done = sum(map(len, batches.values())), 0
+            for precision, points in batches.items():
+                bodies = []
+                for point in points:
+                    tell(num_done, num_batches, f"traces {point.describe()}")
+                    bodies.append(trace_module(module, point, objective))
+                    num_done += 1
+                traces.append({"precision": precision, "points": bodies})
     except Exception as error:
         return {"why_untraced": _first_line_of_error(error)}
     return {"traces": traces}

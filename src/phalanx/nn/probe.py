@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.job.module_probe import TellProgress, make_progress_writer
 from phalanx.job.schema import Model
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
 from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
@@ -28,16 +29,25 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
 from phalanx.nn import build
 from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, resolve_model_factory
-from phalanx.nn.module_trace import trace_module_for_planner
+from phalanx.nn.module_trace import MAX_BATCHES, trace_module_for_planner
 
+NUM_PARTS_BEFORE_TRACES = 2
+"""Building the module, and recording that; then one part for each microbatch that is traced."""
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
 def describe_module_for_planner(
-    kind: str, args: dict[str, object], trace: Mapping[str, Any] | None = None
+    kind: str,
+    args: dict[str, object],
+    trace: Mapping[str, Any] | None = None,
+    tell: TellProgress = lambda num_done, num_parts, words: None,
 ) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
-    the factory can; and the traces that `trace` asks for."""
+    the factory can; and the traces that `trace` asks for. `tell` hears how far this is."""
+    num_parts = NUM_PARTS_BEFORE_TRACES
+    if trace is not None:
+        num_parts += MAX_BATCHES * len(trace["precisions"])
+    tell(0, num_parts, "builds the module without weights")
     factory = resolve_model_factory(kind)
     try:
         with torch.device("meta"):
@@ -63,11 +73,19 @@ def describe_module_for_planner(
         "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
     if 4 * int(str(description["num_params"])) >= build.MIN_RECORDED_INIT_BYTES:
+        tell(1, num_parts, "records how its weights are made")
         model = Model.model_validate({"kind": kind, "args": args})
         description["is_built_whole"] = not build.can_build_without_memory(model)
     # Last, for a trace takes the module's weights from it.
     if trace is not None:
-        description |= trace_module_for_planner(module, kind, trace)
+        description |= trace_module_for_planner(
+            module,
+            kind,
+            trace,
+            lambda num_done, num_traces, words: tell(
+                NUM_PARTS_BEFORE_TRACES + num_done, NUM_PARTS_BEFORE_TRACES + num_traces, words
+            ),
+        )
     return description
 
 
@@ -163,7 +181,12 @@ def report_os_exit_of_user_code() -> Iterator[None]:
 
 def _answer_probe_request(request: Mapping[str, Any]) -> str:
     return json.dumps(
-        describe_module_for_planner(request["kind"], request.get("args", {}), request.get("trace"))
+        describe_module_for_planner(
+            request["kind"],
+            request.get("args", {}),
+            request.get("trace"),
+            make_progress_writer(request),
+        )
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.data.look import summarize_data_sources
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import build_model_shape, find_vocab_size_of
-from phalanx.job.module_probe import measure_foreign_shape
+from phalanx.job.module_probe import TellProgress, measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.described_cluster import choose_cluster_of_job
@@ -53,13 +53,15 @@ class PlannedJob:
         }
 
 
-def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
-    """Plan a job as `phalanx train` would.
+def plan_job(
+    job: Job, *, checks_initial: bool = True, tell: TellProgress | None = None
+) -> PlannedJob:
+    """Plan a job as `phalanx train` would. `tell` hears how far the measuring of a module is.
 
     Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse, and with
     `checks_initial` CheckpointError for a model.init_from that is not there or does not fit.
     """
-    plan, data_lines = _plan_with_data_sources(job)
+    plan, data_lines = _plan_with_data_sources(job, tell)
     plan = replace(plan, warnings=(*plan.warnings, *find_mixed_rows_warnings(job, plan)))
     initial = None
     if checks_initial and job.model.init_from is not None:
@@ -78,10 +80,10 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
     )
 
 
-def _plan_with_data_sources(job: Job) -> tuple[Plan, list[str]]:
+def _plan_with_data_sources(job: Job, tell: TellProgress | None) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
     cluster = choose_cluster_of_job(job)
-    shape, tokens = measure_foreign_shape(job), find_job_tokens(job)
+    shape, tokens = measure_foreign_shape(job, tell=tell), find_job_tokens(job)
     is_usual = _is_default_byte_source(job) and tokens.default in ("", BYTE_TOKENIZER_KIND)
     if is_usual or (
         (shape or build_model_shape(job, vocab_size=1)).reads_images and _needs_data_for_plan(job)

@@ -20,6 +20,7 @@ from phalanx.core.files import (
 )
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
+from phalanx.job.module_probe import TellProgress
 from phalanx.job.schema import Data, Job
 from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
@@ -53,21 +54,28 @@ def can_predict_step_times(job: Job) -> bool:
     return choose_cluster_of_job(job).accelerator is not None
 
 
-def prepare_layout_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
-    """The search for a job, with the vocabulary of its model or of its data.
+def prepare_layout_search(
+    job: Job, cluster: Cluster | None = None, tell: TellProgress | None = None
+) -> SearchTask:
+    """The search for a job, with the vocabulary of its model or of its data. `tell` hears how far
+    the measuring of a module is.
 
     Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse.
     """
     require_layouts_may_be_searched(job)
-    return build_search_task(job, cluster=cluster, vocab_size=_find_vocab_size_before_training(job))
+    vocab_size = _find_vocab_size_before_training(job)
+    return build_search_task(job, cluster=cluster, vocab_size=vocab_size, tell=tell)
 
 
-def search_layouts_of_job(job: Job, cluster: Cluster | None = None) -> JobSearch:
-    """The best layouts of a job; where nothing fits, what would.
+def search_layouts_of_job(
+    job: Job, cluster: Cluster | None = None, tell: TellProgress | None = None
+) -> JobSearch:
+    """The best layouts of a job; where nothing fits, what would. `tell` hears how far the measuring
+    of a module is.
 
     Raises LayoutError where no layout can be had, with the keys that contradict each other.
     """
-    task = prepare_layout_search(job, cluster)
+    task = prepare_layout_search(job, cluster, tell)
     try:
         result = search_layouts(task)
     except LayoutError as error:

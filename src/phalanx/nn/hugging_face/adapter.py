@@ -49,6 +49,8 @@ SHAPE_FACTS_ATTRIBUTE = "shape_facts"
 
 
 _SMALL_SETTINGS = {"num_hidden_layers": 2, "n_layer": 2, "layer_types": 2, "vocab_size": 512}
+# Widths inside of blocks, where most weights of large models are.
+_NARROW_SETTINGS = {"intermediate_size": 256, "moe_intermediate_size": 64}
 _TOKEN_ID_SETTINGS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -116,9 +118,22 @@ def _has_allocated_parameters(module: nn.Module) -> bool:
 def require_trainable_small_model(kind: str, args: Mapping[str, Any]) -> None:
     """Raise the LayoutError of `build` for a model that cannot be trained, as far as one with
     random weights, few blocks and few tokens tells; nothing where there is no such model."""
+    try:
+        # Drawing the weights of two blocks at their full width takes longer than all else.
+        is_tried = _try_small_model(kind, args, _SMALL_SETTINGS | _NARROW_SETTINGS)
+    except LayoutError:
+        is_tried = False
+    if not is_tried:
+        # It may be the width that does not go with other settings.
+        _try_small_model(kind, args, _SMALL_SETTINGS)
+
+
+def _try_small_model(kind: str, args: Mapping[str, Any], limits: Mapping[str, int]) -> bool:
+    """Try the model of `kind` with settings of at most `limits`; False if it cannot be built with
+    these. Raises LayoutError if it cannot be trained."""
     values = read_model_config(kind)
     small: dict[str, Any] = dict(args)
-    for key, most in _SMALL_SETTINGS.items():
+    for key, most in limits.items():
         value = small.get(key, values.get(key))
         if isinstance(value, int) and value > most:
             small[key] = most
@@ -137,11 +152,12 @@ def require_trainable_small_model(kind: str, args: Mapping[str, Any]) -> None:
         adapted = _adapt_module_to_phalanx(module, config)
     # Settings that do not go with each other: what is asked for was built already.
     except Exception:
-        return
+        return False
     reads_images = module.main_input_name == "pixel_values"
     require_causal_and_trainable_by_trial(
         kind, adapted, getattr(adapted, SHAPE_FACTS_ATTRIBUTE), reads_images=reads_images
     )
+    return True
 
 
 def build_module_without_memory(kind: str, build: Callable[[], nn.Module]) -> nn.Module:

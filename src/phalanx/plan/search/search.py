@@ -14,7 +14,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes, format_seconds, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape
-from phalanx.job.module_probe import measure_foreign_shape
+from phalanx.job.module_probe import TellProgress, measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, choose_headroom, rank_memory_bytes
@@ -102,13 +102,15 @@ def build_search_task(
     cluster: Cluster | None = None,
     shape: ModelCosts | None = None,
     vocab_size: int | None = None,
+    tell: TellProgress | None = None,
 ) -> SearchTask:
     """The search for a job, on all devices of the cluster that it describes (or of this machine),
-    or on the ranks that it names."""
+    or on the ranks that it names. `tell` hears how far the measuring of a module is."""
     cluster = cluster or choose_cluster_of_job(job)
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
-        shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
+        measured = measure_foreign_shape(job, tell=tell)
+        shape = measured or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
     if cluster.device != "cuda" and job.parallel.ranks is None:
         num_ranks = choose_num_ranks(job, cluster, None).value
