@@ -676,3 +676,24 @@ def test_the_failure_that_ended_a_run_is_on_its_axis(run: Run) -> None:
     page = Page(write_report(run.directory))
     # The page is of this run: others have the same name.
     assert run.directory.name in page.text
+
+
+def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.start()
+    run.steps(range(1, 6))
+    assert collect_run_facts(run.directory).warnings == []
+    of_rank_0 = build_event_file_path(run.directory, 0, 0)
+    text = of_rank_0.read_bytes()
+    # The last line of a process that was killed has no end: nothing is wrong with that.
+    of_rank_0.write_bytes(text + b'{"event":"step_fin')
+    assert collect_run_facts(run.directory).warnings == []
+    lines = text.splitlines(keepends=True)
+    of_rank_0.write_bytes(b"".join([*lines[:2], b"\\x00garbled\\n", *lines[3:]]))
+    of_rank_1 = build_event_file_path(run.directory, 1, 0)
+    of_rank_1.unlink()
+    of_rank_1.mkdir()
+    warnings = build_run_json(collect_run_facts(run.directory))["warnings"]
+    assert any(f"events/{of_rank_1.name} cannot be read" in text for text in warnings)
+    assert any("1 line of the event files could not be read" in text for text in warnings)
+    assert run_command_line(["report", str(run.directory)]) == 0
+    assert f"events/{of_rank_1.name} cannot be read" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,8 @@ def command(
             print(skipped)
         for drift in facts.drifts:
             print(drift.describe())
+        for gap in facts.reading_gaps:
+            print(f"warn    {gap}", file=sys.stderr)
         print(write_report(run_dir, facts, path=out))
     return 0
 

@@ -75,6 +75,10 @@ class EventLog:
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
+    # Of these, the ones that have an end: the last line of a process that was killed has none.
+    num_damaged: int = 0
+    # By the name of a file that cannot be read: why.
+    unreadable_files: dict[str, str] = field(default_factory=dict)
     drift: DriftLog = field(default_factory=DriftLog)
     times: TimelineBuilder = field(default_factory=TimelineBuilder)
     ledger: LedgerBuilder = field(default_factory=lambda: LedgerBuilder({}))
@@ -197,6 +201,7 @@ class EventLogReader:
                 envelope = parse_valid_event_line(line, self._clocks.get(path))
                 if envelope is None:
                     self.log.num_unreadable += 1
+                    self.log.num_damaged += line.endswith(b"\n")
                 else:
                     self._clocks[path] = envelope.clock
                     self.log.add_event(envelope)
@@ -216,7 +221,11 @@ class EventLogReader:
                     elif line.strip():
                         yield line
                 self._offsets[path] = file.tell() - num_torn_bytes
-        except OSError:
+        except FileNotFoundError:
+            # It was removed a moment ago.
+            return
+        except OSError as error:
+            self.log.unreadable_files[path.name] = error.strerror or str(error)
             return
 
 

@@ -205,6 +205,7 @@ class RunFacts:
     last_unix_s: float
     num_events: int
     num_unreadable: int
+    reading_gaps: list[str]
     plan: dict[str, Any]
     job: dict[str, Any]
     problems: list[str]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best_step
 from phalanx.core.files import read_whole_regular_file
+from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
@@ -142,7 +143,12 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         kept_best=read_best_step(run_dir),
         units=choose_metric_units_of_job(job),
         drifts=drifts,
-        warnings=_list_warning_texts(story, at_the_end) + [drift.describe() for drift in drifts],
+        warnings=[
+            *list_reading_gaps(log),
+            *_list_warning_texts(story, at_the_end),
+            *[drift.describe() for drift in drifts],
+        ],
+        reading_gaps=list_reading_gaps(log),
         self_times=build_self_time_map(table, num_stages),
     )
 
@@ -367,6 +373,20 @@ def _find_run_status(story: list[Envelope]) -> tuple[str, events.RunFinished | N
     if not story:
         return "no events", None
     return "unfinished", None
+
+
+def list_reading_gaps(log: EventLog) -> list[str]:
+    """What of a run's events could not be read, in words: what they say is in no number."""
+    gaps = [
+        f"events/{name} cannot be read ({why}): what it says is missing here"
+        for name, why in sorted(log.unreadable_files.items())
+    ]
+    if log.num_damaged:
+        gaps.append(
+            f"{plural(log.num_damaged, 'line')} of the event files could not be read (damaged, or"
+            " of another version of phalanx): what they say is missing here"
+        )
+    return gaps
 
 
 def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:
