@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.best import record_best_step
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
@@ -697,3 +698,27 @@ def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFi
     assert any("1 line of the event files could not be read" in text for text in warnings)
     assert run_command_line(["report", str(run.directory)]) == 0
     assert f"events/{of_rank_1.name} cannot be read" in capsys.readouterr().err
+
+
+def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.start()
+    run.steps(range(1, 17))
+    with holding_run_lock(run.directory) as lock:
+        assert run_command_line(["report", str(run.directory)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"still runs, 16 steps are done: {lock.holder}\n")
+        assert build_run_json(collect_run_facts(run.directory))["is_running"] is True
+    assert run_command_line(["report", str(run.directory)]) == 0
+    assert capsys.readouterr().out.startswith("cut off after step 16: no end was recorded")
+    told = build_run_json(collect_run_facts(run.directory))
+    assert (told["status"], told["is_running"], told["failure"]) == ("unfinished", False, None)
+    run.say(events.RankFailed(1, 17, "forward", "signal", "SIGKILL", 0.1), rank=-1)
+    run.say(events.RunFinished("failed", 10, 16, 9.0), rank=-1)
+    assert run_command_line(["report", str(run.directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "failed after step 16, exit code 10"
+    assert lines[1].startswith("rank 1 failed at step 17 in forward: signal")
+    told = build_run_json(collect_run_facts(run.directory))
+    assert (told["is_running"], told["failure"]) == (False, lines[1])
+    text = Page(run.directory / "report.html").text
+    assert text.index(lines[1]) < text.index("Steps done")

@@ -32,7 +32,7 @@ def command(
         bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")
     ] = False,
 ) -> int:
-    """Say what bounds a run, and write RUN/report.html: the run as one self-contained page."""
+    """Say how a run ended and what bounds it, and write its page, one self-contained file."""
     from phalanx.cli._json import print_errors_as_json, print_json
 
     with print_errors_as_json(as_json):
@@ -54,7 +54,9 @@ def command(
         from phalanx.report.bottleneck.describe import list_verdict_lines
         from phalanx.report.facts import describe_skipped_steps
         from phalanx.report.page import write_report
+        from phalanx.report.run_status import list_status_lines
 
+        print(*list_status_lines(facts), sep="\n")
         if facts.bottleneck is not None:
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
         skipped = describe_skipped_steps(facts.steps.step, facts.skipped)

@@ -16,6 +16,7 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.ledger import RankLedger
 from phalanx.report.reduce import compute_median_of_finite
+from phalanx.report.run_status import describe_last_failure, find_job_of_run, find_run_end
 
 
 def build_run_json(facts: RunFacts) -> dict[str, Any]:
@@ -23,14 +24,14 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
 
     Losses are per target: nats per token where `loss_unit` says so.
     """
-    finished = next(
-        (e.event for e in reversed(facts.story) if isinstance(e.event, events.RunFinished)), None
-    )
+    end = find_run_end(facts)
     return {
         "run_dir": str(facts.run_dir),
         "name": facts.name,
         "status": facts.status,
-        "exit_code": int(finished.exit_code) if finished and facts.is_finished else None,
+        "is_running": find_job_of_run(facts) is not None,
+        "exit_code": int(end.exit_code) if end is not None else None,
+        "failure": describe_last_failure(facts) or None,
         "step": facts.last_step,
         "total_steps": facts.total_steps,
         "num_restarts": facts.num_restarts,

@@ -123,10 +123,20 @@ def refuse_run_of_live_job(run_dir: Path) -> None:
 
     Changes nothing, and promises nothing: a job that passes still has to take the lock.
     """
-    path = run_dir / LOCK_FILE_NAME
-    holder = read_lock_holder(path)
-    if holder is not None and not _is_holder_process_dead(holder):
-        raise _run_locked_error(path, holder)
+    holder = find_live_holder(run_dir)
+    if holder is not None:
+        raise _run_locked_error(run_dir / LOCK_FILE_NAME, holder)
+
+
+def find_live_holder(run_dir: Path) -> LockHolder | None:
+    """The job that has `run_dir`; None if none has, or its process is gone.
+
+    One of another machine, which cannot be seen from here, counts as alive.
+    """
+    holder = read_lock_holder(run_dir / LOCK_FILE_NAME)
+    if holder is None or _is_holder_process_dead(holder):
+        return None
+    return holder
 
 
 def _acquire_run_lock(path: Path) -> RunLock:

@@ -11,6 +11,7 @@ from phalanx.report.facts import NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_small_text, build_tag
 from phalanx.report.reliability import Reliability
+from phalanx.report.run_status import describe_last_failure
 from phalanx.report.sections.raw import draw_why_link
 from phalanx.report.sections.timing import CSS_CLASS_OF_LEDGER_ENTRY
 
@@ -58,6 +59,7 @@ def render_header(facts: RunFacts) -> Html:
             class_="name",
         ),
         build_tag("p", _describe_start_and_duration(facts), class_="when"),
+        _render_failure(facts),
         build_tag(
             "dl", [_render_key_value(facts, *key) for key in _list_run_tiles(facts)], class_="keys"
         ),
@@ -67,6 +69,13 @@ def render_header(facts: RunFacts) -> Html:
             for text in facts.warnings[:MAX_SHOWN_WARNINGS]
         ],
     )
+
+
+def _render_failure(facts: RunFacts) -> Html | None:
+    failure = describe_last_failure(facts)
+    if not failure:
+        return None
+    return build_tag("p", failure, class_="note warning")
 
 
 def _render_key_value(facts: RunFacts, name: str, value: str, detail: str = "") -> Html:
