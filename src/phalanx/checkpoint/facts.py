@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+# Digest of the data that was trained on, since checkpoints say it.
+DATA_FACT = "data"
 # Of steps, tokens, bytes: what 64 bits hold.
 MAX_FACT_INTEGER = 2**63 - 1
 # Of steps, samples, tokens: 9 quadrillion, which a float counts exactly, too.
@@ -142,6 +144,7 @@ _VALIDATOR_OF_FACT: Mapping[str, Callable[[Any], object]] = {
     "samples_seen": require_plausible_progress_count,
     "seed": require_non_negative_int64,
     "tokenizer": require_bounded_text,
+    DATA_FACT: require_bounded_text,
     "cpu_kind": require_bounded_text,
     "imported_from": require_bounded_text,
     "optimizer": _require_valid_optimizer_facts,

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import read_json
 from phalanx.core.units import GIB, format_bytes
-from phalanx.data.dataset import TokenizerFacts, open_dataset
+from phalanx.data.dataset import DATASET_FILE_NAME, TokenizerFacts, open_dataset
 from phalanx.data.token_sources import (
     FileFacts,
     OpenTokenSource,
@@ -148,6 +149,32 @@ class Corpus:
         if not self.components:
             return ""
         return self.components[0].tokenizer.digest
+
+    @property
+    def content_digest(self) -> str:
+        """Digest of all that samples are made of: equal wherever and whenever the same data is
+        prepared."""
+        components = [
+            {
+                "kind": component.kind,
+                "weight": component.weight,
+                # Not dataset.json, which tells how the shards were built.
+                "files": [
+                    asdict(facts)
+                    for name, facts in sorted(component.files.items())
+                    if name != DATASET_FILE_NAME
+                ],
+                "tokenizer": component.tokenizer.digest,
+                "split_by": component.split_by,
+                "held_out_keys": component.held_out_keys,
+                "splits": {split: asdict(component.splits[split]) for split in SPLITS},
+            }
+            for component in self.components
+        ]
+        user = None
+        if self.user is not None:
+            user = [self.user.num_train, self.user.num_held_out, self.user.some_samples]
+        return digest({"format": CORPUS_FORMAT_VERSION, "components": components, "user": user})
 
     @property
     def vocab_size(self) -> int | None:

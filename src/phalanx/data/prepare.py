@@ -15,6 +15,7 @@ from phalanx.data.build import build_dataset
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import (
+    CHANGED,
     SourceDescription,
     collect_source_facts,
     find_token_source_kind,
@@ -35,12 +36,14 @@ def prepare_corpus(
     *,
     vocab_size: int | None,
     default_tokenizer: str = BYTE_TOKENIZER_KIND,
+    trained_on: str = "",
 ) -> Corpus:
     """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one
     that is there.
 
     `vocab_size` is the model's, None if it follows the data. `default_tokenizer` is for text where
-    `data` names none. On an error nothing new stays in `out_dir`.
+    `data` names none. `trained_on`: the `content_digest` of what the run has read so far; empty if
+    it has read nothing, or nobody knows. On an error nothing new stays in `out_dir`.
 
     Raises DataError (exit 4) for a source that is missing, unreadable, damaged, too short, that
     does not fit the vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot
@@ -49,6 +52,7 @@ def prepare_corpus(
     if os.path.exists(out_dir / CORPUS_FILE_NAME):
         corpus = load_corpus(out_dir)
         _require_same_preparation_keys(corpus, data)
+        _require_data_of_run(corpus, trained_on)
         # An error of the tokenizer is raised now, not when the first text is asked for.
         corpus.tokenizer()
         _require_corpus_fits_model(corpus, data, vocab_size)
@@ -56,6 +60,7 @@ def prepare_corpus(
     with _remove_new_files_on_error(out_dir):
         corpus = _prepare_sources(data, out_dir, vocab_size, default_tokenizer)
         # Before the fact sheet is written: with it the data counts as prepared.
+        _require_data_of_run(corpus, trained_on)
         _require_corpus_fits_model(corpus, data, vocab_size)
         try:
             write_json_atomically(out_dir / CORPUS_FILE_NAME, corpus.to_json())
@@ -222,6 +227,21 @@ def _require_same_preparation_keys(corpus: Corpus, data: Data) -> None:
             where=str(corpus.directory),
             why=f"it has {', '.join(differences)}",
             fix="use another run.dir",
+        )
+
+
+def _require_data_of_run(corpus: Corpus, trained_on: str) -> None:
+    """Raise DataError if a run that has trained would go on with other samples: what it read was
+    in a folder that is gone, or was exchanged."""
+    if trained_on and trained_on != corpus.content_digest:
+        raise DataError(
+            CHANGED,
+            where=f"data.source {corpus.source}",
+            why=(
+                f"its checkpoints were trained on data {trained_on}, and this is"
+                f" {corpus.content_digest}"
+            ),
+            fix=f"put {corpus.directory} or the source back as it was, or start a new run",
         )
 
 

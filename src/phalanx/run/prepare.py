@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.facts import DATA_FACT
 from phalanx.checkpoint.ownership.run_lock import RunLock
-from phalanx.checkpoint.stores import Store
+from phalanx.checkpoint.stores import Store, find_newest_readable_manifest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import create_writable_run_directory
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus_checksums
@@ -91,7 +92,7 @@ def prepare_run(
         directory.hold() as lock,
         hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
     ):
-        job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, resume=resume)
+        job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, store, resume=resume)
 
         def replan(laid_out: Job) -> Plan:
             return _plan_with_other_layout(basis, plan, corpus, laid_out)
@@ -166,7 +167,7 @@ def _collect_plan_inputs_and_refuse_early(
 
 
 def _prepare_data_and_plan(
-    basis: _PlanInputs, run_dir: Path, *, resume: bool
+    basis: _PlanInputs, run_dir: Path, store: Store, *, resume: bool
 ) -> tuple[Job, Plan, Corpus, list[str]]:
     """Prepare the data in the run directory, and plan.
 
@@ -178,10 +179,21 @@ def _prepare_data_and_plan(
     # Asked before `prepare_corpus`, which writes it.
     is_new = not (data_dir / CORPUS_FILE_NAME).exists()
     fixed_size = find_vocab_size_of(job.model)
+    newest = find_newest_readable_manifest(store)
+    trained_on = "" if newest is None else newest.facts.get(DATA_FACT, "")
     corpus = prepare_corpus(
-        job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
+        job.data,
+        data_dir,
+        vocab_size=fixed_size,
+        default_tokenizer=tokens.default,
+        trained_on=trained_on,
     )
     unverified = verify_corpus_checksums(corpus, is_new=is_new)
+    if is_new and newest is not None and not trained_on:
+        unverified.append(
+            f"the data was prepared again; step-{newest.step}, of an earlier release, does not say"
+            " whether it was trained on the same"
+        )
     vocab_size = fixed_size or corpus.vocab_size
     # Chosen again: the vocabulary, which only the data may say, is a part of the memory.
     chosen = choose_layout(

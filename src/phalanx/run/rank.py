@@ -291,6 +291,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             rank.bus,
             storage=storage,
             tokenizer=corpus.tokenizer_digest,
+            data_digest=corpus.content_digest,
             held_state=rank.survivor.held,
             expects_held_state=run.is_restart,
             roll_backs=run.roll_backs,

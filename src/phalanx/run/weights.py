@@ -60,6 +60,7 @@ def build_and_restore_state(
     *,
     storage: RunStorage,
     tokenizer: str,
+    data_digest: str = "",
     held_state: HeldState | None = None,
     expects_held_state: bool = False,
     roll_backs: RollBacks | None = None,
@@ -79,6 +80,7 @@ def build_and_restore_state(
     state = build_training_state(
         job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
     )
+    state.data_digest = data_digest
     if expects_held_state and not roll_backs.pending:
         newest = max((storage.store.folder(name).step for name in names), default=0)
         restored = restore_from_held_states(state, held_state, newest_saved_step=newest)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.facts import DATA_FACT
 from phalanx.checkpoint.folder import CheckpointFolder, convert_path_to_folder
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, Manifest
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
@@ -38,7 +39,7 @@ LOSS_SCALE_FACT = "loss_scale"
 # Among the facts of a run on CPUs since checkpoints say it.
 CPU_KIND_FACT = "cpu_kind"
 # Checkpoints of earlier versions, and of other precisions and devices, do not have them.
-OPTIONAL_FACTS = {LOSS_SCALE_FACT, CPU_KIND_FACT}
+OPTIONAL_FACTS = {LOSS_SCALE_FACT, CPU_KIND_FACT, DATA_FACT}
 
 
 @dataclass
@@ -65,6 +66,8 @@ class TrainState:
     other_cpu: str = ""
     """The reason why steps after `restore` may round otherwise than on the machine before; empty if
     the CPUs are of one kind."""
+    data_digest: str = ""
+    """Digest of the data that it is trained on; empty if it is not known."""
 
     def __post_init__(self) -> None:
         # As built: of the values of groups a checkpoint holds those that training has changed.
@@ -150,6 +153,8 @@ class TrainState:
         }
         if scale is not None:
             facts[LOSS_SCALE_FACT] = scale.state_to_save()
+        if self.data_digest:
+            facts[DATA_FACT] = self.data_digest
         if self.model.mesh.device.type == "cpu":
             facts[CPU_KIND_FACT] = describe_cpu_for_equal_bits()
         return facts

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, CheckpointFolder, LocalCheckpointFolder
-from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, read_manifest
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
@@ -25,6 +25,7 @@ __all__ = [
     "find_checkpoint_at_or_newest",
     "is_location_of_one_checkpoint",
     "is_store_url",
+    "find_newest_readable_manifest",
     "find_newest_readable_step",
     "open_store_of_run",
     "find_run_directory",
@@ -116,15 +117,21 @@ def _read_checkpoint_url_of_job(run_dir: Path) -> str | None:
 def find_newest_readable_step(store: Store) -> int:
     """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or the
     store does not answer."""
+    newest = find_newest_readable_manifest(store)
+    return 0 if newest is None else newest.step
+
+
+def find_newest_readable_manifest(store: Store) -> Manifest | None:
+    """The manifest of the newest checkpoint that has one which can be read; None if there is none,
+    or the store does not answer."""
     try:
         folders = store.folders()
     except (OSError, CheckpointError):
-        return 0
+        return None
     for folder in reversed(folders):
         with suppress(CheckpointError):
-            read_manifest(folder)
-            return folder.step
-    return 0
+            return read_manifest(folder)
+    return None
 
 
 def is_location_of_one_checkpoint(location: str | Path) -> bool:
