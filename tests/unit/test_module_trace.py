@@ -96,6 +96,16 @@ GPT2: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+VIT: dict[str, Any] = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+}
 LENGTH = 48
 
 
@@ -290,3 +300,24 @@ def test_parameters_and_flops_are_those_of_the_real_module(family: str, tmp_path
     fused = matmul + attention * pairs // causal_pairs
     assert counted in (matmul, fused, matmul + attention)
     assert attention > 0
+
+
+def test_products_of_images_are_counted_once(tmp_path: Path) -> None:
+    """A trace's image has the length 1 and many patches: its products' rows are all of them."""
+    kind = write_config(tmp_path, VIT)
+    module = resolve_model_factory(kind)()
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        module(torch.zeros(1, 3, 16, 16))
+    shape = measure(kind)
+    work, flops = shape.work(LENGTH), shape.flops_per_token(LENGTH)
+    assert work is not None
+    assert flops is not None
+    assert work.num_tokens == 17
+    # torch counts no attention here, and what is in modules once more for the whole.
+    counts = counter.get_flop_counts()["ViTForImageClassification"]
+    assert work.matmul_flops == sum(counts.values())
+    assert work.embedding is not None
+    assert (work.embedding.inputs, work.embedding.outputs) == (48, 32)
+    assert work.num_embedding_tokens == 16
+    assert flops["matmul"] * work.num_tokens == pytest.approx(work.matmul_flops, rel=0.01)
+    assert work.blocks[0].residual_features < 10 * work.dim

@@ -233,7 +233,9 @@ class OperatorRecorder(TorchDispatchMode):
             if holder is None:
                 record.other_flops += flops
                 return
-            self._record_weight_product(record, holder, flops, inputs, results)
+            # A convolution's features come second, those of other products last.
+            axis = 1 if name == "convolution" else -1
+            self._record_weight_product(record, holder, flops, inputs, results, axis)
         elif name in ACTIVATIONS:
             record.activation_elements += results[0].numel()
         elif name == "add":
@@ -248,10 +250,11 @@ class OperatorRecorder(TorchDispatchMode):
         flops: int,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
+        feature_axis: int,
     ) -> None:
         result = results[0]
         tokens = [tensor for tensor in inputs if tensor.ndim > 1 and not self.is_weight(tensor)]
-        outputs = result.shape[-1]
+        outputs = result.shape[feature_axis]
         rows = result.numel() // max(1, outputs)
         number, sources = 0, frozenset[str]()
         if tokens:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phalanx.job.module_names import matches_module
-from phalanx.job.shapes.traced import ModuleTrace, TracedPart, TracePoint
+from phalanx.job.shapes.traced import TracedPart, TracePoint
 from phalanx.job.work import AttentionWork, BlockWork, Cut, Matmul, ModelWork
 
 if TYPE_CHECKING:
@@ -19,10 +19,12 @@ def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
     trace = module.traces[0]
     point, tokens = trace.points[0], module.count_sample_tokens(seq_len)
     params = module.count_part_params()
+    # An image's length in a trace is 1: its tokens are its patches.
+    traced_tokens = module.count_sample_tokens(point.length)
     blocks = []
     for layer, (name, num_params) in enumerate(module.blocks):
         cuts = _find_layer_cuts(module, f"{name}.", point.block(layer))
-        blocks.append(build_block_work(trace, layer, tokens, num_params, cuts))
+        blocks.append(build_block_work(point, layer, tokens, traced_tokens, num_params, cuts))
     dim, head = 0, Matmul("head", 0, 0)
     if point.head is not None:
         rows, dim = point.head
@@ -65,12 +67,16 @@ def _find_layer_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> d
 
 
 def build_block_work(
-    trace: ModuleTrace, layer: int, seq_len: int, num_params: int, cuts: Mapping[str, Cut]
+    point: TracePoint,
+    layer: int,
+    seq_len: int,
+    traced_tokens: int,
+    num_params: int,
+    cuts: Mapping[str, Cut],
 ) -> BlockWork:
-    """The work of one block for one sample of `seq_len` tokens; `cuts`: how tensor parallelism
-    would cut its layers."""
-    point = trace.points[0]
-    part, tokens = point.block(layer), point.batch * point.length
+    """The work of one block for one sample of `seq_len` tokens, from a trace of samples of
+    `traced_tokens` each; `cuts`: how tensor parallelism would cut its layers."""
+    part, tokens = point.block(layer), point.batch * traced_tokens
     matmuls = []
     for p in part.products:
         # A product that sees other rows than there are tokens counts as often as it sees them.
@@ -84,7 +90,8 @@ def build_block_work(
             heads, kv_heads, head_dim, value_dim, seq_len, pairs, bool(is_causal)
         )
     if attention is None and part.other_flops:
-        attention = _build_unfused_attention_work(part, point, seq_len)
+        pairs = point.batch * traced_tokens**2
+        attention = _build_unfused_attention_work(part, pairs, seq_len)
     residual = part.added_elements // tokens
     width = part.activation_elements // tokens
     return BlockWork(
@@ -99,11 +106,9 @@ def build_block_work(
     )
 
 
-def _build_unfused_attention_work(
-    part: TracedPart, point: TracePoint, seq_len: int
-) -> AttentionWork:
-    """Attention that is written out, as one head with as many FLOPs over all pairs."""
-    pairs = point.batch * point.length**2
+def _build_unfused_attention_work(part: TracedPart, pairs: int, seq_len: int) -> AttentionWork:
+    """Attention that is written out, as one head with as many FLOPs over all `pairs` of tokens that
+    were traced."""
     width = max(1, round(part.other_flops / (4 * pairs)))
     return AttentionWork(1, 1, width, width, seq_len, seq_len**2, is_causal=False)
 
