@@ -25,7 +25,7 @@ class GradientErrorBands:
 
 
 def summarize_error_bands(trace: Trace) -> GradientErrorBands:
-    """The bands of a trace in a narrow type."""
+    """The bands of a trace that has a `rounding_dtype`."""
     bands = {name: band for name, band in trace.bands().items() if band < math.inf}
     if not bands:
         return GradientErrorBands(0.0, 0.0, 0.0, "")
@@ -36,9 +36,9 @@ def summarize_error_bands(trace: Trace) -> GradientErrorBands:
 
 
 def describe_error_bands(trace: Trace) -> str:
-    """The bands of a trace in a narrow type, in a sentence."""
+    """The bands of a trace that has a `rounding_dtype`, in a sentence."""
     bands = summarize_error_bands(trace)
-    compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
+    compute = COMPUTE_OF_NARROW_DTYPE[trace.rounding_dtype]
     if not bands.widest_name:
         return f"{compute}: no gradient is judged, for rounding changes all by half"
     norm = trace.scalar_tolerance("grad_norm", 0.0)

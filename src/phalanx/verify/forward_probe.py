@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from phalanx.run.one_process.row_mixing import (
     mixes_rows,
     refuse_if_collective,
 )
+from phalanx.verify.number_types import EPSILON_OF_DTYPE
 from phalanx.verify.reference import Batch, list_parameters_in_forward_order
 
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +36,8 @@ NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ForwardProbe:
     """`order`: parameters as a forward meets them.
 
-    `narrows`: in float64 it rounds to a narrower type on its way.
+    `narrows`: the type with the fewest digits that it rounds to on its way by itself: "float32",
+    "bfloat16", "float16", or "" where it computes all in the type of its parameters.
 
     `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm;
     `mixed_by`: the part of the loss that makes it so. `dropped`: modules that drop something.
@@ -43,7 +45,7 @@ class ForwardProbe:
     """
 
     order: tuple[str, ...]
-    narrows: bool
+    narrows: str
     mixes_rows: bool
     dropped: tuple[str, ...] = ()
     mixed_by: MixingPart = ""
@@ -96,7 +98,7 @@ def probe_forward(
             if change is not None and change > tolerance:
                 mixed_by = "model"
     return ForwardProbe(
-        tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
+        tuple(order), narrowing.dtype_name, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
     )
 
 
@@ -120,23 +122,33 @@ def _is_equal_tensor(before: torch.Tensor | None, after: torch.Tensor) -> bool:
 
 
 class _NarrowingDetector(TorchDispatchMode):
-    """Sees whether a float64 tensor becomes one of fewer digits.
+    """Sees whether a tensor becomes one of fewer digits, and of which type.
 
     Refuses collectives: other ranks are not in them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_narrowed = False
+        self.dtype_name = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_if_collective(func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype in NARROW_DTYPES:
-            self.is_narrowed |= any(
-                isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args
-            )
+            self._add_result(out.dtype, args)
         return out
+
+    def _add_result(self, dtype: torch.dtype, args: Sequence[object]) -> None:
+        if any(_has_more_digits(arg, dtype) for arg in args):
+            names = (self.dtype_name or "float64", str(dtype).removeprefix("torch."))
+            self.dtype_name = max(names, key=lambda name: EPSILON_OF_DTYPE[name])
+
+
+def _has_more_digits(value: object, dtype: torch.dtype) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    # bfloat16 and float16 lie beside each other in torch's promotion, which has no order of them.
+    return torch.finfo(value.dtype).eps < torch.finfo(dtype).eps
 
 
 @dataclass

@@ -36,6 +36,13 @@ def is_narrow_dtype(dtype: str) -> bool:
     return dtype in COMPUTE_OF_NARROW_DTYPE
 
 
+def find_rounding_dtype(dtype: str, module_rounds_to: str) -> str:
+    """The narrow type whose rounding a row of `dtype` shows: its own, or the one that the module
+    rounds to by itself (or "float32", or ""), whichever has fewer digits; "" for none."""
+    narrow = filter(is_narrow_dtype, (dtype, module_rounds_to))
+    return max(narrow, key=lambda name: EPSILON_OF_DTYPE[name], default="")
+
+
 def parameter_dtype_of_row(dtype: str) -> str:
     """The type of parameters, gradients and updates in a row of `dtype`."""
     if is_narrow_dtype(dtype):

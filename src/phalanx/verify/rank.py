@@ -50,7 +50,6 @@ from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.number_types import (
     FP8,
-    is_narrow_dtype,
     near_tie_tolerance,
     parameter_dtype_of_row,
 )
@@ -214,7 +213,7 @@ def compare_layout_with_reference(
                 and find_transport_in_place(inner.submesh("dp_shard").get_group()) is not None
             )
             result = run.run(reference, rank_steps, inner)
-            near_tie = near_tie_tolerance(dtype, tolerance)
+            near_tie = near_tie_tolerance(reference.rounding_dtype or dtype, tolerance)
             routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
             # A token near the border of two experts may go to the other one by rounding alone:
             # then the reference is what one process computes that routes alike.
@@ -247,7 +246,9 @@ def compare_layout_with_reference(
         dtype=dtype,
         ok=verdict.first is None,
         errors=verdict.errors,
-        tolerance=summarize_error_bands(reference).median if is_narrow_dtype(dtype) else tolerance,
+        tolerance=summarize_error_bands(reference).median
+        if reference.rounding_dtype
+        else tolerance,
         first=verdict.first,
         notes=result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed),
         judged=(
@@ -345,7 +346,12 @@ def _list_row_notes(
     if plan.layout.tp > 1:
         rules = combine_and_check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
         notes.append(describe_unsharded_matrices(rules, plan.model_shape))
-    if trace.narrows and trace.dtype == "float64":
+    if trace.rounding_dtype not in ("", trace.dtype):
+        notes.append(
+            f"the module rounds to {trace.rounding_dtype} by itself on its way, and is judged by"
+            " what that costs"
+        )
+    elif trace.narrows and trace.dtype == "float64":
         notes.append(
             "the module computes in fewer digits than float64 on its way, and is judged by those"
         )
@@ -353,7 +359,7 @@ def _list_row_notes(
         notes.append(describe_compression_tolerance(plan.parallel.compress, tolerance))
     if trace.dtype == FP8:
         notes.append(FP8_NOTE)
-    if is_narrow_dtype(trace.dtype):
+    if trace.rounding_dtype:
         notes.append(describe_error_bands(trace))
     if relaxed:
         notes.append(

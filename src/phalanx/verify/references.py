@@ -47,6 +47,7 @@ from phalanx.verify.number_types import (
     REFERENCE_LOSS_SCALE,
     WIDE_DTYPES,
     activation_dtype_of_row,
+    find_rounding_dtype,
     is_narrow_dtype,
     parameter_dtype_of_row,
 )
@@ -243,7 +244,8 @@ class _ReferenceWriter:
             activation_dtype = getattr(torch, activation_dtype_of_row(self.dtype))
             use_fp8_products(module, activation_dtype, self.nudged)
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
-        randomized = self._set_starting_weights(module)
+        rounding_dtype = find_rounding_dtype(self.dtype, probed.narrows)
+        randomized = self._set_starting_weights(module, rounding_dtype)
         routes, outputs = ReferenceRouting(module, self.forced), ReferenceOutputs(module)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
         train_in_one_process(
@@ -277,15 +279,16 @@ class _ReferenceWriter:
             self.job, self.plan, parameter_dtype_of_row(self.dtype), materialize=True
         )[0]
 
-    def _set_starting_weights(self, module: nn.Module) -> tuple[str, ...]:
-        """Give it the weights of the first step; the names of those that are random since then."""
+    def _set_starting_weights(self, module: nn.Module, rounding_dtype: str) -> tuple[str, ...]:
+        """Give it the weights of the first step, those of a nudged reference rounded to
+        `rounding_dtype` (or float32); the names of those that are random since then."""
         if self.leader is None:
             randomized = randomize_constant_parameters(module)
         else:
             load_leader_starting_weights(module, self.leader)
             randomized = self.leader.randomized
-        if self.nudged and is_narrow_dtype(self.dtype):
-            activation_dtype = getattr(torch, activation_dtype_of_row(self.dtype))
+        if self.nudged and rounding_dtype:
+            activation_dtype = getattr(torch, activation_dtype_of_row(rounding_dtype))
             perturb_weights_by_rounding(module, activation_dtype, self.nudged)
         elif self.nudged:
             _perturb_weights_by_roundings(module)
@@ -298,7 +301,7 @@ class _ReferenceWriter:
         rounding is not judged, or there is neither."""
         if self.nudged:
             return []
-        if is_narrow_dtype(self.dtype):
+        if find_rounding_dtype(self.dtype, probed.narrows):
             nudges = [
                 self._write_trace_from_nudged_weights(routes, writer, seed)
                 for seed in range(1, NUM_NUDGED + 1)
@@ -307,7 +310,12 @@ class _ReferenceWriter:
             missing = [failure for failure, _ in nudges if failure]
             if missing:
                 raise ArithmeticError(f"with weights rounded otherwise, {missing[0]}")
-            wide = self._find_wide_trace_directory(routes.choices, self.leader or writer.trace)
+            if is_narrow_dtype(self.dtype):
+                leader = self.leader or writer.trace
+                wide = self._find_wide_trace_directory(routes.choices, leader)
+            else:
+                # Autocast leaves float64 as it is, and so float64's says what it costs.
+                wide = self._find_float64_trace_directory(routes.choices)
             return [directory for _, directory in nudges] + wide
         if self.dtype == "float32":
             exact = self._find_float64_trace_directory(routes.choices)

@@ -64,8 +64,9 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     too_wide = [name for name, band in trace.bands().items() if band == math.inf]
     if too_wide:
         examples = ", ".join(too_wide[:3])
+        compute = COMPUTE_OF_NARROW_DTYPE[trace.rounding_dtype]
         not_judged.append(
-            f"{plural(len(too_wide), 'gradient')} in {COMPUTE_OF_NARROW_DTYPE[trace.dtype]}, which"
+            f"{plural(len(too_wide), 'gradient')} in {compute}, which"
             f" rounding alone changes by more than half: {examples}"
         )
     return tuple(not_judged)

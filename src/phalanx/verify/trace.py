@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.forward_probe import ForwardProbe
-from phalanx.verify.number_types import FP8, is_narrow_dtype
+from phalanx.verify.number_types import FP8, find_rounding_dtype
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -174,9 +174,10 @@ class TraceWriter:
         tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
+        rounding_dtype = find_rounding_dtype(self._dtype, probed.narrows)
         for other in other_directories:
-            self._raise_rounding_to_distances(rounding, other)
-            if is_narrow_dtype(self._dtype):
+            self._raise_rounding_to_distances(rounding, other, rounding_dtype)
+            if rounding_dtype:
                 self._raise_scalar_rounding_to(strays, evaluation, read_trace(other))
         body = {
             "dtype": self._dtype,
@@ -197,16 +198,17 @@ class TraceWriter:
         (self._directory / TRACE_FILE_NAME).write_text(json.dumps(body))
 
     def _raise_rounding_to_distances(
-        self, rounding: dict[str, dict[str, float]], other: Path
+        self, rounding: dict[str, dict[str, float]], other: Path, rounding_dtype: str
     ) -> None:
-        """Make each distance in `rounding` at least that to `other`."""
+        """Make each distance in `rounding` at least that to `other`. `rounding_dtype`: as `Trace`
+        has it."""
         # One that is nudged has lost as much again; a wide one has lost nothing.
         share = 1
         # Those of fp8 have other scales: all of it is rounded anew, and what cancels shows, too.
         is_rounded_anew = self._dtype == FP8
-        if is_narrow_dtype(self._dtype) and not is_narrow_dtype(read_trace(other).dtype):
+        if rounding_dtype and not read_trace(other).rounding_dtype:
             share = 1 if is_rounded_anew else 2
-        if is_narrow_dtype(self._dtype):
+        if rounding_dtype:
             judged: tuple[str, ...] = (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
         else:
             judged = (GRADIENT_KIND_PREFIX,)

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.verify.number_types import (
     EPSILON_OF_DTYPE,
     FP8,
-    is_narrow_dtype,
+    find_rounding_dtype,
     parameter_dtype_of_row,
 )
 
@@ -96,7 +96,7 @@ class Trace:
     randomized: tuple[str, ...] = ()
     loads: tuple[Mapping[str, tuple[int, ...]], ...] = ()
     """For each step: router -> how many tokens chose each expert."""
-    narrows: bool = False
+    narrows: str = ""
     mixes_rows: bool = False
     dropped: tuple[str, ...] = ()
     rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -129,6 +129,12 @@ class Trace:
         return len(self.steps)
 
     @property
+    def rounding_dtype(self) -> str:
+        """The narrow type whose rounding is measured and allowed: that of the row, or what the
+        module rounds to by itself; "" for none."""
+        return find_rounding_dtype(self.dtype, self.narrows)
+
+    @property
     def applied_from(self) -> Path:
         """The directory of the trace whose gradients are applied."""
         return self.leader or self.directory
@@ -140,7 +146,7 @@ class Trace:
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add
         them up in.
         """
-        if is_narrow_dtype(self.dtype):
+        if self.rounding_dtype:
             return self._error_band(kind, name, usual)
         lost = self.rounding.get(kind, {}).get(name, 0.0)
         if not lost:
@@ -150,12 +156,13 @@ class Trace:
         )
 
     def scalar_tolerance(self, attribute: str, usual: float) -> float:
-        """The tolerance of "loss", "grad_norm" or "evaluation": `usual`, or in a narrow type a few
-        times what rounding costs it."""
-        if not is_narrow_dtype(self.dtype):
+        """The tolerance of "loss", "grad_norm" or "evaluation": `usual`, or where rounding to a
+        narrow type is measured a few times what that costs it."""
+        if not self.rounding_dtype:
             return usual
         return max(
-            ALLOWED_ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON_OF_DTYPE[self.dtype] / 16
+            ALLOWED_ROUNDINGS * self.strays.get(attribute, 0.0),
+            EPSILON_OF_DTYPE[self.rounding_dtype] / 16,
         )
 
     @property
@@ -166,7 +173,7 @@ class Trace:
     def bands(self) -> dict[str, float]:
         """Tolerances of a narrow type: gradient -> how far it may be off, relative to its size;
         infinite where rounding alone changes it by more than half."""
-        if not is_narrow_dtype(self.dtype):
+        if not self.rounding_dtype:
             return {}
         kind = name_gradients_set(0)
         return {name: self._error_band(kind, name, 0.0) for name in self.sizes[kind]}
@@ -179,7 +186,8 @@ class Trace:
             return usual
         # Of all steps: of a tensor with few elements, one may hardly move by chance.
         lost = [self.rounding[other][name] / (self.scale(other, name) or 1.0) for other in kinds]
-        band = max(self.allowed_roundings * max(lost), EPSILON_OF_DTYPE[self.dtype] / 2)
+        least = EPSILON_OF_DTYPE[self.rounding_dtype] / 2
+        band = max(self.allowed_roundings * max(lost), least, usual)
         if band > MAX_JUDGED_BAND:
             return math.inf
         return band

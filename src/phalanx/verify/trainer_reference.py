@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from phalanx.core.errors import LayoutError
 from phalanx.job.learning_rate import resolve_unscaled_learning_rate
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -23,6 +24,7 @@ from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.forward_probe import describe_reference_failure, probe_forward
+from phalanx.verify.number_types import is_narrow_dtype
 from phalanx.verify.plain.training import (
     HeldOutSource,
     OptimizerDefinition,
@@ -88,6 +90,12 @@ class _ReferenceWriter:
             self._list_steps()[0][0],
             self.job.run.seed,
         )
+        if is_narrow_dtype(probed.narrows):
+            raise LayoutError(
+                f"the module rounds to {probed.narrows} by itself",
+                why="what a run by its own gradients comes to after ten steps is as good as chance",
+                fix="the rows of layouts judge it, by what that rounding costs",
+            )
         norms: list[float] = []
         for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
             if not step.skipped:
@@ -104,7 +112,9 @@ class _ReferenceWriter:
             _save_tensors(self._locate_step_file(step.step), tensors)
             unused -= {name for name, gradient in step.gradients.items() if gradient.any()}
             records.append(_make_step_record(step, start))
-        run = SecondLoopRecord(max_norm, probed.narrows, tuple(sorted(unused)), tuple(records))
+        run = SecondLoopRecord(
+            max_norm, bool(probed.narrows), tuple(sorted(unused)), tuple(records)
+        )
         # Last: whoever finds this file finds the others.
         (self.directory / FACTS_FILE_NAME).write_text(json.dumps(run.to_json()))
 

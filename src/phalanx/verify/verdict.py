@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
 from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, DifferenceDiagnosis
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.number_types import is_narrow_dtype, parameter_dtype_of_row
+from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
@@ -111,7 +111,7 @@ class LayoutComparator:
     def _list_relaxed_gradients(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
         # All of them are judged so, and the row says by how much.
-        if is_narrow_dtype(self._trace.dtype):
+        if self._trace.rounding_dtype:
             return ()
         for kind in map(name_gradients_set, range(len(self._trace.steps))):
             for name in self._compared.list_tensors_in_forward_order(kind):
