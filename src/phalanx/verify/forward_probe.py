@@ -88,7 +88,7 @@ def probe_forward(
         other, (total, targets) = build(), sums[0]
         others_masks = DropoutMasks(other, seed)
         tolerance = MIN_MIXING_DIFFERENCE
-        if is_users_own and total.dtype == torch.float64 and not narrowing.is_narrowed:
+        if is_users_own and total.dtype == torch.float64 and not narrowing.dtype_name:
             tolerance = MIN_MIXING_DIFFERENCE_IN_FLOAT64
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets), tolerance):
             mixed_by = find_part_that_mixes_rows(other, loss, batch, others_masks, tolerance)
