@@ -457,6 +457,18 @@ def test_one_ctrl_c_saves(run: Run) -> None:
     outcome = run.supervise("trains", on_tick=on_tick)
     assert (outcome.exit_code, outcome.status) == (130, "interrupted")
     assert run.said == ["stopping after this step and saving; press Ctrl-C again to stop at once"]
+    assert outcome.message == "stopped by Ctrl-C; the checkpoint of step 40 stands"
+
+
+def test_a_rank_that_gets_sigint_is_no_ctrl_c(run: Run) -> None:
+    def interrupt() -> None:
+        os.kill(json.loads((run.marks / "training-1-0").read_text())["pid"], signal.SIGINT)
+
+    outcome = run.supervise(
+        "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), interrupt)
+    )
+    assert (outcome.exit_code, outcome.status) == (130, "interrupted")
+    assert outcome.message == "stopped by SIGINT to a rank; the checkpoint of step 40 stands"
 
 
 def test_two_ctrl_c_stop_at_once(run: Run) -> None:
@@ -475,7 +487,7 @@ def test_two_ctrl_c_stop_at_once(run: Run) -> None:
     )
     assert time.monotonic() - pressed[0] < 2 * SLACK
     assert (outcome.exit_code, outcome.status) == (130, "interrupted")
-    assert "the last checkpoint, if any, stands" in outcome.message
+    assert outcome.message == "stopped at once by Ctrl-C; the checkpoint of step 40 stands"
 
 
 def test_ranks_that_outstay_the_grace_are_killed(run: Run) -> None:
@@ -484,7 +496,7 @@ def test_ranks_that_outstay_the_grace_are_killed(run: Run) -> None:
     )
     outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
-    assert "last checkpoint stands" in outcome.message
+    assert outcome.message.endswith("were killed; the checkpoint of step 40 stands")
 
 
 def test_a_stop_before_the_ranks_exist(run: Run) -> None:

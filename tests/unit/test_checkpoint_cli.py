@@ -122,6 +122,21 @@ def test_a_manifest_with_half_a_letter_is_damaged(
     assert (code, "the manifest cannot be read" in err) == (5, True)
 
 
+def test_a_file_that_was_cut_is_listed_as_damage(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = a_run / "checkpoints" / "step-30"
+    (shard,) = newest.glob("*.safetensors")
+    size = shard.stat().st_size
+    os.truncate(shard, size - 1)
+    code, out, _ = phalanx(capsys, "ls", str(a_run))
+    last = out.splitlines()[-1]
+    assert (code, last.split()[:2]) == (0, ["step-30", "damaged:"])
+    assert f"{shard.name} has {size - 1:,} bytes instead of {size:,}" in last
+    shard.unlink()
+    assert f"{shard.name} is missing" in phalanx(capsys, "ls", str(a_run))[1].splitlines()[-1]
+
+
 def test_what_is_saved_is_what_can_be_read(a_run: Path) -> None:
     """A damaged one beyond it is not called done."""
     (a_run / "checkpoints" / "step-90").mkdir()

@@ -92,6 +92,19 @@ def test_amid_a_run_the_rate_is_compared_with_that_of_the_same_step(tmp_path: Pa
     assert resumed.rate.startswith(f"{words} {learning_rate(was, 61):.3g} (2 x)")
 
 
+def test_a_fallback_counts_from_the_checkpoint_that_it_goes_back_to(tmp_path: Path) -> None:
+    run = run_at(tmp_path, step=60)
+    run_at(tmp_path, step=90)
+    (tmp_path / "checkpoints" / "step-90" / "unlisted").write_bytes(b"damage")
+    resumed = load_resumed_job(run, ["checkpoint.fallback=true", "train.steps=150"])
+    assert resumed.step == 60
+    said = "\n".join(resumed.summary_lines())
+    assert "continues from the newest checkpoint that verifies, with step 61" in said
+    assert "how it is saved" not in said
+    assert "90 steps left instead of 60" in said
+    assert "the learning rate of step 61 is" in said
+
+
 OTHERS: list[tuple[str, Any, bool]] = [
     ("train.global_batch_size", 32, True),
     ("optim.weight_decay", 0.3, True),

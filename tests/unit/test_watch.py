@@ -18,6 +18,7 @@ import pytest
 
 from browser import open_browser
 from phalanx.cli import _app
+from phalanx.cli.watch import describe_run_beside_page
 from phalanx.core.errors import UsageError
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
@@ -324,3 +325,10 @@ def test_a_browser_keeps_what_its_reader_does_while_the_page_is_updated(run: Liv
         assert {url.partition("#")[0] for url in browser.requests if url != "data:,"} == {
             server.url
         }
+
+
+def test_of_a_run_that_has_ended_nobody_says_that_it_goes_on(run: LiveRun) -> None:
+    run.train(40)
+    assert describe_run_beside_page(run.directory) == "the run is not disturbed"
+    run.finish("failed", 1)
+    assert describe_run_beside_page(run.directory) == "the run failed after step 40"

@@ -61,7 +61,7 @@ def _serve_page(run_dir: Path, port: int) -> int:
         say(
             f"page    {server.url}",
             f"        from another machine: ssh -L {server.port}:127.0.0.1:{server.port} HOST",
-            "        Ctrl-C ends it; the run goes on",
+            f"        Ctrl-C ends it; {describe_run_beside_page(run_dir)}",
         )
         try:
             server.serve_forever(poll_interval=0.1)
@@ -69,3 +69,14 @@ def _serve_page(run_dir: Path, port: int) -> int:
             # The usual end of watching.
             pass
     return 0
+
+
+def describe_run_beside_page(run_dir: Path) -> str:
+    """Words for what becomes of the run while its page is served: how it ended, if it has."""
+    from phalanx.observe.run_end import read_recorded_end
+    from phalanx.observe.words import describe_end
+
+    end = read_recorded_end(run_dir)
+    if end is None:
+        return "the run is not disturbed"
+    return f"the run {describe_end(end)}"

@@ -57,7 +57,7 @@ class RecoveryPolicy:
         if failure is None and end.was_told_to_leave and end.exit_codes != {ExitCode.OK}:
             return self._grow()
         if failure is None:
-            return self._end_after_work(end)
+            return self._end_after_work(end, stop)
         if failure.roll_back is not None:
             return self._go_back(failure.roll_back, failure.summary)
         self._emit_rank_failed(failure)
@@ -144,7 +144,7 @@ class RecoveryPolicy:
         )
         return StartAgain(self._num_ranks, {})
 
-    def _end_after_work(self, end: AttemptEnd) -> RunOutcome:
+    def _end_after_work(self, end: AttemptEnd, stop: StopRequest) -> RunOutcome:
         """The outcome if all ranks report that they finished, or that they agreed to leave because
         one of them was told to."""
         if end.exit_codes == {ExitCode.OK}:
@@ -152,7 +152,7 @@ class RecoveryPolicy:
         code = ExitCode.INTERRUPTED
         if ExitCode.PREEMPTED in end.exit_codes:
             code = ExitCode.PREEMPTED
-        return self._stop(code, _describe_killed_ranks(end))
+        return self._stop(code, self._describe_leaving(end, stop))
 
     def _end_on_stop_request(
         self, end: AttemptEnd, failure: RankFailure | None, stop: StopRequest
@@ -165,25 +165,42 @@ class RecoveryPolicy:
         if stop.at_once or stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
         if stop.at_once:
-            return self._stop(
-                code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
-            )
+            return self._stop(code, f"stopped at once by Ctrl-C; {self._describe_what_stands()}")
         if end.exit_codes == {ExitCode.OK}:
             return self._finish()
         if not end.exits and not end.waiting:
             return self._stop(code, "stopped before the ranks had started; nothing is lost")
         if failure is None:
-            return self._stop(code, _describe_killed_ranks(end))
+            return self._stop(code, self._describe_leaving(end, stop))
         if failure.step < 1 and failure.cause == "signal":
             return self._stop(
-                code, "stopped before the first step; the last checkpoint, if any, stands"
+                code, f"stopped before the first step; {self._describe_what_stands()}"
             )
         if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_rank_failed(failure)
             return self._fail(failure.exit_code, failure.report)
         return self._stop(
-            code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
+            code, f"failed while stopping; {self._describe_what_stands()}\n{failure.report}"
         )
+
+    def _describe_leaving(self, end: AttemptEnd, stop: StopRequest) -> str:
+        """The message about ranks that were asked to stop, `stop` says by which signal if the
+        command was; empty if nothing is to be said but the meaning of the exit code."""
+        if end.grace_over or not end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES}:
+            return (
+                "the ranks did not save within the grace period and were killed;"
+                f" {self._describe_what_stands()}"
+            )
+        if ExitCode.PREEMPTED in end.exit_codes:
+            return ""
+        who = "Ctrl-C" if stop.signal == signal.SIGINT else "SIGINT to a rank"
+        return f"stopped by {who}; {self._describe_what_stands()}"
+
+    def _describe_what_stands(self) -> str:
+        step = self._attempts.find_newest_step()
+        if step < 1:
+            return "no checkpoint is there"
+        return f"the checkpoint of step {step} stands"
 
     def _finish(self) -> RunOutcome:
         return self._build_outcome(ExitCode.OK, "finished", "")
@@ -234,12 +251,3 @@ def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:
 def _find_held_step(end: AttemptEnd) -> int:
     """The newest step whose state a rank that waits still holds; -1 if none does."""
     return max(end.waiting.values(), default=-1)
-
-
-def _describe_killed_ranks(end: AttemptEnd) -> str:
-    """The message if ranks had to be killed on the way out; empty if they left by themselves."""
-    if end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES} and not end.grace_over:
-        return ""
-    return (
-        "the ranks did not save within the grace period and were killed; the last checkpoint stands"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.checkpoint.ownership.run_lock import LockHolder, find_live_holder
 from phalanx.observe import events
 from phalanx.observe.words import describe_end, describe_event
@@ -13,7 +15,8 @@ def list_status_lines(facts: RunFacts) -> list[str]:
     that it was cut off."""
     end = find_run_end(facts)
     if end is not None:
-        line = describe_end(end)
+        # Runs of earlier releases recorded the newest step that is saved.
+        line = describe_end(replace(end, step=facts.last_step))
         if end.exit_code:
             line += f", exit code {end.exit_code}"
         failure = describe_last_failure(facts)

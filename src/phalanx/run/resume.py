@@ -4,13 +4,15 @@ does to the training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.stores import find_newest_readable_step, open_store_of_run
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
+from phalanx.checkpoint.stores import Store, find_newest_readable_step, open_store_of_run
 from phalanx.core.digest import find_differing_dotted_keys
-from phalanx.core.errors import JobError, JobProblem, LayoutError, UsageError
+from phalanx.core.errors import CheckpointError, JobError, JobProblem, LayoutError, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
@@ -56,7 +58,10 @@ class JobChange:
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """A run that is continued. `step` is that of its newest checkpoint, 0 without one."""
+    """A run that is continued.
+
+    `step` is that of the checkpoint it continues from, 0 without one.
+    """
 
     run_dir: Path
     job: Job
@@ -112,7 +117,9 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
         # Asked for: what it means on this machine.
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
-    step = find_newest_readable_step(open_store_of_run(run_dir, was.checkpoint.url))
+    step = _find_step_to_continue_from(
+        open_store_of_run(run_dir, was.checkpoint.url), fallback=job.checkpoint.fallback
+    )
     changed_keys = find_differing_dotted_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in DATA_READING_KEYS]
     _refuse_changes_of_fixed_keys(changed_keys, is_saved=step > 0)
@@ -126,6 +133,20 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     return ResumedRun(
         run_dir, job, step, tuple(changes), _describe_learning_rate_change(was, job, step)
     )
+
+
+def _find_step_to_continue_from(store: Store, *, fallback: bool) -> int:
+    """The step of the checkpoint that ranks will continue from: the newest, or with `fallback` the
+    newest that verifies, of which every byte is read; 0 without one."""
+    newest = find_newest_readable_step(store)
+    if not fallback or newest < 1:
+        return newest
+    # What cannot be read is said by the ranks, which read it next.
+    with suppress(OSError, CheckpointError):
+        for folder in reversed(store.folders()):
+            if not find_checkpoint_problems(folder):
+                return folder.step
+    return newest
 
 
 def _refuse_changes_of_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
@@ -235,6 +256,13 @@ _CHANGE_DESCRIPTIONS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ..
         "checkpoint.url",
         _make_change_describer(
             "checkpoints are looked for and saved there; those of before stay where they are"
+        ),
+        False,
+    ),
+    (
+        "checkpoint.fallback",
+        _make_change_describer(
+            "it continues from the newest checkpoint that verifies, with step {next}"
         ),
         False,
     ),

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from phalanx.checkpoint.best import BestStepRecord, read_best_step
 from phalanx.checkpoint.folder import CheckpointFolder
-from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.stores import (
     find_checkpoint_at_or_newest,
     find_run_directory,
@@ -110,6 +110,7 @@ def _read_listed_checkpoint(folder: CheckpointFolder) -> ListedCheckpoint:
     try:
         manifest = read_manifest(folder)
         written_unix_s = folder.written_unix_s()
+        _require_sizes_of_manifest(folder, manifest)
     except (CheckpointError, OSError) as error:
         return ListedCheckpoint(folder.name, folder.step, error=str(error))
     return ListedCheckpoint(
@@ -123,6 +124,22 @@ def _read_listed_checkpoint(folder: CheckpointFolder) -> ListedCheckpoint:
         facts=manifest.facts,
         epoch=manifest.epoch,
     )
+
+
+def _require_sizes_of_manifest(folder: CheckpointFolder, manifest: Manifest) -> None:
+    """Raise CheckpointError for a file that is missing or has another size than was written.
+
+    Nothing is read: bytes that changed are for `phalanx checkpoint verify`.
+    """
+    sizes = folder.file_sizes()
+    for name, stored in manifest.files.items():
+        if name not in sizes:
+            raise CheckpointError(f"{name} is missing", where=folder.url)
+        if sizes[name] != stored.num_bytes:
+            raise CheckpointError(
+                f"{name} has {sizes[name]:,} bytes instead of {stored.num_bytes:,}",
+                where=folder.url,
+            )
 
 
 def _read_best_checkpoint_of_run(run: str) -> BestStepRecord | None:
