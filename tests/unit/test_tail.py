@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import resource
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
@@ -26,11 +28,16 @@ from phalanx.observe.events import (
     Note,
     RestartScheduled,
     RunFinished,
+    SinkDropped,
     StepSkipped,
 )
 from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
 from phalanx.report.reduce import collect_run_facts
-from phalanx.run.supervised import build_refused_event_printer, open_supervisor_event_bus
+from phalanx.run.supervised import (
+    build_refused_event_printer,
+    open_supervisor_event_bus,
+    take_refused_event,
+)
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
@@ -229,6 +236,75 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
         console.write(envelope)
     assert console._pace.num_restarts == 1
     assert codes(EventTail(tmp_path).read_new_events()) == ["first", "events_unwritten", "last"]
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The event files, which have more already, take no byte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_process_that_goes_on_writes_what_the_disk_refused_in_the_attempt_before(
+    tmp_path: Path,
+) -> None:
+    """In the file of that attempt, before the first line of the next one; over two attempts."""
+    first = Bus(rank=0, run_dir=tmp_path)
+    first.emit(Note("first"))
+    with full_disk():
+        first.emit(Note("refused"))
+        first.close(0.0, goes_on=True)
+        second = Bus(rank=0, attempt=1, run_dir=tmp_path, earlier=first.take_unwritten())
+    with full_disk():
+        second.emit(Note("x" * 20))
+        second.close(0.0, goes_on=True)
+    third = Bus(rank=0, attempt=2, run_dir=tmp_path, earlier=second.take_unwritten())
+    third.emit(Note("last"))
+    third.close()
+    told = EventTail(tmp_path).read_new_events()
+    assert [(envelope.attempt, envelope.seq) for envelope in told] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ], "each with the note that the disk refuses, and none that anything is lost"
+    assert not [envelope for envelope in told if isinstance(envelope.event, SinkDropped)]
+    assert "refused" in codes(told)
+
+
+def test_lines_that_the_disk_takes_at_the_end_are_not_called_lost(tmp_path: Path) -> None:
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(Note("first"))
+    with full_disk():
+        bus.emit(Note("refused"))
+    bus.close()
+    assert codes(EventTail(tmp_path).read_new_events()) == ["first", "refused", "events_unwritten"]
+
+
+def test_lost_events_are_told_to_whoever_lives_on_and_are_a_warning(tmp_path: Path) -> None:
+    """A rank that ends while the disk is full cannot record it."""
+    supervisor = Bus(rank=-1, run_dir=tmp_path)
+    refused: list[str] = []
+    rank = Bus(rank=0, run_dir=tmp_path, on_unwritten=lambda event: refused.append(event.to_line()))
+    rank.emit(Note("first"))
+    with full_disk():
+        rank.emit(Note("refused"))
+        rank.close(0.0, goes_on=True)
+        # No attempt follows.
+        rank.close_file()
+    shown: list[Envelope | None] = []
+    for each in refused:
+        take_refused_event(each, supervisor, shown.append)
+    supervisor.close()
+    assert [type(envelope.event) for envelope in shown if envelope] == [Note, Note]
+    (warning,) = collect_run_facts(tmp_path).warnings
+    assert warning.startswith("lost 2 events: the event file of rank 0 did not take them")
 
 
 @pytest.mark.parametrize(

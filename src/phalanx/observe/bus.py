@@ -54,8 +54,9 @@ class Bus:
 
     `sinks` are names and what opens them; they are opened in the background, at once.
     `on_unwritten` takes what the file refuses, at once: a full disk must not hide what happens.
-    Once `may_write` says no (the run is another job's), nothing more is written anywhere. Raises
-    ResourceError if the file cannot be opened.
+    Once `may_write` says no (the run is another job's), nothing more is written anywhere.
+    `earlier`: what `take_unwritten` of this process's last bus gave. Raises ResourceError if the
+    file cannot be opened.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Bus:
         queue_size: int = MAX_QUEUED_EVENTS,
         on_unwritten: Callable[[Envelope], None] = lambda envelope: None,
         may_write: Callable[[], bool] = lambda: True,
+        earlier: EventFile | None = None,
     ) -> None:
         self.rank, self.attempt = rank, attempt
         self._on_unwritten, self._may_write = on_unwritten, may_write
@@ -77,7 +79,7 @@ class Bus:
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
         self._lock = threading.Lock()
         self._file = (
-            EventFile(build_event_file_path(run_dir, rank, attempt))
+            EventFile(build_event_file_path(run_dir, rank, attempt), earlier)
             if run_dir is not None
             else None
         )
@@ -144,11 +146,14 @@ class Bus:
             if outlet.name != about:
                 outlet.queue_event(envelope)
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S, more_s: float = 0.0) -> None:
+    def close(
+        self, timeout_s: float = CLOSE_TIMEOUT_S, more_s: float = 0.0, *, goes_on: bool = False
+    ) -> None:
         """Let the sinks write what is queued and close, all at the same time; tell what was lost,
         if anything.
 
-        A sink that is still at work then has up to `more_s` more.
+        A sink that is still at work then has up to `more_s` more. Where the process `goes_on` with
+        another bus, lines that the disk has not taken wait for `take_unwritten` or `close_file`.
         """
         # Nor may the sinks write what they still have: they end with the process.
         if not self._may_write():
@@ -159,6 +164,13 @@ class Bus:
             outlet.put_end_of_events()
         for outlet in self._outlets:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
+        if not (goes_on and not self._try_to_write_kept_lines()):
+            self.close_file()
+
+    def close_file(self) -> None:
+        """Close the event file, and tell which lines the disk has not taken by now."""
+        # A last try, before it is told that they are lost.
+        self._try_to_write_kept_lines()
         if self.num_unwritten:
             owner = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
             reason = f"the event file of {owner} did not take them"
@@ -170,6 +182,20 @@ class Bus:
                 self._file.close()
                 # The count outlives the file, which `num_unwritten` asks as long as it is open.
                 self._num_not_json, self._file = self.num_unwritten, None
+
+    def _try_to_write_kept_lines(self) -> bool:
+        """False if lines are left that the disk does not take now, either."""
+        with self._lock:
+            if self._file is None or not self._file.has_kept_lines:
+                return True
+            return self._may_write() and self._file.write_kept_lines()
+
+    def take_unwritten(self) -> EventFile | None:
+        """The file with the lines that the disk had not taken when this bus was closed, for the
+        next bus of the process; None where there are none."""
+        with self._lock:
+            file, self._file = self._file, None
+        return file
 
     def _hide_secrets(self, event: Event) -> Event:
         """The event itself where it has only numbers: what a step emits."""

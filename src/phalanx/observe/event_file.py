@@ -1,7 +1,8 @@
 """The event file of one process: whole lines, also on a disk that is full for a while.
 
 A line that the disk refuses is kept and written before the next one that it takes, so that a reader
-sees all of them in order. What is kept is bounded; what goes beyond is counted.
+sees all of them in order, also where the process has gone on to another attempt by then. What is
+kept is bounded; what goes beyond is counted.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ MAX_UNWRITTEN_LINES = 2000  # in memory while the disk refuses them; then the ol
 
 
 class EventFile:
-    """Appends lines to `path`. Whoever calls holds a lock: nothing here is for two threads."""
+    """Appends lines to `path`. Whoever calls holds a lock: nothing here is for two threads.
 
-    def __init__(self, path: Path) -> None:
+    `earlier`: the file of the attempt before in this process, with lines that the disk refused. It
+    is written, and closed, before this one gets its first line.
+    """
+
+    def __init__(self, path: Path, earlier: EventFile | None = None) -> None:
         """Raises ResourceError if the file cannot be opened: a run must be recorded."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,14 +34,21 @@ class EventFile:
         self.path = path
         self.refusal: OSError | None = None
         """What the disk said last; None once it has taken everything."""
+        self._earlier = earlier
         self._kept: deque[bytes] = deque()
         self._num_dropped = 0
         self._is_torn = False
 
     @property
     def num_unwritten(self) -> int:
-        """Lines that are not in the file."""
-        return self._num_dropped + len(self._kept)
+        """Lines that are in no file: neither in this one nor in an earlier one."""
+        num_earlier = 0 if self._earlier is None else self._earlier.num_unwritten
+        return num_earlier + self._num_dropped + len(self._kept)
+
+    @property
+    def has_kept_lines(self) -> bool:
+        """True if lines of this file, or of an earlier one, wait for the disk to take them."""
+        return bool(self._kept) or (self._earlier is not None and self._earlier.has_kept_lines)
 
     def append(self, line: str) -> bool:
         """True if the line, and all before it, are in the file; it is kept for later otherwise.
@@ -47,7 +59,13 @@ class EventFile:
             self._kept.popleft()
             self._num_dropped += 1
         self._kept.append(line.encode() + b"\n")
+        return self.write_kept_lines()
+
+    def write_kept_lines(self) -> bool:
+        """Write what was kept, earlier files first. True if nothing is left. Never raises."""
         try:
+            if self._earlier is not None and not self._write_earlier():
+                return False
             while self._kept:
                 self._write_line_or_nothing(self._kept[0])
                 self._kept.popleft()
@@ -60,6 +78,20 @@ class EventFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._fd)
+        if self._earlier is not None:
+            self._earlier.close()
+
+    def _write_earlier(self) -> bool:
+        """False while the disk refuses lines of the earlier file."""
+        assert self._earlier is not None
+        if not self._earlier.write_kept_lines():
+            self.refusal = self._earlier.refusal
+            return False
+        # What it dropped stays lost, and is told with what this file lost.
+        self._num_dropped += self._earlier.num_unwritten
+        self._earlier.close()
+        self._earlier = None
+        return True
 
     def _write_line_or_nothing(self, line: bytes) -> None:
         """Write a line as a whole or not at all: a part of it that found room is taken back."""

@@ -136,7 +136,7 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
         case events.LoaderWorkerReplaced():
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
-            return _describe_lost_events(event)
+            return describe_lost_events(event)
         case events.Note():
             # A note is for machines and the report, unless it says why something is not as one
             # would expect.
@@ -168,7 +168,8 @@ def _describe_start(event: events.RunStarted) -> str:
     return line
 
 
-def _describe_lost_events(event: events.SinkDropped) -> str:
+def describe_lost_events(event: events.SinkDropped) -> str:
+    """How many events a sink, or the event file of a process, did not get, and why."""
     lost = "dropped"
     if event.num_dropped:
         lost = f"lost {plural(event.num_dropped, 'event')}"

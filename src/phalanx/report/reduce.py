@@ -20,6 +20,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
 from phalanx.observe.units import choose_metric_units_of_job
+from phalanx.observe.words import describe_lost_events
 from phalanx.report.bottleneck.of_run import judge_step_table
 from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
@@ -390,11 +391,15 @@ def list_reading_gaps(log: EventLog) -> list[str]:
 
 
 def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:
-    """The texts of all notes with the code "warning", each once, and the warning of the end."""
+    """The texts of all notes with the code "warning", each once, of events that are in no file, and
+    the warning of the end."""
     texts: list[Any] = []
-    for note in _select_events(story, events.Note):
-        if note.code == "warning":
-            texts.append(note.facts.get("text"))
+    for envelope in story:
+        event = envelope.event
+        if isinstance(event, events.Note) and event.code == "warning":
+            texts.append(event.facts.get("text"))
+        elif isinstance(event, events.SinkDropped) and event.sink == "events":
+            texts.append(describe_lost_events(event))
     texts.append(at_the_end)
     return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
 

@@ -112,6 +112,9 @@ def run_supervised_rank(document: JsonObject, link: RankLink) -> int:
         release_abandoned_groups()
         order = link.wait_for_next_attempt(survivor.held_step)
         if order is None:
+            if survivor.last_bus is not None:
+                # No attempt follows that could write what the disk has refused.
+                survivor.last_bus.close_file()
             return int(ExitCode.INTERNAL)
         document = order
 
@@ -168,6 +171,8 @@ def run_rank(
     this one.
     """
     job, rank = run.job, run.rank
+    is_kept = survivor is not None and keeps_ranks(job, run.plan)
+    survivor = survivor or Survivor()
     stop = StopSignalFlags()
     # First: from here on a signal is a request, also while groups are opened.
     stop.request_stop_on_signals()
@@ -195,6 +200,7 @@ def run_rank(
         on_unwritten=partial(_show_event_if_watched, run),
         # Not a byte into a run that another job has by now.
         may_write=lambda: not fence.is_lost(),
+        earlier=survivor.take_unwritten_events(),
     )
     try:
         with (
@@ -216,15 +222,17 @@ def run_rank(
                     meter,
                     stop,
                     fence,
-                    survivor or Survivor(),
+                    survivor,
                     checks,
                     site,
                 ),
                 rendezvous,
             )
-    except BaseException:
+    except BaseException as error:
         # Not longer: all others wait for a rank that failed.
-        bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S)
+        goes_on = is_kept and survivor.may_go_on(error)
+        bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S, goes_on=goes_on)
+        survivor.last_bus = bus
         raise
     finally:
         # Phases outlive it in a process that is kept: its groups would stay open with it.

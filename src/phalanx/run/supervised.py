@@ -32,6 +32,7 @@ from phalanx.observe.events import (
     RESUMED,
     Envelope,
     Note,
+    SinkDropped,
     StepFinished,
     StepsSummed,
 )
@@ -112,7 +113,7 @@ def train_in_supervised_ranks(
             bus=bus,
             on_tick=tick,
             say=console.say,
-            on_refused_event=lambda line: show_refused(parse_valid_event_line(line.encode())),
+            on_refused_event=lambda line: take_refused_event(line, bus, show_refused),
         )
         require_run_still_owned(fence)
         # What ranks wrote after the last tick.
@@ -158,6 +159,19 @@ def build_refused_event_printer(
         console.write(envelope)
 
     return show
+
+
+def take_refused_event(
+    line: str, bus: Bus, show_refused: Callable[[Envelope | None], None]
+) -> None:
+    """Show an event that a rank's disk refused; that events are lost is recorded, too, by this
+    process, which lives until the disk may take it."""
+    envelope = parse_valid_event_line(line.encode())
+    event = None if envelope is None else envelope.event
+    if isinstance(event, SinkDropped) and event.sink == "events":
+        bus.emit(event)
+    else:
+        show_refused(envelope)
 
 
 def open_supervisor_event_bus(

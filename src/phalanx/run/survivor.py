@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from phalanx.launch.reports import is_caused_by_lost_peer
+from phalanx.observe.bus import Bus
+from phalanx.observe.event_file import EventFile
 from phalanx.train.held_state import HeldState, hold_state
 from phalanx.train.memory import MemoryBefore
 from phalanx.train.trainer import Trainer
@@ -14,7 +16,8 @@ from phalanx.train.trainer import Trainer
 class Survivor:
     """Holds the state of a rank over the end of its process groups, until it trains again.
 
-    `memory_before` is what the process had before it first trained.
+    `memory_before` is what the process had before it first trained; `last_bus` may have
+    events that the disk had not taken by the end of an attempt.
 
     Only of a rank whose training was ended by the loss of another one: every other error is its
     own, and what it holds may be the reason.
@@ -23,6 +26,7 @@ class Survivor:
     def __init__(self) -> None:
         self.held: HeldState | None = None
         self.memory_before: MemoryBefore | None = None
+        self.last_bus: Bus | None = None
         self._has_lost_peer = False
 
     @contextlib.contextmanager
@@ -39,10 +43,16 @@ class Survivor:
                     self.held = hold_state(trainer.state, trainer.last_finished)
             raise
 
-    def may_go_on(self, error: Exception) -> bool:
+    def may_go_on(self, error: BaseException) -> bool:
         """True if `error`, with which an attempt ended, is the loss of another rank while this one
         trained."""
-        return self._has_lost_peer and is_caused_by_lost_peer(error)
+        return (
+            self._has_lost_peer and isinstance(error, Exception) and is_caused_by_lost_peer(error)
+        )
+
+    def take_unwritten_events(self) -> EventFile | None:
+        """The event file of the last attempt with what the disk had not taken; None without one."""
+        return None if self.last_bus is None else self.last_bus.take_unwritten()
 
     @property
     def held_step(self) -> int:
