@@ -28,7 +28,11 @@ from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.sharder import _build_boxes_of_slices
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
+from phalanx.plan.rule_checks import (
+    combine_and_check_rules,
+    describe_few_cut_matrices,
+    describe_unsharded_matrices,
+)
 from phalanx.plan.rules import (
     ShardingRule,
     find_matching_rule,
@@ -152,6 +156,17 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
         ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
     )
     assert describe_unsharded_matrices(combine_and_check_rules(every, SHAPE, 2), SHAPE) == ""
+
+
+def test_how_few_matrices_are_cut_is_counted() -> None:
+    rules = combine_and_check_rules({"layers.*.attn.out": "row heads=4"}, SHAPE, 2)
+    assert describe_few_cut_matrices(rules, SHAPE) == "1 of 6 matrices cut"
+    every = dict.fromkeys(("embed", "layers.*.mixer.in_proj", "layers.*.conv"), "replicate")
+    rules = combine_and_check_rules(every | {"layers.*.attn.out": "row heads=4"}, SHAPE, 2)
+    assert describe_few_cut_matrices(rules, SHAPE) == "1 of 6 matrices cut"
+    whole = replace(SHAPE, holders=tuple(h for h in HOLDERS if "attn" in h.name))
+    rules = parse_sharding_rules(FUSED)
+    assert describe_few_cut_matrices(rules, whole) == ""
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:

@@ -130,6 +130,22 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
     assert row.to_json()["flips"][0]["text"] == text
 
 
+def test_a_row_says_how_little_of_the_model_is_cut() -> None:
+    row = Row("tp2", {}, "mine:f", "float64", True, {"loss": 0.0}, 1e-10)
+    (usual,) = format_verified_row(row)
+    (line,) = format_verified_row(replace(row, extent="2 of 31 matrices cut"))
+    assert line.split() == [
+        *usual.split()[:3],
+        "2",
+        "of",
+        "31",
+        "matrices",
+        "cut",
+        *usual.split()[3:],
+    ]
+    assert Row.from_json(row.to_json()) == row
+
+
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:

@@ -141,9 +141,12 @@ def format_verified_row(row: Row) -> list[str]:
         f"{name} {row.errors[name]:.0e}" for name in ERROR_COLUMNS if name in row.errors
     )
     allowed = f"{row.tolerance:.0e}"
+    extent = ""
+    if row.extent:
+        extent = f"{row.extent}  "
     lines = [
-        f"{_format_verdict(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"
-        f" {row.wall_s:.1f} s)"
+        f"{_format_verdict(row)} {row.layout:<34} {row.dtype}  {extent}{errors}"
+        f"  (allowed {allowed}, {row.wall_s:.1f} s)"
     ]
     if row.first:
         lines += [f"        first   {row.first}", f"        perhaps {row.first.cause}"]

@@ -163,10 +163,7 @@ def describe_unsharded_matrices(rules: Sequence[ShardingRule], shape: ModelCosts
         return ""
     sizes: dict[str, list[int]] = defaultdict(list)
     for holder in shape.holders:
-        is_matrix = (
-            holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
-        )
-        if is_matrix and find_matching_rule(rules, holder.name) is None:
+        if _is_matrix(holder) and find_matching_rule(rules, holder.name) is None:
             sizes[build_pattern_for_all_blocks(holder.name)].append(holder.num_params)
     words = []
     # The largest first: only MAX_NAMED_MODULES of them are told.
@@ -181,6 +178,28 @@ def describe_unsharded_matrices(rules: Sequence[ShardingRule], shape: ModelCosts
     if len(words) > MAX_NAMED_MODULES:
         line += f" and {len(words) - MAX_NAMED_MODULES} more"
     return f"{line}; they stay whole on every rank"
+
+
+def describe_few_cut_matrices(rules: Sequence[ShardingRule], shape: ModelCosts) -> str:
+    """How many matrices the rules cut, in words, where they leave most of them whole; else ""."""
+    matrices = [
+        holder
+        for holder in shape.holders
+        # Norms have vectors alone, of as many numbers as a small convolution.
+        if _is_matrix(holder) and "norm" not in holder.kind.lower()
+    ]
+    num_cut = 0
+    for matrix in matrices:
+        rule = find_matching_rule(rules, matrix.name)
+        if rule is not None and rule.kind in CUTTING_KINDS:
+            num_cut += 1
+    if 2 * num_cut >= len(matrices):
+        return ""
+    return f"{num_cut} of {len(matrices)} matrices cut"
+
+
+def _is_matrix(holder: ParamHolder) -> bool:
+    return holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
 
 
 PARTS_CUT_TOGETHER = {

@@ -32,7 +32,11 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
+from phalanx.plan.rule_checks import (
+    combine_and_check_rules,
+    describe_few_cut_matrices,
+    describe_unsharded_matrices,
+)
 from phalanx.verify.bands import describe_error_bands, summarize_error_bands
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
@@ -258,6 +262,7 @@ def compare_layout_with_reference(
         not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,
+        extent=_describe_extent_of_tp(plan),
         wall_s=round(time.monotonic() - began, 3),
     )
 
@@ -332,6 +337,13 @@ def _reset_compiler() -> None:
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = MAX_RECOMPILES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def _describe_extent_of_tp(plan: Plan) -> str:
+    if plan.layout.tp == 1:
+        return ""
+    rules = combine_and_check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
+    return describe_few_cut_matrices(rules, plan.model_shape)
 
 
 def _list_row_notes(

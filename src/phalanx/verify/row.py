@@ -83,6 +83,9 @@ class Row:
     flips: tuple[RoutingChange, ...] = ()
     """Near-ties of routers that the layout turns: `ok` is then equality with one process that
     routes as it does."""
+    extent: str = ""
+    """How little of the model tp cuts, in words, where it leaves most of it whole: `ok` says less
+    then."""
     wall_s: float = 0.0
 
     @classmethod
