@@ -323,3 +323,12 @@ def test_the_old_name_of_the_shared_mask_works_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match="make_shared_attention_mask"):
         from phalanx.nn.attention import shared_mask
     assert shared_mask is make_shared_attention_mask
+
+
+def test_a_trained_parameter_without_elements_is_refused_by_name() -> None:
+    module = nn.Linear(2, 3)
+    module.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
+    two = Mesh(Layout(dp_replicate=2), 0, 0, torch.device("cpu"))
+    with pytest.raises(LayoutError, match=r"nothing is a parameter without elements \(\[0, 4\]\)"):
+        parallelize(module, plan(2, dp_replicate=2), two)
+    assert parallelize(module, plan(1), Mesh(Layout(), 0, 0, torch.device("cpu")))

@@ -111,8 +111,8 @@ def parallelize(
 
 
 def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights, or
-    with tensors that are cut already."""
+    """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights,
+    with parameters of no elements, or with tensors that are cut already."""
     name = type(module).__name__
     if plan.layout.world_size != mesh.world_size:
         raise LayoutError(
@@ -123,6 +123,13 @@ def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) ->
             raise LayoutError(
                 f"the shape of {parameter_name} is not known yet: {name} is lazy",
                 fix="call it once with a sample in your factory, or use the layer that is not lazy",
+            )
+        if mesh.world_size > 1 and parameter.requires_grad and not parameter.numel():
+            shape = list(parameter.shape)
+            raise LayoutError(
+                f"{parameter_name} is a parameter without elements ({shape}): it has no gradient"
+                " that ranks could reduce",
+                fix="leave it out, or register None, or a buffer, in its place",
             )
     _require_no_dtensors(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())

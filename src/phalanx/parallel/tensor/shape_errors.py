@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorParallelGroup
 from phalanx.plan.rule_checks import missing_row_rule_error
 from phalanx.plan.rules import ShardingRule
 
@@ -17,6 +18,10 @@ SHAPE_ERROR_PATTERNS = (
     r"normalized_shape=\[(\d+)\].*input.*of size\s*\[.*?(\d+)\]",
 )
 """How torch says that two sizes do not fit."""
+SEQUENCE_ERROR_PATTERN = (
+    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
+    rf" at non-singleton dimension {SEQUENCE_DIM}$"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,27 @@ class UngatheredColumnLayer:
     full_size: int
     rank_size: int
     has_row: bool
+
+
+def explain_cut_sequence_mismatch(
+    error: Exception, *, module_name: str, group: TensorParallelGroup
+) -> LayoutError | None:
+    """The refusal of a module that says its tokens are independent outside of its regions, where
+    the two sizes that do not fit in torch's message are the sequence and a rank's part of it."""
+    message = str(error).splitlines()[0] if str(error) else ""
+    sizes = re.search(SEQUENCE_ERROR_PATTERN, message)
+    if not group.cuts_sequence or not isinstance(error, RuntimeError) or sizes is None:
+        return None
+    num_tokens, num_own = group.num_tokens, -(-group.num_tokens // group.size)
+    if {int(size) for size in sizes.groups()} != {num_tokens, num_own}:
+        return None
+    return LayoutError(
+        f"{module_name} says is_per_token_outside_regions, and computes with the sequence there:"
+        f" {message}",
+        why=f"a rank of tp has {num_own} of the {num_tokens} tokens outside of regions, and what"
+        " the module adds to them (positions, a mask) is of all",
+        fix="take is_per_token_outside_regions away, or set parallel.sequence_parallel=false",
+    )
 
 
 def explain_shard_width_mismatch(

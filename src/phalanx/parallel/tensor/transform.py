@@ -22,7 +22,10 @@ from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.parallel.tensor.grad_sync import PartialGradientSum
-from phalanx.parallel.tensor.shape_errors import explain_shard_width_mismatch
+from phalanx.parallel.tensor.shape_errors import (
+    explain_cut_sequence_mismatch,
+    explain_shard_width_mismatch,
+)
 from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
@@ -75,6 +78,11 @@ class TensorParallel:
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
             context.traffic.count_axis_by_sender("tp", group)
+        context.hooks.explain_error.append(
+            functools.partial(
+                explain_cut_sequence_mismatch, module_name=type(module).__name__, group=group
+            )
+        )
         explain = functools.partial(
             explain_shard_width_mismatch, columns=sharder.list_ungathered_column_layers()
         )
