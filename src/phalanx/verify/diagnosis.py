@@ -17,6 +17,10 @@ from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set, name_weights_set
 
+FEW_DIGITS_CAUSE = (
+    "phalanx.nn's router, in one process too, has other scores than a plain implementation makes of"
+    " the same inputs: they are computed in fewer digits than float32, or are others"
+)
 NOT_FINITE_CAUSE = "it is not a finite number"
 WRONG_CUT_CAUSE = (
     "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over"

@@ -55,6 +55,7 @@ from phalanx.verify.outputs import ReferenceOutputs
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.plain.fp8 import use_fp8_products
 from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
+from phalanx.verify.router_arithmetic import RouterArithmetic
 from phalanx.verify.routes import (
     ChosenExperts,
     ReferenceRouting,
@@ -247,6 +248,7 @@ class _ReferenceWriter:
         rounding_dtype = find_rounding_dtype(self.dtype, probed.narrows)
         randomized = self._set_starting_weights(module, rounding_dtype)
         routes, outputs = ReferenceRouting(module, self.forced), ReferenceOutputs(module)
+        arithmetic = RouterArithmetic(module, self.job, self.plan, self.dtype)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
         train_in_one_process(
             module,
@@ -271,6 +273,7 @@ class _ReferenceWriter:
             loads=routes.count_loads(len(self.steps)),
             other_directories=self._find_traces_to_compare_with(probed, routes, writer),
             initial_faults=find_initial_faults(self.job, self.plan, initial),
+            arithmetic_faults=arithmetic.faults,
         )
         return list(routes.reroutes)
 

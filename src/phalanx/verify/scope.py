@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 
 from phalanx.core.units import plural
+from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.plan.plan import Plan
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
-from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
 
 
@@ -29,6 +30,8 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
     ]
     if trace.initial_faults is not None:
         judged.append("mean, width and shape of the distribution of initial weights")
+    if trace.arithmetic_faults is not None:
+        judged.append("that routers compute scores in float32, beside their definition")
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")
     if trace.has_buffers:
@@ -55,6 +58,13 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
         not_judged.append(
             "how initial weights are distributed: they are compared with one process's, and no"
             " distribution is declared for this module"
+        )
+    if is_narrow_dtype(trace.dtype) and isinstance(plan.model_shape, TransformerShape):
+        compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
+        but = "" if trace.arithmetic_faults is None else " but for routers' scores"
+        not_judged.append(
+            f"the model's own arithmetic in {compute}{but}: the reference computes by the same"
+            " phalanx.nn"
         )
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")

@@ -28,6 +28,7 @@ from phalanx.verify.trace_facts import (
     GRADIENT_KIND_PREFIX,
     INITIAL_KIND,
     TRACE_FILE_NAME,
+    ArithmeticFault,
     InitialFault,
     Trace,
     TraceStep,
@@ -168,10 +169,11 @@ class TraceWriter:
         loads: Sequence[Mapping[str, Sequence[int]]],
         other_directories: Sequence[Path],
         initial_faults: Sequence[InitialFault] | None,
+        arithmetic_faults: Sequence[ArithmeticFault] | None,
     ) -> None:
-        """Write trace.json. `initial_faults`: as `Trace` has them. `other_directories`: those of
-        the same in float64, or from weights that are rounded otherwise, which tell how much of a
-        tensor is rounding: the most of them counts."""
+        """Write trace.json. `initial_faults` and `arithmetic_faults`: as `Trace` has them.
+        `other_directories`: those of the same in float64, or from weights that are rounded
+        otherwise, which tell how much of a tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
         rounding_dtype = find_rounding_dtype(self._dtype, probed.narrows)
@@ -192,6 +194,7 @@ class TraceWriter:
             "strays": strays,
             "evaluation": evaluation,
             "initial_faults": _to_json(initial_faults),
+            "arithmetic_faults": _to_json(arithmetic_faults),
             **asdict(probed),
         }
         # Last: whoever finds this file finds the others.
@@ -232,7 +235,9 @@ class TraceWriter:
             strays[attribute] = max(stray, strays.get(attribute, 0.0))
 
 
-def _to_json(faults: Sequence[InitialFault] | None) -> list[dict[str, Any]] | None:
+def _to_json(
+    faults: Sequence[InitialFault | ArithmeticFault] | None,
+) -> list[dict[str, Any]] | None:
     if faults is None:
         return None
     return [asdict(fault) for fault in faults]

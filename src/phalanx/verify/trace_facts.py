@@ -74,6 +74,15 @@ class InitialFault:
 
 
 @dataclass(frozen=True)
+class ArithmeticFault:
+    """A parameter whose part of a forward has fewer digits in a narrow type than its definition:
+    how far its result is from that of the definition, relative, from the same inputs."""
+
+    name: str
+    error: float
+
+
+@dataclass(frozen=True)
 class Trace:
     """`sizes`: set -> name -> norm of the tensor, of weights that of their movement; `order`:
     parameters as a forward meets them. `lr`: the learning rate of every update. `leader`: the
@@ -118,6 +127,10 @@ class Trace:
 
     initial_faults: tuple[InitialFault, ...] | None = None
     """Parameters that are not drawn as declared; None where no distribution is declared."""
+
+    arithmetic_faults: tuple[ArithmeticFault, ...] | None = None
+    """What a narrow type computes in fewer digits than defined; None where nothing was looked
+    at."""
 
     @property
     def has_buffers(self) -> bool:
@@ -254,6 +267,7 @@ def read_trace(directory: Path) -> Trace:
         moved=tuple(body["moved"]),
         evaluation=body["evaluation"],
         initial_faults=_read_initial_faults(body["initial_faults"]),
+        arithmetic_faults=_read_arithmetic_faults(body["arithmetic_faults"]),
     )
 
 
@@ -261,6 +275,14 @@ def _read_initial_faults(body: list[dict[str, Any]] | None) -> tuple[InitialFaul
     if body is None:
         return None
     return tuple(InitialFault(**fault) for fault in body)
+
+
+def _read_arithmetic_faults(
+    body: list[dict[str, Any]] | None,
+) -> tuple[ArithmeticFault, ...] | None:
+    if body is None:
+        return None
+    return tuple(ArithmeticFault(**fault) for fault in body)
 
 
 def _parse_expert_loads(body: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
-from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, DifferenceDiagnosis
+from phalanx.verify.diagnosis import FEW_DIGITS_CAUSE, MIXED_ROWS_CAUSE, DifferenceDiagnosis
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
@@ -88,6 +88,7 @@ class LayoutComparator:
         yield from self._compare_names()
         yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
         yield from self._compare_initial_distributions()
+        yield from self._compare_arithmetic()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
@@ -151,6 +152,15 @@ class LayoutComparator:
             )
             yield Difference(
                 "initial distribution", fault.name, 0, fault.error, 0, ranks, part, cause
+            )
+
+    def _compare_arithmetic(self) -> Iterator[Difference]:
+        """The routers that round more than defined, in one process, and so in every layout."""
+        ranks = tuple(range(len(self._observations)))
+        for fault in self._trace.arithmetic_faults or ():
+            part = self._observations[0]["held"].get(fault.name, "nothing")
+            yield Difference(
+                "router scores of", fault.name, 0, fault.error, 0, ranks, part, FEW_DIGITS_CAUSE
             )
 
     def _compare_target_counts(self, step: int) -> Iterator[Difference]:

@@ -29,7 +29,7 @@ class ExpertOutput(NamedTuple):
 def apply_mixture_of_experts(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, name: str, x_BTD: torch.Tensor
 ) -> ExpertOutput:
-    scores_BTE = _compute_router_scores(settings, parameters[f"{name}.router.weight"], x_BTD)
+    scores_BTE = compute_router_scores(settings, parameters[f"{name}.router.weight"], x_BTD)
     chosen_by = scores_BTE.detach()
     if settings.balance_bias > 0:
         chosen_by = chosen_by + buffers[f"{name}.router.bias"]
@@ -62,7 +62,17 @@ def update_router_bias(
     return bias_E + settings.balance_bias * torch.sign(error_E).to(bias_E.dtype)
 
 
-def _compute_router_scores(
+def weigh_chosen_experts(
+    settings: PlainSettings, scores_BTE: torch.Tensor, chosen_BTK: torch.Tensor
+) -> torch.Tensor:
+    """[B, T, K]: the factors of the outputs of the experts `chosen_BTK`, each of which has room."""
+    weights_BTK = torch.take_along_dim(scores_BTE, chosen_BTK, dim=-1)
+    if settings.router_normalize:
+        weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+    return weights_BTK * settings.router_scale
+
+
+def compute_router_scores(
     settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor
 ) -> torch.Tensor:
     """[B, T, E], in fp32 at least."""
