@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import (
     _build_module_from_answer,
@@ -31,6 +32,7 @@ from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
+from phalanx.run.search_job import search_layouts_of_job
 
 OWN = """
 import torch
@@ -202,6 +204,13 @@ def test_what_cannot_be_traced_is_no_fit_without_a_word(
     notes = " ".join(make_plan(job, shape=shape).reasons)
     assert why in notes
     assert "that it fits is not known" in notes
+
+
+def test_a_search_for_what_cannot_be_traced_ends_with_the_reason(own_model: str) -> None:
+    job = load_job(None, [f"model.kind={own_model}:ByNumbers", "cluster.gpu=h100-sxm"])
+    with pytest.raises(LayoutError, match="whether the job fits is not known") as caught:
+        search_layouts_of_job(job)
+    assert "DataDependent" in str(caught.value)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

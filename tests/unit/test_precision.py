@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from models import CPU
+from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomically
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
@@ -84,6 +85,16 @@ def test_memory_is_predicted_for_the_type_that_is_chosen() -> None:
     )
     assert auto.chosen.predicted_bytes == bf16.chosen.predicted_bytes
     assert auto.chosen.predicted_bytes["activations"] < fp32.chosen.predicted_bytes["activations"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "compute"),
+    [(gpus(7, 0), "bf16"), (gpus(7, 5), "bf16"), (gpus(8, 0), "fp8"), (gpus(7, 0), "fp8")],
+)
+def test_a_type_that_the_gpus_do_not_multiply_is_refused(cluster: Cluster, compute: str) -> None:
+    with pytest.raises(LayoutError, match=f"precision.compute={compute} needs GPUs of compute"):
+        planned(replace(cluster, is_described=True), f"precision.compute={compute}")
+    assert planned(gpus(9, 0), "precision.compute=bf16").precision == "bf16"
 
 
 def test_what_the_job_names_is_not_touched() -> None:

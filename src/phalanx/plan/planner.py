@@ -37,7 +37,11 @@ from phalanx.plan.notes import list_headroom_notes, list_plan_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
 from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_pipeline_and_microbatches
 from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, compute_job_digest
-from phalanx.plan.precision import require_fp8_is_possible, resolve_precision
+from phalanx.plan.precision import (
+    require_fp8_is_possible,
+    require_gpus_multiply,
+    resolve_precision,
+)
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
 from phalanx.plan.segments import Segment
@@ -79,6 +83,7 @@ def make_plan(
     cluster = cluster or choose_cluster_of_job(job)
     precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)
+    require_gpus_multiply(job, cluster)
     if shape is None:
         # Before the data is read, text is taken for bytes, as it is without a tokenizer.
         shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)

@@ -94,6 +94,26 @@ def _choose_default_precision(cluster: Cluster) -> tuple[str, str]:
     return "fp32", f"fp32: {gpus} have no bf16 to multiply with{more}"
 
 
+def require_gpus_multiply(job: Job, cluster: Cluster) -> None:
+    """Raises LayoutError for a type of numbers that the GPUs of `cluster` have no products of."""
+    compute, capability = job.precision.compute, cluster.capability
+    least, fix = {
+        "bf16": (MIN_BF16_CAPABILITY, "set precision.compute=fp16 or fp32"),
+        "fp8": (MIN_FP8_CAPABILITY, "set precision.compute=auto"),
+    }.get(compute, ((0, 0), ""))
+    if cluster.device != "cuda" or capability is None or capability >= least:
+        return
+    # A run may go on in bf16 where torch has to emulate it; nobody plans for that.
+    if compute == "bf16" and not cluster.is_described:
+        return
+    needed, present = (".".join(map(str, version)) for version in (least, capability))
+    raise LayoutError(
+        f"precision.compute={compute} needs GPUs of compute capability {needed}, and"
+        f" {cluster.name or 'these'} have {present}",
+        fix=fix,
+    )
+
+
 # The fp8 kernels take widths of matrices and tokens of a microbatch in multiples of this.
 FP8_WIDTH_MULTIPLE = 16
 MIN_FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper (9.0)

@@ -22,6 +22,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.module_probe import TellProgress
 from phalanx.job.schema import Data, Job
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
@@ -64,7 +65,15 @@ def prepare_layout_search(
     """
     require_layouts_may_be_searched(job)
     vocab_size = _find_vocab_size_before_training(job)
-    return build_search_task(job, cluster=cluster, vocab_size=vocab_size, tell=tell)
+    task = build_search_task(job, cluster=cluster, vocab_size=vocab_size, tell=tell)
+    shape = task.shape
+    if isinstance(shape, MeasuredModule) and not shape.traces and shape.why_untraced:
+        raise LayoutError(
+            f"whether the job fits is not known: model {job.model.kind!r} cannot be traced",
+            why=shape.why_untraced,
+            fix="without --gpu or --instance the plan is of its weights alone",
+        )
+    return task
 
 
 def search_layouts_of_job(

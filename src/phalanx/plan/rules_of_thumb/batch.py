@@ -68,7 +68,8 @@ def measure_learning_rate_error(facts: PlanFacts) -> RuleMeasurement | None:
 def measure_arithmetic_intensity(facts: PlanFacts) -> RuleMeasurement | None:
     """FLOPs per byte of a rank's smallest square product against the device's ridge."""
     hardware, model = facts.hardware, facts.model
-    if hardware.peak_flops is None or hardware.memory_gb_s is None:
+    # Of a module without blocks nobody knows the size of a product.
+    if hardware.peak_flops is None or hardware.memory_gb_s is None or not model.hidden_size:
         return None
     rows, columns = facts.tokens_per_rank, model.hidden_size / facts.layout.tp
     num_elements = rows * columns + columns * model.hidden_size + rows * model.hidden_size

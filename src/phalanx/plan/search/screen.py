@@ -263,7 +263,8 @@ class MemoryScreen:
 
     def _largest_stage_share(self) -> Bytes:
         """The part of the blocks that a rank has, where they do not divide: the one with most."""
-        rows, num_layers = self.rows, self.shape.num_layers
+        # Of a module without blocks all is at its ends.
+        rows, num_layers = self.rows, max(1, self.shape.num_layers)
         stages = rows.pp * rows.stages_per_rank
         # Blocks move to where the least is in flight, so that only half of the excess counts.
         even = num_layers / stages

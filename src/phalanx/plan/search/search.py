@@ -25,7 +25,7 @@ from phalanx.plan.degree_checks import (
 )
 from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
-from phalanx.plan.precision import resolve_precision
+from phalanx.plan.precision import require_gpus_multiply, resolve_precision
 from phalanx.plan.search.economics import estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import (
     FinalistPlanner,
@@ -108,6 +108,7 @@ def build_search_task(
     or on the ranks that it names. `tell` hears how far the measuring of a module is."""
     cluster = cluster or choose_cluster_of_job(job)
     job, why_precision = resolve_precision(job, cluster)
+    require_gpus_multiply(job, cluster)
     if shape is None:
         measured = measure_foreign_shape(job, tell=tell)
         shape = measured or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
