@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from commands import TINY, events, run_all, write_text
-from phalanx.observe.events import NonFiniteFound, RunFinished, SamplesRead, StepSkipped
+from phalanx.observe.events import (
+    NonFiniteFound,
+    RunFinished,
+    SamplesRead,
+    StepSkipped,
+    wrap_event_in_envelope,
+)
 from phalanx.observe.tail import read_recorded_events
+from phalanx.observe.words import describe_event
 from phalanx.parallel.step_stats import LocalLoss
 from phalanx.train.trainer import Trainer
 from ranks import run_ranks
@@ -98,6 +106,28 @@ class Small(nn.Module):
 
 def build():
     return Small()
+
+
+class Once(Small):
+    def __init__(self, persistent):
+        super().__init__()
+        self.calls = 0
+        self.odd = nn.Identity()
+        self.register_buffer("forwards", torch.zeros(()), persistent=persistent)
+
+    def forward(self, tokens):
+        if not self.training:
+            return super().forward(tokens)
+        self.calls += 1
+        self.forwards += 1
+        logits = super().forward(tokens)
+        if os.environ.get("RANK") == "1" and self.calls == 5:
+            logits = logits * float("nan")
+        return logits
+
+
+def build_once(persistent):
+    return Once(persistent)
 """
 
 
@@ -116,8 +146,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "parallel.dp_replicate=2",
     )
     own = [setting for setting in job if not setting.startswith("model.")]
+    once = [*own, "model.kind=small:build_once", "model.vocab_size=257"]
     commands = [
         ["train", *own, "model.kind=small:build", "model.vocab_size=257", "run.dir=output"],
+        ["train", *once, "model.args={persistent=true}", "run.dir=once"],
+        ["train", *once, "model.args={persistent=false}", "run.dir=twice"],
         ["train", *job, "model.objective=spoiled:in_loss", "run.dir=loss"],
         ["train", *job, "model.objective=spoiled:in_backward", "run.dir=gradient"],
         [
@@ -130,7 +163,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for done in run_all(commands, folder):
         assert done.code == 0, done.err
-        assert "is not finite" in done.out
+        assert "not finite" in done.out
     return folder
 
 
@@ -154,6 +187,31 @@ def test_the_module_and_the_sample_of_a_row(runs: Path) -> None:
     assert found.samples == [read.ranges[0] + 2]
 
 
+def test_a_module_of_ones_own_is_repeated(runs: Path) -> None:
+    """What its forward has written into a buffer is put back before."""
+    (found,) = [e.event for e in events(runs / "once", NonFiniteFound)]
+    assert (found.step, found.origin, found.failed_rank) == (STRUCK, "unknown", 1)
+    assert (found.was_repeated, found.why_not_repeated) == (True, "")
+    assert events(runs / "once", StepSkipped) == []
+    numbers = []
+    for file in (runs / "once" / "checkpoints" / "step-8").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.startswith("forwards"):
+                numbers.append(tensor.item())
+    assert numbers == [8.0]
+
+
+def test_a_buffer_that_cannot_be_put_back_is_the_reason_why_a_step_is_left_out(runs: Path) -> None:
+    found = find_only(runs / "twice")
+    assert (found.origin, found.failed_rank, found.was_repeated) == ("unknown", 1, False)
+    assert found.why_not_repeated == "a forward writes into forwards, a buffer that is not saved"
+    assert describe_event(wrap_event_in_envelope(found, rank=0, attempt=0)) == (
+        "step 5: the loss of rank 1 was not finite, and no origin was found: forwards are finite"
+        " when they are computed again; the step is left out: a forward writes into"
+        " forwards, a buffer that is not saved"
+    )
+
+
 @pytest.mark.parametrize("layout", ["loss", "sharded"])
 def test_the_objective(runs: Path, layout: str) -> None:
     found = find_only(runs / layout)
@@ -166,6 +224,7 @@ def test_the_backward(runs: Path) -> None:
     assert "the forward is finite" in found.why
     assert found.failed_rank == -1
     assert not found.was_repeated
+    assert found.why_not_repeated == "computed again it is not finite either"
 
 
 # --- on some ranks of a layout --------------------------------------------------------------------

@@ -290,14 +290,19 @@ def _describe_hang(event: events.HangFound) -> str:
 def _describe_nonfinite(event: events.NonFiniteFound) -> str:
     if event.was_repeated:
         return (
-            f"step {event.step} was not finite, and computed again it is:"
-            " something went wrong in a processor, in memory or on the way"
+            f"step {event.step} was not finite, and computed again it is: something went wrong in a"
+            " processor, in memory or on the way, or code of yours computes something else each"
+            " time; what is finite is applied"
         )
     if event.origin == "unknown":
-        line = f"step {event.step} is not finite, and computed again it is: no origin was found"
+        part = "a value"
         if event.failed_rank >= 0:
-            line += f", but in the loss of rank {event.failed_rank}"
-        return line
+            part = f"the loss of rank {event.failed_rank}"
+        line = (
+            f"step {event.step}: {part} was not finite, and no origin was found: forwards are"
+            " finite when they are computed again"
+        )
+        return line + _describe_why_not_repeated(event)
     thing = {"output": "output", "gradient": "gradient"}.get(event.origin, "value")
     line = f"step {event.step}: the first {thing} that is not finite is that of {event.found_in}"
     if event.failed_rank >= 0:
@@ -306,7 +311,13 @@ def _describe_nonfinite(event: events.NonFiniteFound) -> str:
         line += f", of samples {', '.join(f'{number:,}' for number in event.samples)}"
     if event.why:
         line += f" ({event.why})"
-    return line
+    return line + _describe_why_not_repeated(event)
+
+
+def _describe_why_not_repeated(event: events.NonFiniteFound) -> str:
+    if not event.why_not_repeated:
+        return ""
+    return f"; the step is left out: {event.why_not_repeated}"
 
 
 def _describe_slow_rank(event: events.RankSlow) -> str:

@@ -93,6 +93,17 @@ class ParallelModel:
                 buffers.append(buffer)
         return buffers
 
+    def mark_buffers_never_saved(self) -> list[tuple[str, int, int]]:
+        """A mark of each buffer of this rank's module that no checkpoint holds: it is equal later
+        if the buffer is the same one and nothing was written into it."""
+        marks = []
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            part_name, _, own_name = name.rpartition(".")
+            part = self.module.get_submodule(part_name)
+            if own_name in part._non_persistent_buffers_set:
+                marks.append((name, id(buffer), buffer._version))
+        return marks
+
     @functools.cached_property
     def _buffer_places(self) -> list[tuple[nn.Module, str]]:
         places = []
@@ -252,20 +263,26 @@ class ParallelModel:
         return LocalLoss(loss_sum, num_targets)
 
     @property
-    def can_repeat_step(self) -> bool:
-        """True if a second forward and backward of a batch leaves no trace: False with what these
-        would count twice, loads of experts and gradients that compression has not sent yet."""
-        return self.compression is None and not self.plan.model_shape.may_have_routers
+    def why_step_is_done_once(self) -> str:
+        """The reason why this rank cannot do a second forward and backward of a batch without a
+        trace; empty if it can, as far as buffers are put back."""
+        if self.compression is not None:
+            return "compressed gradients would count it twice"
+        if self._loads.routers:
+            return "loads of experts would count it twice"
+        return ""
 
     @property
     def sets_buckets_anew(self) -> bool:
         """True if DDP orders its buckets by the first backward: of three addends or more the sum
         then rounds otherwise from the second step on.
 
-        Not where a step cannot be repeated.
+        Not where a forward and a backward whose gradients nobody takes may leave a trace.
         """
         ddp = self._context.outer
-        if not isinstance(ddp, DistributedDataParallel) or not self.can_repeat_step:
+        if not isinstance(ddp, DistributedDataParallel):
+            return False
+        if self.compression is not None or self.plan.model_shape.may_have_routers:
             return False
         if ddp.find_unused_parameters:
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,8 @@ class NonFiniteFinder:
             return None
         self._num_searches += 1
         gradients = self._find_nonfinite_gradients()
+        # Now: evaluation writes all buffers.
+        why_done_once = self._state.why_step_is_done_once
         with model.phases("record"), self._watching_outputs() as watch:
             loss_is_finite = True
             for watch.microbatch, batch in enumerate(microbatches):
@@ -86,8 +88,15 @@ class NonFiniteFinder:
             "loss_was_finite": bool(sums.loss_sum.isfinite()),
             "loss_is_finite": loss_is_finite,
             "gradients": gradients,
+            "why_done_once": why_done_once,
         }
-        return _build_event(step, model.mesh.gather_json(observation))
+        observations = model.mesh.gather_json(observation)
+        found = _build_event(step, observations)
+        if found.origin not in ("gradient", "unknown"):
+            return found
+        # All ranks repeat a step, or none does.
+        reasons = [each["why_done_once"] for each in observations if each["why_done_once"]]
+        return replace(found, why_not_repeated=next(iter(reasons), ""))
 
     @contextmanager
     def _watching_outputs(self) -> Iterator[_OutputWatch]:
@@ -205,7 +214,7 @@ def _build_event(step: int, observations: Sequence[dict[str, Any]]) -> NonFinite
         rank for rank, observation in enumerate(observations) if not observation["loss_was_finite"]
     ]
     if differing:
-        why = "its loss was not finite, and computed again it is"
+        why = "its loss was not finite in the step, and is when it is computed again"
         return NonFiniteFound(step, "unknown", "", differing[0], why=why)
     for observation in observations:
         if observation["gradients"]:

@@ -85,6 +85,12 @@ class TrainState:
         """Give statistics of batches the values of before the step: it is left out."""
         self._statistics.restore()
 
+    @property
+    def why_step_is_done_once(self) -> str:
+        """The reason why this rank cannot do the step once more as if it were the first time; empty
+        if it can."""
+        return self.model.why_step_is_done_once or self._statistics.why_not_restorable
+
     def begin_update(self) -> None:
         """From here to `end_update` the state changes from that of one step to that of the next:
         after an error in between some of it is of each."""

@@ -17,6 +17,8 @@ from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
 from phalanx.train.training_data import TrainingData
 
+STILL_NOT_FINITE = "computed again it is not finite either"
+
 
 class NonFiniteStepRepeater:
     """Says where steps that are not finite began, and repeats those of which neither the batch nor
@@ -53,17 +55,20 @@ class NonFiniteStepRepeater:
         if origin is None:
             return facts
         model = self._state.model
-        if origin.origin in ("gradient", "unknown") and model.can_repeat_step:
+        if origin.origin in ("gradient", "unknown") and not origin.why_not_repeated:
             repeated = self._repeat(step, microbatches, norms)
             # What ranks said in the step's own reduction they have said once.
             facts = replace(repeated, flags=facts.flags)
             origin = replace(origin, was_repeated=facts.finite)
+            if not facts.finite:
+                origin = replace(origin, why_not_repeated=STILL_NOT_FINITE)
         if model.mesh.rank == 0:
             self._bus.emit(origin)
         if origin.was_repeated and self._on_corruption == "stop":
             raise NumericsError(
                 f"step {step} was not finite, and computed again it is: something went wrong in a"
-                " processor, in memory or on the way",
+                " processor, in memory or on the way, or code of yours computes something else each"
+                " time",
                 why='resilience.on_corruption = "stop"',
                 fix="find the machine at fault; the newest checkpoint may be continued from",
             )

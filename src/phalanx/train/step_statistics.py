@@ -19,6 +19,7 @@ class StepStatistics:
         self._model = model
         self._held: list[torch.Tensor | None] = []
         self._marks: list[tuple[int, int]] = []
+        self._marks_never_saved: list[tuple[str, int, int]] = []
         self._moving: set[int] = set()
         self._has_seen_step = False
 
@@ -35,6 +36,19 @@ class StepStatistics:
             for index, buffer in enumerate(buffers)
         ]
         self._marks, self._has_seen_step = marks, True
+        self._marks_never_saved = self._model.mark_buffers_never_saved()
+
+    @property
+    def why_not_restorable(self) -> str:
+        """The reason why `restore` does not put back all buffers that the step has changed; empty
+        if it does."""
+        if len(self._model.persistent_buffers()) != len(self._held):
+            return "a forward has made buffers"
+        before = set(self._marks_never_saved)
+        for mark in self._model.mark_buffers_never_saved():
+            if mark not in before:
+                return f"a forward writes into {mark[0]}, a buffer that is not saved"
+        return ""
 
     def restore(self) -> None:
         """Write the copies back into what the step has moved."""

@@ -52,7 +52,9 @@ class NonFiniteFound(Event):
     the loss; the forward is finite), "unknown" (computed again all is finite). `failed_rank`: whose
     it is, -1 where that is not known. `samples`: global numbers of the samples whose rows are not
     finite, at most 16; empty where the output has no rows of samples. `why`: what was not finite
-    before it. `was_repeated`: the whole step was computed again, and is finite.
+    before it. `was_repeated`: the whole step was computed again, is finite, and applied.
+    `why_not_repeated`: of an origin "gradient" or "unknown" the reason why that is not so; empty in
+    records of earlier releases.
     """
 
     step: int
@@ -63,3 +65,4 @@ class NonFiniteFound(Event):
     samples: list[int] = field(default_factory=list)
     why: str = ""
     was_repeated: bool = False
+    why_not_repeated: str = ""
