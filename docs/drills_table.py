@@ -164,8 +164,8 @@ def _share(count: int, total: int) -> str:
     middle = (p + z * z / (2 * total)) / (1 + z * z / total)
     half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total)) / (1 + z * z / total)
     return (
-        f"{count} of {total}, {100 * p:.0f} % (95 % interval {100 * (middle - half):.0f} to"
-        f" {100 * (middle + half):.0f} %)"
+        f"{count} of {total}, {100 * p:.3g} % (95 % interval {100 * (middle - half):.3g} to"
+        f" {100 * (middle + half):.3g} %)"
     )
 
 
