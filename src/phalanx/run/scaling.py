@@ -24,6 +24,8 @@ from phalanx.run.train_job import train_job
 
 GOOD_EFFICIENCY = 0.80
 """Of linear scaling: below it guides of the field say to look for what is lost."""
+MAX_CREDIBLE_EFFICIENCY = 1.2
+"""Of linear scaling: beyond it the smallest run was slow for a reason of its own."""
 _TERMS = {
     "data": "data",
     "forward": "forward",
@@ -69,7 +71,12 @@ class ScalingPoint:
 
     @property
     def is_good(self) -> bool:
-        return self.efficiency >= GOOD_EFFICIENCY
+        return self.efficiency >= GOOD_EFFICIENCY and self.is_credible
+
+    @property
+    def is_credible(self) -> bool:
+        """False where it is so far above linear that the smallest run cannot be its measure."""
+        return self.efficiency <= MAX_CREDIBLE_EFFICIENCY
 
     def to_json(self) -> dict[str, Any]:
         if self.why_not:
