@@ -361,7 +361,7 @@ def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
             "model": {"kind": f"hf:{path}"},
             "train": {"global_batch_size": 8},
             "parallel": {"ranks": 8, "tp": 8},
-            "cluster": {"memory_gib": 20},
+            "cluster": {"memory_gib": 24},
         }
     )
     plan = make_plan(job, cluster=Cluster("cpu", 8, 160 * 2**30))

@@ -32,6 +32,7 @@ from phalanx.plan.degrees import (
     choose_num_ranks,
 )
 from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.host_memory import require_host_memory
 from phalanx.plan.leaf_tree import LAYOUT_FREE, require_layout_free_is_possible
 from phalanx.plan.notes import list_headroom_notes, list_plan_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
@@ -97,6 +98,7 @@ def make_plan(
     evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
     candidates = evaluate_candidates(job, evaluator)
     chosen, why_chosen = choose_candidate(job, candidates, evaluator)
+    require_host_memory(cluster, evaluator, chosen)
     reasons += why_chosen
     alternatives = [
         explain_candidate(candidate, chosen, evaluator.capacity_bytes, reasons[-1])
