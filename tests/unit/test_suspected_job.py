@@ -41,3 +41,7 @@ def test_what_does_not_fit_the_machine_is_made_smaller_and_said() -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run is there"):
         load_reduced_job_of_run(tmp_path)
+    (tmp_path / "job.json").write_bytes((RUN / "job.json").read_bytes())
+    with pytest.raises(UsageError, match=r"no plan\.json") as refused:
+        load_reduced_job_of_run(tmp_path)
+    assert "job.json --layouts" in str(refused.value)

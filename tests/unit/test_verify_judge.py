@@ -46,6 +46,8 @@ from phalanx.verify.trace_facts import (
     name_gradients_set,
     name_weights_set,
 )
+from phalanx.verify.trainer_facts import StateObservation
+from phalanx.verify.trainer_verdict import find_changed_modes
 from phalanx.verify.verdict import LayoutComparator
 
 
@@ -623,3 +625,16 @@ def test_the_reference_of_a_narrow_type_computes_in_it() -> None:
     batch = {"inputs": torch.zeros(2, 4), "targets": torch.zeros(2, 4, dtype=torch.int64)}
     AutocastLoss(job, case.plan, torch.bfloat16)(Head(), batch)
     assert computed == [torch.bfloat16]
+
+
+def test_changed_modes_name_the_first_module_and_its_ranks() -> None:
+    ranks = [
+        StateObservation(3, 3, 0, 0),
+        StateObservation(3, 3, 0, 0, modes=("blocks.0.bn", "bn")),
+    ]
+    (difference,) = find_changed_modes(ranks)
+    assert str(difference) == (
+        "mode blocks.0.bn is off by 2.0e+00 in step 3, on rank 1 (2 modules)"
+    )
+    assert difference.ranks == (1,)
+    assert list(find_changed_modes(ranks[:1])) == []

@@ -30,7 +30,7 @@ def split_job_file_and_overrides(
         return None, overrides
     job_file = files[0]
     if not allow_file:
-        raise UsageError(f"{job_file!r}: a resumed run has its own job", fix="give only key=value")
+        raise UsageError(f"{job_file!r}: a run has its own job", fix="give only key=value")
     # Before files are counted: a key without its value is told as such, not as a second file.
     for word in files:
         _refuse_misspelt_file_or_key(word)

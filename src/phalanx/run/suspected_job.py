@@ -51,9 +51,16 @@ def load_reduced_job_of_run(
     `cluster`: the machine that judges; by default this one's CPU. Raises UsageError where there is
     no run, or one that was never planned.
     """
-    if not (run_dir / "job.json").is_file() or not (run_dir / "plan.json").is_file():
+    if not (run_dir / "job.json").is_file():
         raise UsageError(
             "no run is there", where=str(run_dir), fix="give a directory that phalanx train wrote"
+        )
+    if not (run_dir / "plan.json").is_file():
+        raise UsageError(
+            "the run has no plan.json, which says its layout",
+            where=str(run_dir),
+            fix=f"judge its job in layouts that you name: phalanx verify {run_dir / 'job.json'}"
+            " --layouts NAMES",
         )
     job = load_job_json(run_dir / "job.json", overrides)
     plan = Plan.from_json(read_json(run_dir / "plan.json"))

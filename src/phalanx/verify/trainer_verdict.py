@@ -179,12 +179,8 @@ class RunComparator:
         step = ranks[0].step
         yield from self._compare_counters(ranks, record, restored)
         is_evaluated = step in EVALUATED_STEPS and not restored
+        yield from find_changed_modes(ranks)
         for rank, observed in enumerate(ranks):
-            if observed.modes:
-                cause = "modules are in another mode than before: an evaluation leaves its mode"
-                yield self._make_number_difference(
-                    "mode", step, float(len(observed.modes)), cause, rank
-                )
             for name in observed.left:
                 cause = "the step before is left in gradients: they were not cleared"
                 if step and record.get_step_record(step).skipped:
@@ -536,6 +532,30 @@ class RunComparator:
         return Difference(
             kind_of_tensor, name, max(0, step - 1), error, rank, (rank,), held_blocks, cause
         )
+
+
+def find_changed_modes(ranks: Sequence[StateObservation]) -> Iterator[Difference]:
+    """The difference of modules whose mode, training or evaluation, is another than before: named
+    by the first module and its ranks; its error is how many there are."""
+    changed = [rank for rank, observed in enumerate(ranks) if observed.modes]
+    if not changed:
+        return
+    first = ranks[changed[0]]
+    name, num_modules = first.modes[0] or "(the model)", len(first.modes)
+    cause = (
+        f"{num_modules} modules are in another mode than before, {name} the first: an evaluation"
+        " leaves its mode, or sets that of modules which have one of their own"
+    )
+    yield Difference(
+        "mode",
+        name,
+        max(0, first.step - 1),
+        float(num_modules),
+        changed[0],
+        tuple(changed),
+        f"{num_modules} modules",
+        cause,
+    )
 
 
 def _describe_restore_cause(subject: str, restored: str) -> str:
