@@ -278,6 +278,20 @@ def test_the_first_gradient_is_the_one_nearest_to_the_loss() -> None:
     assert first.error == pytest.approx(0.05)
 
 
+def test_a_gradient_wrong_by_itself_is_no_backward_that_goes_wrong_before_it() -> None:
+    """Of data parallelism: what the backward hands on is right where "b" has its gradient."""
+    seen = saw(tensors={name_gradients_set(0): {"a": (1.0, 4.2, 3.6, 4.0)}})
+    both = {"a": (1.0, 4.2, 3.6, 4.0), "b": (1.0, 1.2, 0.6, 1.0)}
+    assert "not reduced, or not wholly" in first_of(seen, seen).cause
+    of_all = saw(tensors={name_gradients_set(0): both})
+    assert "not reduced" not in first_of(of_all, of_all).cause
+    recomputed = LayoutComparator(
+        TRACE, [seen, seen], JudgedLayout(2, recompute=True), tolerance=1e-10
+    ).compare()
+    assert recomputed.first is not None
+    assert "goes wrong where it meets a" in recomputed.first.cause
+
+
 def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
     off = {"a": (1.0, 4.0, 4.0, 4.0)}
     assert first_of(saw(losses=[3.1], tensors={name_gradients_set(0): off})).what == "loss"

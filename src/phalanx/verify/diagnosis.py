@@ -297,6 +297,13 @@ class DifferenceDiagnosis:
         num_tensors = len(self._trace.order)
         if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
             return LOST_KEY_GRADIENTS_CAUSE
+        if self._layout.is_plainly_data_parallel and self._do_gradients_beyond_agree(kind, off):
+            return (
+                f"{len(off)} of {num_tensors} tensors differ, and those that the backward meets"
+                " later agree: their gradients are not reduced, or not wholly, over the"
+                " data-parallel ranks (a bucket, or the end of one), or the backward goes wrong in"
+                " them alone"
+            )
         if len(off) < num_tensors:
             return (
                 f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it"
@@ -317,6 +324,17 @@ class DifferenceDiagnosis:
             " where it begins: microbatches or tokens weigh otherwise in it than in the loss, or"
             " some of them are lost"
         )
+
+    def _do_gradients_beyond_agree(self, kind: str, off: Sequence[str]) -> bool:
+        """True if a gradient is right in a block that the backward meets after that of the first
+        wrong one: what it hands on there is right, too."""
+        wrong, sizes = set(off), self._trace.sizes[kind]
+        names = self._compared.list_tensors_in_forward_order(kind)
+        block = off[-1].split(".")[:2]
+        for name in names[: names.index(off[-1])]:
+            if name not in wrong and sizes[name] > 0 and name.split(".")[:2] != block:
+                return True
+        return False
 
     def _explain_compression_errors(self, step: int) -> str:
         """The cause of gradients that are wrong with what compression keeps of them; "" without

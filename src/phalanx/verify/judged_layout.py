@@ -31,6 +31,12 @@ class JudgedLayout:
     queries_per_key: int = 1
     """Query heads that share a head of keys and values."""
 
+    @property
+    def is_plainly_data_parallel(self) -> bool:
+        """True if ranks share the batch and nothing else, and compute nothing twice."""
+        is_cut = self.tp * self.cp * self.ep > 1 or self.pipeline is not None
+        return self.dp > 1 and not is_cut and not self.recompute and not self.keeps_error
+
     @classmethod
     def from_plan(cls, plan: Plan) -> JudgedLayout:
         layout = plan.layout
