@@ -1,4 +1,5 @@
-"""The same kill and the same freeze in phalanx and in a plain torchrun script of the same model.
+"""The same kill and the same freeze in phalanx, in a plain torchrun script of the same model, and
+in one of torchft where it is installed.
 
     python benchmarks/drill_peers.py [--trials 3] [--out ROWS.jsonl]
 
@@ -7,6 +8,7 @@ sides are measured in the same way: from the moment that the rank writes down ri
 struck to the first line that names a failure, and to the end of the first step that was never done
 before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on from, and a
 timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a freeze).
+How torchft is measured, which trains on without a replica: drill_torchft.py.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+from drill_torchft import find_reason_against, measure_torchft, train_replica
 
 RANKS, STEPS, SAVED_EACH, RANK, STEP = 2, 60, 10, 1, 25
 TIMEOUT_S, LIMIT_S = 5, 180.0
@@ -32,7 +37,33 @@ VOCAB, DIM, LAYERS, HEADS, SEQ_LEN, BATCH = 256, 64, 2, 2, 64, 4
 NAMED = re.compile(r"local_rank: (\d+)")
 
 
-# --- the script that torchrun starts --------------------------------------------------------------
+# --- the script that torchrun starts, and its model -----------------------------------------------
+
+
+def build_peer_model() -> tuple[Any, Any]:
+    """(the decoder with weights of seed 0, its objective): those of phalanx's drill."""
+    import torch
+    from torch import nn
+
+    from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
+    from phalanx.nn.models.decoder import Decoder
+    from phalanx.nn.objective import causal_cross_entropy
+
+    head_dim, ffn_dim = DIM // HEADS, default_ffn_dim(DIM)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        decoder = Decoder(DecoderShape(LAYERS, DIM, HEADS, HEADS, head_dim, ffn_dim, VOCAB, True))
+    for weight in decoder.to_empty(device="cpu").parameters():
+        nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
+    return decoder, causal_cross_entropy(2048)
+
+
+def draw_batch(step: int, rank: int) -> Any:
+    """The tokens of a rank's step, (BATCH, SEQ_LEN + 1)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step * RANKS + rank)
+    return torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
 
 
 def train_under_torchrun(folder: Path, fault: str) -> None:
@@ -42,20 +73,11 @@ def train_under_torchrun(folder: Path, fault: str) -> None:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
-    from phalanx.nn.models.decoder import Decoder
-    from phalanx.nn.objective import causal_cross_entropy
-
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    head_dim, ffn_dim = DIM // HEADS, default_ffn_dim(DIM)
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        decoder = Decoder(DecoderShape(LAYERS, DIM, HEADS, HEADS, head_dim, ffn_dim, VOCAB, True))
-    for weight in decoder.to_empty(device="cpu").parameters():
-        nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
-    model, objective = DistributedDataParallel(decoder), causal_cross_entropy(2048)
+    decoder, objective = build_peer_model()
+    model = DistributedDataParallel(decoder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first, saved = 0, folder / "checkpoint.pt"
     if saved.exists():
@@ -65,8 +87,7 @@ def train_under_torchrun(folder: Path, fault: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
     with open(folder / f"steps-{rank}.jsonl", "a", buffering=1) as steps:
         for step in range(first + 1, STEPS + 1):
-            generator = torch.Generator().manual_seed(step * RANKS + rank)
-            tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+            tokens = draw_batch(step, rank)
             loss, num_targets = objective(model(tokens[:, :-1]), {"targets": tokens[:, 1:]})
             if (rank, step) == (RANK, STEP) and not (folder / "struck").exists():
                 (folder / "struck").write_text(str(time.monotonic()))
@@ -135,6 +156,7 @@ def measure_torchrun(fault: str, folder: Path) -> dict:
         "detected_s": _round(detected_s - struck_s),
         "named": named,
         "trained_again_s": _round(min(again, default=math.nan) - struck_s),
+        "all_again_s": _round(min(again, default=math.nan) - struck_s),
         "lost_steps": last - last // SAVED_EACH * SAVED_EACH,
         "exit_code": code,
         "wall_s": _round(time.monotonic() - began_s),
@@ -167,6 +189,7 @@ def measure_phalanx(faults: list[str], folder: Path, trial: int) -> list[dict]:
                 "detected_s": found.detected_s,
                 "named": found.ranks[0] if found.ranks else None,
                 "trained_again_s": found.trained_again_s,
+                "all_again_s": found.trained_again_s,
                 "lost_steps": found.lost_steps,
                 "exit_code": found.exit_codes[0],
                 "wall_s": found.wall_s,
@@ -180,16 +203,18 @@ def _round(seconds: float) -> float | None:
 
 
 def print_table(rows: list[dict]) -> None:
-    print("| fault | side | n | detected after | named | training again after | lost | finished |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("fault", "side", "n", "detected after", "named", "training again after")
+    heads += ("all ranks again after", "lost", "finished")
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for fault in ("kill", "freeze"):
-        for side in ("phalanx", "torchrun"):
+        for side in ("phalanx", "torchrun", "torchft"):
             of = [row for row in rows if (row["fault"], row["side"]) == (fault, side)]
             if of:
                 named = sum(row["named"] == RANK for row in of)
                 cells = [
                     *(fault, side, str(len(of)), _spread(of, "detected_s"), f"{named}/{len(of)}"),
                     _spread(of, "trained_again_s"),
+                    _spread(of, "all_again_s"),
                     str(max(row["lost_steps"] for row in of)),
                     f"{sum(row['exit_code'] == 0 for row in of)}/{len(of)}",
                 ]
@@ -210,11 +235,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=Path)
     parser.add_argument("--fault", default="kill")
+    parser.add_argument("--replica", type=int)
     arguments = parser.parse_args()
+    if arguments.replica is not None:
+        train_replica(arguments.worker, arguments.fault, arguments.replica, (RANK, STEP))
     if arguments.worker is not None:
         train_under_torchrun(arguments.worker, arguments.fault)
         return
+    if why_not := find_reason_against():
+        print(f"without torchft: {why_not}", file=sys.stderr)
     rows: list[dict] = []
+    num_told = 0
     # In turn, so that a busy minute of the machine meets both sides.
     for trial in range(arguments.trials):
         with tempfile.TemporaryDirectory() as folder:
@@ -222,8 +253,12 @@ def main() -> None:
         for fault in ("kill", "freeze"):
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(measure_torchrun(fault, Path(folder)))
-        for row in rows[-4:]:
+            if not why_not:
+                with tempfile.TemporaryDirectory() as folder:
+                    rows.append(measure_torchft(fault, Path(folder), (RANK, STEP)))
+        for row in rows[num_told:]:
             print(json.dumps(row), file=sys.stderr, flush=True)
+        num_told = len(rows)
     if arguments.out is not None:
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print_table(rows)
