@@ -78,7 +78,7 @@ def train_replica(folder: Path, fault: str, replica: int, struck: tuple[int, int
             tokens = draw_batch(step, replica)
             loss, num_targets = objective(model(tokens[:, :-1]), {"targets": tokens[:, 1:]})
             if (replica, num_own) == struck and not (folder / "struck").exists():
-                (folder / "struck").write_text(str(time.monotonic()))
+                (folder / "struck").write_text(f"{time.monotonic()} {step}")
                 os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
             (loss / num_targets).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -108,12 +108,12 @@ def measure_torchft(fault: str, folder: Path, struck: tuple[int, int]) -> dict[s
         _start_replica(replica, fault, folder, environment, log) for replica, log in enumerate(logs)
     ]
     try:
-        struck_s, detected_s = math.nan, math.nan
+        struck_s, struck_step, detected_s = math.nan, math.inf, math.nan
         survivor = 1 - struck[0]
-        while not _is_over(folder, survivor, struck_s):
+        while not _is_over(folder, survivor, struck_s, struck_step):
             time.sleep(0.01)
             if math.isnan(struck_s):
-                struck_s = _read_moment(folder / "struck")
+                struck_s, struck_step = _read_strike(folder / "struck")
             elif math.isnan(detected_s):
                 detected_s = _find_failure(folder)
             if math.isnan(struck_s) and time.monotonic() - began_s > LIMIT_AFTER_STRIKE_S:
@@ -125,7 +125,7 @@ def measure_torchft(fault: str, folder: Path, struck: tuple[int, int]) -> dict[s
     if math.isnan(struck_s):
         raise RuntimeError(f"torchft did not reach the strike: see {folder}")
     said = (folder / f"replica-{struck[0]}.log").read_text()
-    later = [line for line in _read_steps(folder, survivor) if line[2] > struck_s]
+    later = _read_steps(folder, survivor, struck_step)
     whole = [moment_s for _, participants, moment_s in later if participants == 2]
     is_whole = len(whole) >= WHOLE_STEPS
     return {
@@ -161,12 +161,12 @@ def _start_replica(
     )
 
 
-def _is_over(folder: Path, survivor: int, struck_s: float) -> bool:
+def _is_over(folder: Path, survivor: int, struck_s: float, struck_step: float) -> bool:
     if math.isnan(struck_s):
         return False
     if time.monotonic() - struck_s > LIMIT_AFTER_STRIKE_S:
         return True
-    later = [line for line in _read_steps(folder, survivor) if line[2] > struck_s]
+    later = _read_steps(folder, survivor, struck_step)
     return sum(participants == 2 for _, participants, _ in later) >= WHOLE_STEPS
 
 
@@ -176,19 +176,22 @@ def _find_failure(folder: Path) -> float:
     return time.monotonic() if any(_FAILURE.search(log) for log in logs) else math.nan
 
 
-def _read_steps(folder: Path, replica: int) -> list[list[float]]:
+def _read_steps(folder: Path, replica: int, from_step: float) -> list[list[float]]:
+    """The steps that a replica has committed from one on: (step, participants, moment)."""
     try:
         lines = (folder / f"steps-{replica}.jsonl").read_text().split("\n")[:-1]
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines]
+    return [step for step in map(json.loads, lines) if step[0] >= from_step]
 
 
-def _read_moment(path: Path) -> float:
+def _read_strike(path: Path) -> tuple[float, float]:
+    """(moment, step) of the strike; (NaN, inf) before it."""
     try:
-        return float(path.read_text() or "nan")
-    except FileNotFoundError:
-        return math.nan
+        moment_s, step = path.read_text().split()
+    except (FileNotFoundError, ValueError):
+        return math.nan, math.inf
+    return float(moment_s), float(step)
 
 
 def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
