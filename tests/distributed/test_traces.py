@@ -106,9 +106,10 @@ def test_a_trace_of_chosen_steps_agrees_with_their_events(tmp_path: Path) -> Non
         ]  # fmt: skip
         (memory,) = trace.of_rank(rank, "resident memory")
         assert min(value for _, value in memory.values) > 2**20
-        # The save of step 5 is written beside step 6, in a thread with collectives of its own.
+        # The save of step 5 goes on beside step 6, in a thread with collectives of its own. How far
+        # it comes there is a matter of the disk.
         saves = list(trace.slices(rank, "phases beside training"))
-        assert "ckpt_write" in {each.name for each in saves}
+        assert {each.name for each in saves} & {"ckpt_stage", "ckpt_write"}
         assert {each.args["step"] for each in saves} == {5}
         operators = list(trace.slices(rank, "operators"))
         assert {"aten::mm", "aten::embedding"} <= {each.name for each in operators}
