@@ -127,3 +127,17 @@ def test_steps_that_were_not_applied_are_no_goodput() -> None:
     hour = meter.take_hour(BEGAN_S + HOUR_S)
     assert hour is not None
     assert (hour.goodput, hour.participation) == (0.5, 1.0)
+
+
+def test_a_skipped_step_that_is_applied_after_a_restart_stands() -> None:
+    meter = ReliabilityMeter(BEGAN_S, 2)
+    hear(meter, start(2, 0))
+    do_steps(meter, 1, 4)
+    hear(meter, StepSkipped(5, "nonfinite_gradients", 1.0))
+    do_steps(meter, 5, 5)
+    hear(meter, RankFailed(1, 6, "forward", "signal", "killed by SIGKILL", 0.1), rank=-1)
+    hear(meter, start(2, 4))
+    do_steps(meter, 5, 10)
+    hour = meter.take_hour(BEGAN_S + HOUR_S)
+    assert hour is not None
+    assert hour.goodput == pytest.approx(10 * 10.0 / HOUR_S)

@@ -93,16 +93,13 @@ class ParallelModel:
                 buffers.append(buffer)
         return buffers
 
-    def mark_buffers_never_saved(self) -> list[tuple[str, int, int]]:
-        """A mark of each buffer of this rank's module that no checkpoint holds: it is equal later
-        if the buffer is the same one and nothing was written into it."""
-        marks = []
-        for name, buffer in self.module.named_buffers(remove_duplicate=False):
-            part_name, _, own_name = name.rpartition(".")
-            part = self.module.get_submodule(part_name)
-            if own_name in part._non_persistent_buffers_set:
-                marks.append((name, id(buffer), buffer._version))
-        return marks
+    def list_places_never_saved(self) -> list[tuple[nn.Module, str, str]]:
+        """(module, name in it, whole name) of each buffer that no checkpoint holds."""
+        return [
+            (part, name, f"{part_name}.{name}".removeprefix("."))
+            for part_name, part in self.module.named_modules()
+            for name in part._non_persistent_buffers_set
+        ]
 
     @functools.cached_property
     def _buffer_places(self) -> list[tuple[nn.Module, str]]:

@@ -63,6 +63,7 @@ class ReliabilityMeter:
                 self._ranks = int(event.world_size)
                 self._most_ranks = max(self._most_ranks, self._ranks)
                 self._undo_steps_after(event.step)
+                self._skipped_step = -1
             case StepSkipped() as event:
                 self._skipped_step = event.step
             case StepFinished() as event if envelope.rank == 0:

@@ -3,7 +3,10 @@ norm: they go back where the step is left out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from phalanx.parallel.model import ParallelModel
 
@@ -19,7 +22,10 @@ class StepStatistics:
         self._model = model
         self._held: list[torch.Tensor | None] = []
         self._marks: list[tuple[int, int]] = []
-        self._marks_never_saved: list[tuple[str, int, int]] = []
+        # By name: the buffers that no checkpoint holds, with their versions. Kept for the step:
+        # another one could have the address of one that is gone.
+        self._never_saved: dict[str, tuple[torch.Tensor, int]] = {}
+        self._places_never_saved: list[tuple[nn.Module, str, str]] | None = None
         self._moving: set[int] = set()
         self._has_seen_step = False
 
@@ -36,7 +42,9 @@ class StepStatistics:
             for index, buffer in enumerate(buffers)
         ]
         self._marks, self._has_seen_step = marks, True
-        self._marks_never_saved = self._model.mark_buffers_never_saved()
+        if self._places_never_saved is None:
+            self._places_never_saved = self._model.list_places_never_saved()
+        self._never_saved = _read_buffers(self._places_never_saved)
 
     @property
     def why_not_restorable(self) -> str:
@@ -44,10 +52,10 @@ class StepStatistics:
         if it does."""
         if len(self._model.persistent_buffers()) != len(self._held):
             return "a forward has made buffers"
-        before = set(self._marks_never_saved)
-        for mark in self._model.mark_buffers_never_saved():
-            if mark not in before:
-                return f"a forward writes into {mark[0]}, a buffer that is not saved"
+        for name, (now, version) in _read_buffers(self._model.list_places_never_saved()).items():
+            before = self._never_saved.get(name)
+            if before is None or before[0] is not now or before[1] != version:
+                return f"a forward writes into {name}, a buffer that is not saved"
         return ""
 
     def restore(self) -> None:
@@ -60,3 +68,17 @@ class StepStatistics:
             for buffer, held, mark in zip(buffers, self._held, self._marks, strict=True):
                 if held is not None and (id(buffer), buffer._version) != mark:
                     buffer.copy_(held)
+
+
+def _read_buffers(
+    places: Iterable[tuple[nn.Module, str, str]],
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """The buffers of these places that are there, by whole name, each with its version."""
+    buffers = {}
+    for part, name, whole_name in places:
+        buffer = part._buffers.get(name)
+        if buffer is not None:
+            # Tensors made in inference mode count no versions.
+            version = -1 if buffer.is_inference() else buffer._version
+            buffers[whole_name] = (buffer, version)
+    return buffers
