@@ -133,7 +133,7 @@ def test_a_skipped_step_that_is_applied_after_a_restart_stands() -> None:
     meter = ReliabilityMeter(BEGAN_S, 2)
     hear(meter, start(2, 0))
     do_steps(meter, 1, 4)
-    hear(meter, StepSkipped(5, "nonfinite_gradients", 1.0))
+    hear(meter, StepSkipped(5, "nonfinite_gradients", 1.0, 0, 4))
     do_steps(meter, 5, 5)
     hear(meter, RankFailed(1, 6, "forward", "signal", "killed by SIGKILL", 0.1), rank=-1)
     hear(meter, start(2, 4))
