@@ -90,11 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plant.name: score_curves(plant, lambda key: results.find(f"{code}/{key}"))
         for plant in plants
     }
+    # What some of the plants are found as does not replace what all of them were.
+    is_whole = options.only == "*" and not options.sample and not options.plants
     if any(score.narrow for _, score in sat):
         body = format_narrow(sat, num_plants=len(list_plants()), about=describe_machine())
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(replace_section(page, NARROW_TITLE, body), encoding="utf-8")
-    elif options.only == "*" and not options.sample and not options.plants:
+        if is_whole:
+            page = PAGE.read_text(encoding="utf-8")
+            PAGE.write_text(replace_section(page, NARROW_TITLE, body), encoding="utf-8")
+        else:
+            print(body, file=sys.stderr)
+    elif is_whole:
         seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
         about = describe_machine()
         text = format_page(

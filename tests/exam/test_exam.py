@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import exam.__main__
+from exam.__main__ import list_sittings, main
 from exam.curves import ShortRun, measure_difference, plan_short_runs, score_curves, train_short_run
 from exam.generate import SEAMS, SIZES, generate_variants
 from exam.page import format_narrow, format_page
@@ -26,7 +28,7 @@ from exam.plant import (
     list_plants,
     load_plant,
 )
-from exam.results import Results
+from exam.results import Results, digest_sources
 from exam.score import Score, score_rows
 from exam.short_run import NUM_STEPS, ONE_PROCESS
 from exam.sit import MODULES, Processes, sit
@@ -434,3 +436,21 @@ def test_a_plant_runs(plant: Plant) -> None:
     score = sit(plant)
     assert json.loads(json.dumps(score.to_json()))["plant"] == plant.name
     assert score.false_alarms == (), score
+
+
+def test_some_plants_leave_the_page_as_all_of_them_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reference: the page before. What one plant is found as in narrow types is printed."""
+    page, results = tmp_path / "exam.md", tmp_path / "results.jsonl"
+    page.write_text("# The exam\n\n## Narrow types\n\nall of them\n\n## The ladder of sizes\n")
+    monkeypatch.setattr(exam.__main__, "PAGE", page)
+    plant = load_plant(SAMPLE[0])
+    (work,) = list_sittings([plant], digest_sources(), Processes(), "float64,bf16")
+    score = Score(plant.name, "found", narrow={"bfloat16": "found"}, bands={"bfloat16": 0.07})
+    Results(results).add(work.key, score.to_json())
+    options = ["--only", plant.name, "--generated", "0", "--clean", "0"]
+    before = page.read_text()
+    assert main([*options, "--types", "float64,bf16", "--results", str(results)]) == 0
+    assert page.read_text() == before
+    assert "| bfloat16 | 1 | 0 | 100 % |" in capsys.readouterr().err
