@@ -68,6 +68,21 @@ def test_ranks_that_another_launcher_starts_again_are_told_and_a_resume_is_not()
     assert find(detector, replace(start, step=6), attempt=2) is None
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        events.RolledBack(5, "loss_spike", "loss 9 at step 5", 4, -1, -1),
+        events.LayoutChanged(4, 2, 4, "dp2 -> dp4", "a checkpoint is there"),
+    ],
+)
+def test_an_attempt_that_the_supervisor_began_is_no_start_by_a_launcher(said: events.Event) -> None:
+    detector = AlertDetector()
+    start = events.RunStarted("r", "d", 2, 0, 10, "cpu", {})
+    assert find(detector, start) is None
+    assert find(detector, said, rank=-1) is None
+    assert find(detector, replace(start, step=4), attempt=1) is None
+
+
 @pytest.mark.parametrize("status", ["finished", "preempted", "interrupted"])
 def test_an_ordinary_end_alerts_nobody(status: str) -> None:
     assert find(AlertDetector(), events.RunFinished(status, 0, 5, 60.0), rank=-1) is None

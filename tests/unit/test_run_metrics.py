@@ -137,6 +137,17 @@ def test_ranks_that_another_launcher_starts_again_are_a_restart_and_a_resume_is_
     assert sum(story.value("phalanx_run_state", state) or 0 for state in RUN_STATES) == 1
 
 
+def test_going_back_is_no_restart_by_a_launcher() -> None:
+    story = Story()
+    story.start()
+    story.steps(1, 5)
+    story.tell(events.RolledBack(5, "loss_spike", "loss 9 at step 5", 4, -1, -1), rank=-1)
+    story.attempt = 1
+    story.start(step=4)
+    assert story.value("phalanx_restarts_total", "launcher") == 0
+    assert story.value("phalanx_run_state", "training") == 1
+
+
 def test_seconds_of_ranks_are_told_apart() -> None:
     story = Story()
     story.start()

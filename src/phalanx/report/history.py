@@ -7,6 +7,7 @@ import operator
 from dataclasses import dataclass, field
 
 from phalanx.observe import events
+from phalanx.observe.attempt_starts import AttemptStarts
 from phalanx.report.event_log import EventLog
 from phalanx.report.facts import RunAttempt, StepColumns
 from phalanx.report.formats import finite_or_zero
@@ -95,29 +96,21 @@ def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
     """The attempts by number. Of one that nobody announced it is the launcher that started the
     ranks again."""
     started: dict[int, events.RunStarted] = {}
-    crashed: set[int] = set()
-    resumed: set[int] = set()
+    starts = AttemptStarts()
     for envelope in log.rest:
-        if isinstance(
-            envelope.event, events.RestartScheduled | events.LayoutChanged | events.RolledBack
-        ):
-            crashed.add(envelope.attempt)
-        elif isinstance(envelope.event, events.Note) and envelope.event.code == events.RESUMED:
-            resumed.add(envelope.attempt)
-        elif isinstance(envelope.event, events.RunFinished) and envelope.event.status != "failed":
-            # Runs of early releases have no such note; a launcher starts only what failed.
-            resumed.add(envelope.attempt + 1)
-        elif isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
+        starts.add_event(envelope)
+        if isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
             started[envelope.attempt] = envelope.event
     attempts: list[RunAttempt] = []
     for number in sorted(set(started) | set(history.first_step)):
-        is_by_launcher = bool(attempts) and number - 1 not in crashed and number not in resumed
+        start = starts.find_start(number)
+        is_by_launcher = bool(attempts) and start == "launcher"
         attempts.append(
             RunAttempt(
                 number,
                 history.first_step.get(number),
                 started.get(number),
-                is_restart=number - 1 in crashed or is_by_launcher,
+                is_restart=bool(attempts) and start != "resume",
                 is_by_launcher=is_by_launcher,
             )
         )

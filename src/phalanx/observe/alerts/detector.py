@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.observe import events
 from phalanx.observe.alerts.alert import Alert, AlertKind
+from phalanx.observe.attempt_starts import AttemptStarts
 from phalanx.observe.events import Envelope
 from phalanx.observe.loss_spikes import LossSpikeDetector
 from phalanx.observe.words import describe_event
@@ -28,8 +29,7 @@ class AlertDetector:
         self._spikes = LossSpikeDetector()
         self._failure = ""
         self._newest_attempt = -1
-        # Why the next attempt begins, once that was said.
-        self._is_next_start_known = True
+        self._starts = AttemptStarts()
         self._sent_s: dict[AlertKind, float] = {}
         self._num_held: dict[AlertKind, int] = {}
 
@@ -44,16 +44,14 @@ class AlertDetector:
 
     def _make_alert(self, envelope: Envelope) -> Alert | None:
         event = envelope.event
+        self._starts.add_event(envelope)
         match event:
             case events.RankFailed():
                 # What comes of it is told by the next event: a restart, or the end.
                 self._failure = describe_event(envelope) or ""
-            case events.Note(code=events.RESUMED):
-                self._is_next_start_known = True
             case events.RunStarted() if envelope.rank == 0:
                 return self._find_start_by_launcher(envelope, event)
             case events.RestartScheduled():
-                self._is_next_start_known = True
                 return self._build_alert("restart", envelope, self._failure, event.from_step)
             case events.RunFinished() if event.status not in _ORDINARY_ENDS:
                 return self._build_alert("run_failed", envelope, self._failure, event.step)
@@ -69,12 +67,10 @@ class AlertDetector:
         return None
 
     def _find_start_by_launcher(self, envelope: Envelope, event: events.RunStarted) -> Alert | None:
-        """Under another launcher nobody says that ranks are started again: they just come."""
         self._spikes.forget()
-        is_restart = envelope.attempt > self._newest_attempt >= 0 and not self._is_next_start_known
+        is_later = envelope.attempt > self._newest_attempt >= 0
         self._newest_attempt = max(envelope.attempt, self._newest_attempt)
-        self._is_next_start_known = False
-        if not is_restart:
+        if not is_later or self._starts.find_start(envelope.attempt) != "launcher":
             return None
         return self._build_alert(
             "restart", envelope, "its launcher has started it again", event.step

@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+from phalanx.observe.attempt_starts import AttemptStarts
 from phalanx.observe.events import (
     RESUMED,
     Envelope,
@@ -28,8 +29,7 @@ class RunStateMetrics:
         self._state = "starting"
         self._failure_cause = _LAUNCHER
         self._attempt = -1
-        # Why the next attempt begins, once that was said.
-        self._is_next_start_known = True
+        self._starts = AttemptStarts()
         values.add("phalanx_resumes_total", 0)
         self._set_state("starting")
 
@@ -43,6 +43,7 @@ class RunStateMetrics:
         return self._state
 
     def add_event(self, envelope: Envelope) -> None:
+        self._starts.add_event(envelope)
         match envelope.event:
             case RanksStarted():
                 self._set_state("starting")
@@ -52,21 +53,19 @@ class RunStateMetrics:
                 self._failure_cause = cause
             case RestartScheduled():
                 self._values.add("phalanx_restarts_total", 1, self._failure_cause)
-                self._is_next_start_known = True
                 self._set_state("restarting")
             case Note(code=code) if code == RESUMED:
                 self._values.add("phalanx_resumes_total", 1)
-                self._is_next_start_known = True
                 self._set_state("starting")
             case RunFinished(status=status):
                 self._set_state(status)
 
     def _begin_attempt(self, attempt: int) -> None:
-        if attempt > self._attempt >= 0 and not self._is_next_start_known:
-            # Under another launcher nobody says that ranks are started again: they just come.
+        is_later = attempt > self._attempt >= 0
+        if is_later and self._starts.find_start(attempt) == "launcher":
             self._values.add("phalanx_restarts_total", 1, _LAUNCHER)
         self._attempt = max(attempt, self._attempt)
-        self._failure_cause, self._is_next_start_known = _LAUNCHER, False
+        self._failure_cause = _LAUNCHER
         self._set_state("training")
 
     def _set_state(self, state: str) -> None:
