@@ -93,18 +93,22 @@ class CandidateEvaluator:
         return staging_bytes(shape, self.work, self.num_ranks_per_model_part)
 
     def predict_host_bytes(self, candidate: Candidate) -> int:
-        """Bytes of one rank in the host's memory beside those of its GPU: states and activations
-        that wait there, and the copy that saves are written from. Without a GPU 0."""
+        """Bytes of one rank in the host's memory beside those of its GPU, in the phase of a step
+        that has most: states and activations that wait there, and the copy that saves are written
+        from. Without a GPU 0."""
         if self.device == "cpu":
             return 0
-        on_host = replace(self, device="cpu")
-        memory = on_host.predict_memory(
-            candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
-        )
+        evaluator_of_host = replace(self, device="cpu")
+        shards = candidate.layout.gradient_reduction_layout.dp_shard
+        phases_on_host = evaluator_of_host.memory_by_phase(candidate.zero_stage, shards)
+        phases_on_device = self.memory_by_phase(candidate.zero_stage, shards)
         kinds = ["parameters", "gradients", "optimizer"]
         if self.work.offloads_activations:
             kinds.append("activations")
-        num_bytes = sum(memory[kind] - candidate.predicted_bytes[kind] for kind in kinds)
+        num_bytes = max(
+            sum(on_host[kind] - phases_on_device[phase][kind] for kind in kinds)
+            for phase, on_host in phases_on_host.items()
+        )
         if self.work.copies_state:
             num_bytes += self.staging_bytes()
         return num_bytes

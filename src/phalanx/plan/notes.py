@@ -68,7 +68,7 @@ def list_plan_notes(
             " fits is not known"
         )
     notes.append(_describe_staging_copy(evaluator))
-    notes.append(_describe_offload_host_memory(evaluator, chosen))
+    notes.append(_describe_offload_host_memory(chosen))
     notes += list_compression_notes(job, shape, evaluator.num_ranks)
     notes.append(_describe_layout_free(job, evaluator))
     waits_on_host = work.offloads_activations and evaluator.device == "cuda"
@@ -146,17 +146,13 @@ def _describe_staging_copy(evaluator: CandidateEvaluator) -> str:
     )
 
 
-def _describe_offload_host_memory(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
+def _describe_offload_host_memory(chosen: Candidate) -> str:
     """The host's memory that offloading takes, beside what the plan of a GPU counts."""
-    work = evaluator.work
-    if not (work.options.has_state_on_host or work.offloads_activations):
-        return ""
-    size = evaluator.predict_host_bytes(chosen)
-    if not size:
+    if not chosen.host_bytes:
         return ""
     return (
-        f"host memory: {format_bytes(size)} per rank for what waits there or is saved from there;"
-        " interpreter, torch and the loader's workers are not counted"
+        f"host memory: {format_bytes(chosen.host_bytes)} per rank for what waits there or is saved"
+        " from there; interpreter, torch and the loader's workers are not counted"
     )
 
 

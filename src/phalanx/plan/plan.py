@@ -36,7 +36,9 @@ class EarlyWarning:
 @dataclass(frozen=True)
 class Candidate:
     """One layout that was evaluated. `predicted_bytes` by category, on top of the runtime, at the
-    highest moment of a step; `phases`: at that of each phase, where they were counted."""
+    highest moment of a step; `phases`: at that of each phase, where they were counted.
+    `host_bytes`: of a rank in host memory beside its GPU, where something is offloaded; counted of
+    the chosen one alone."""
 
     name: str  # ddp, zero1, zero2, zero3, or one (a single rank)
     zero_stage: int
@@ -46,6 +48,7 @@ class Candidate:
     chosen: bool = False
     why: str = ""
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -53,9 +56,10 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self) | {"layout": self.layout.to_json(), "total_bytes": self.total_bytes}
-        # A plan of before has none, and is written as it was read.
-        if not self.phases:
-            del body["phases"]
+        # A plan of before has neither, and is written as it was read.
+        for name in ("phases", "host_bytes"):
+            if not body[name]:
+                del body[name]
         return body
 
 

@@ -32,7 +32,7 @@ from phalanx.plan.degrees import (
     choose_num_ranks,
 )
 from phalanx.plan.described_cluster import choose_cluster_of_job
-from phalanx.plan.host_memory import require_host_memory
+from phalanx.plan.host_memory import predict_offloaded_bytes, require_host_memory
 from phalanx.plan.leaf_tree import LAYOUT_FREE, require_layout_free_is_possible
 from phalanx.plan.notes import list_headroom_notes, list_plan_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
@@ -98,13 +98,15 @@ def make_plan(
     evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
     candidates = evaluate_candidates(job, evaluator)
     chosen, why_chosen = choose_candidate(job, candidates, evaluator)
-    require_host_memory(cluster, evaluator, chosen)
+    host_bytes = predict_offloaded_bytes(evaluator, chosen)
+    require_host_memory(cluster, ranks.value, host_bytes)
     reasons += why_chosen
     alternatives = [
         explain_candidate(candidate, chosen, evaluator.capacity_bytes, reasons[-1])
         for candidate in candidates
     ]
-    chosen = next(candidate for candidate in alternatives if candidate.chosen)
+    index = next(index for index, candidate in enumerate(alternatives) if candidate.chosen)
+    chosen = alternatives[index] = replace(alternatives[index], host_bytes=host_bytes)
     parallel = _resolve_parallel(job, evaluator, ranks, chosen)
     why_start = describe_start_of_whole_module(shape, cluster, chosen)
     if is_explained:

@@ -295,7 +295,8 @@ def _search_with(task: SearchTask, keys: Mapping[str, Any]) -> bool | None:
         return None
     if best:
         return True
-    return None if planner.smallest_shortage is None else False
+    shortages = planner.smallest_shortage, planner.smallest_host_shortage
+    return None if shortages == (None, None) else False
 
 
 def _list_values_around(task: SearchTask, key: str) -> tuple[Iterable[int], Iterable[int]]:

@@ -98,6 +98,8 @@ def describe_layout(ranked: RankedLayout, sample_noun: str = "sequences") -> str
         text += f", recompute {ranked.recompute}"
     if ranked.offload != "none":
         text += f", offload {ranked.offload}"
+    if ranked.memory.host_bytes:
+        text += f" ({format_bytes(ranked.memory.host_bytes)} of host memory a rank)"
     return text
 
 

@@ -13,6 +13,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.host_memory import HostMemoryError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -26,6 +27,7 @@ from phalanx.plan.search.space import (
 )
 
 TOO_MUCH_MEMORY_REASON = "needs more memory than a rank has"
+TOO_MUCH_HOST_MEMORY_REASON = "offloads more than a node's host memory holds"
 # Microbatches in flight do not grow beyond a few times the stages, and a schedule of thousands
 # takes seconds to simulate: longer ones are planned with fewer microbatches.
 MAX_PLANNED_ACTIONS = 4096
@@ -105,6 +107,8 @@ class FinalistPlanner:
     refused: Counter[str] = field(default_factory=Counter)
     smallest_shortage: NoFitError | None = None
     """Of the layouts refused for their memory that which needs least."""
+    smallest_host_shortage: HostMemoryError | None = None
+    """Of the layouts refused for what they offload that which offloads least to a node."""
 
     def plan_layout(self, keys: Mapping[str, Any]) -> RankedLayout | None:
         """The layout of the job with `keys`; None, and a count more, where a plan refuses it."""
@@ -118,8 +122,7 @@ class FinalistPlanner:
                 is_explained=False,
             )
         except (LayoutError, JobError) as error:
-            if isinstance(error, NoFitError):
-                self._keep_smallest_shortage(error)
+            self._keep_smallest_shortage(error)
             self.refused[_shorten_refusal_reason(error)] += 1
             return None
         if plan.chosen.zero_stage != keys.get("parallel.zero_stage", plan.chosen.zero_stage):
@@ -127,10 +130,15 @@ class FinalistPlanner:
             return None
         return self._build_ranked_layout(job, plan, keys)
 
-    def _keep_smallest_shortage(self, error: NoFitError) -> None:
-        smallest = self.smallest_shortage
-        if smallest is None or error.needed_bytes < smallest.needed_bytes:
-            self.smallest_shortage = error
+    def _keep_smallest_shortage(self, error: LayoutError | JobError) -> None:
+        if isinstance(error, NoFitError):
+            smallest = self.smallest_shortage
+            if smallest is None or error.needed_bytes < smallest.needed_bytes:
+                self.smallest_shortage = error
+        elif isinstance(error, HostMemoryError):
+            smallest_host = self.smallest_host_shortage
+            if smallest_host is None or error.needed_bytes < smallest_host.needed_bytes:
+                self.smallest_host_shortage = error
 
     def _build_ranked_layout(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
         num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
@@ -144,7 +152,12 @@ class FinalistPlanner:
             totals = [sum(categories.values()) for categories in by_rank]
             rank = totals.index(max(totals))
         memory = PeakMemory(
-            chosen.predicted_bytes, plan.capacity_bytes, rank, by_rank, chosen.phases
+            chosen.predicted_bytes,
+            plan.capacity_bytes,
+            rank,
+            by_rank,
+            chosen.phases,
+            chosen.host_bytes,
         )
         schedule, stages = "", 1
         if pipeline is not None:
@@ -214,6 +227,8 @@ def _shorten_refusal_reason(error: LayoutError | JobError) -> str:
     """The reason in so few words that equal reasons count together."""
     if isinstance(error, NoFitError):
         return TOO_MUCH_MEMORY_REASON
+    if isinstance(error, HostMemoryError):
+        return TOO_MUCH_HOST_MEMORY_REASON
     return str(error).partition(";")[0].partition(" (")[0][:120]
 
 

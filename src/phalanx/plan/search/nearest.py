@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.plan.described_cluster import resize_cluster
-from phalanx.plan.memory import StateBytes
+from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.search.finalists import (
     FinalistPlanner,
     apply_job_keys,
@@ -31,7 +31,6 @@ from phalanx.plan.search.search import (
     find_winner,
     screen_layouts,
 )
-from phalanx.plan.workload import build_workload
 
 MAX_DEVICE_MULTIPLE = 64
 MAX_PLANS_PER_CHANGE = 16
@@ -150,16 +149,13 @@ def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | 
         ranked = planner.plan_layout(keys)
         if ranked is None:
             continue
-        host_bytes = _count_host_bytes(change.task, ranked.offload)
-        host_memory = change.task.cluster.host_memory_bytes
-        if host_memory is not None and host_bytes > host_memory:
-            continue
+        num_ranks_of_node = count_ranks_of_node(change.task.cluster, change.task.num_ranks)
         fit = NearestFit(
             change.axis,
             "",
             ranked,
             change.task.num_ranks,
-            host_bytes_per_node=host_bytes,
+            host_bytes_per_node=num_ranks_of_node * ranked.memory.host_bytes,
             words=change.words,
         )
         if change.words and not task.cluster.is_described:
@@ -211,17 +207,6 @@ def _add_overrides(
     if promised.num_ranks == task.num_ranks:
         keys.pop("parallel.ranks", None)
     return replace(fit, change=format_overrides(keys), ranked=winner)
-
-
-def _count_host_bytes(task: SearchTask, offload: str) -> int:
-    """Bytes of states that wait in the host memory of one node, without staging buffers."""
-    if offload == "none":
-        return 0
-    work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
-    per_param = float(work.optimizer_bytes)
-    if offload == "parameters":
-        per_param += StateBytes().parameters + StateBytes().gradients
-    return round(task.shape.num_params * per_param / task.cluster.num_nodes)
 
 
 def _add_relative_prices(fits: list[NearestFit]) -> tuple[NearestFit, ...]:

@@ -24,6 +24,8 @@ class PeakMemory:
     """Of a pipeline, every rank's."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Bytes by category at the highest moment of each phase of a step."""
+    host_bytes: int = 0
+    """Of a rank in host memory beside its GPU, where something is offloaded."""
 
     @property
     def total_bytes(self) -> int:
@@ -41,6 +43,7 @@ class PeakMemory:
             "pipeline_rank": self.pipeline_rank,
             "by_pipeline_rank": [dict(categories) for categories in self.by_pipeline_rank],
             "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
+            "host_bytes": self.host_bytes,
         }
 
     @classmethod
@@ -50,8 +53,9 @@ class PeakMemory:
             body["capacity_bytes"],
             body["pipeline_rank"],
             tuple(dict(categories) for categories in body["by_pipeline_rank"]),
-            # Results of before say no phases.
+            # Results of before say no phases, and no host memory.
             body.get("phases", {}),
+            body.get("host_bytes", 0),
         )
 
 
@@ -163,6 +167,11 @@ class SearchResult:
     """Bytes of the planned layout that needs least, where memory is what nothing fits; else 0."""
     capacity_bytes: int = 0
     """Bytes that a rank of that layout may fill."""
+    smallest_host_bytes: int = 0
+    """Where layouts fit their ranks and no node's host memory holds what they offload: bytes of a
+    node of the planned one that offloads least; else 0."""
+    host_capacity_bytes: int = 0
+    """Bytes of host memory of a node then."""
     economics: Mapping[str, Any] = field(default_factory=dict)
     """Goodput, cost and energy of the winner (`phalanx.plan.search.economics`)."""
     remarks: tuple[str, ...] = ()
@@ -182,12 +191,18 @@ class SearchResult:
     @property
     def failure_kind(self) -> str:
         """ "DOES NOT FIT" where memory is what no layout has enough of, else "REFUSED"."""
-        return "DOES NOT FIT" if self.smallest_bytes else "REFUSED"
+        return "DOES NOT FIT" if self.smallest_bytes or self.smallest_host_bytes else "REFUSED"
 
     @property
     def failure(self) -> str:
         """Why there is no winner: the memory that exact plans lack, or else the reason that they
         were refused for most often."""
+        if self.smallest_host_bytes:
+            return (
+                f"the layout that fits its GPUs and offloads least takes"
+                f" {format_bytes(self.smallest_host_bytes)} of a node's host memory, and"
+                f" {format_bytes(self.host_capacity_bytes)} are there"
+            )
         if self.smallest_bytes:
             return (
                 f"the layout that needs least takes {format_bytes(self.smallest_bytes)} per rank,"

@@ -204,14 +204,21 @@ def plan_best_of_families(
 
 
 def _add_missing_memory(result: SearchResult, planner: FinalistPlanner) -> SearchResult:
-    """`result` with the bytes of the planned layout that needs least, and of those it may fill;
-    without them where memory is not what layouts were refused for."""
-    shortage = planner.smallest_shortage
-    if shortage is None:
-        return result
-    return replace(
-        result, smallest_bytes=shortage.needed_bytes, capacity_bytes=shortage.capacity_bytes
-    )
+    """`result` with the bytes of the planned layout that needs least, and of those it may fill, on
+    a rank and in a node's host memory; without them where that is not what layouts were refused
+    for."""
+    shortage, host_shortage = planner.smallest_shortage, planner.smallest_host_shortage
+    if shortage is not None:
+        result = replace(
+            result, smallest_bytes=shortage.needed_bytes, capacity_bytes=shortage.capacity_bytes
+        )
+    if host_shortage is not None:
+        result = replace(
+            result,
+            smallest_host_bytes=host_shortage.needed_bytes,
+            host_capacity_bytes=host_shortage.capacity_bytes,
+        )
+    return result
 
 
 def _describe_uncut_alternative(
