@@ -47,7 +47,7 @@ from phalanx.verify.trace_facts import (
     name_weights_set,
 )
 from phalanx.verify.trainer_facts import StateObservation
-from phalanx.verify.trainer_verdict import find_changed_modes
+from phalanx.verify.trainer_states import find_changed_modes
 from phalanx.verify.verdict import LayoutComparator
 
 

@@ -185,26 +185,18 @@ def measure_trial(
 ) -> Measured:
     """Measure how a run took its first strike."""
     strike = record.strikes[0] if record.strikes else None
-    struck_s = strike.monotonic_s if strike is not None else math.inf
-    before = [verdict for verdict in verdicts if verdict.monotonic_s < struck_s]
-    after = [verdict for verdict in verdicts if verdict.monotonic_s >= struck_s]
-    after = [verdict for verdict in after if verdict.kind not in expectation.preceded_by]
-    first = after[0] if after else None
     again_s = math.nan
     if strike is not None:
         again_s = record.find_trained_again_s(strike, ranks_go_on=expectation.ranks_go_on)
-    detected_s, detected_steps = None, None
-    if first is not None and strike is not None:
-        detected_s = round(first.monotonic_s - struck_s, 4)
-        detected_steps = max(0, first.step - strike.step)
+    detection = _measure_detection(strike, verdicts, expectation)
     return Measured(
         has_struck=strike is not None,
-        verdict=first.kind if first is not None else NO_VERDICT,
-        verdict_text=first.text if first is not None else "",
-        ranks=find_named_ranks(after),
-        detected_s=detected_s,
-        detected_steps=detected_steps,
-        false_verdicts=tuple(verdict.kind for verdict in before),
+        verdict=detection.kind,
+        verdict_text=detection.text,
+        ranks=detection.ranks,
+        detected_s=detection.after_s,
+        detected_steps=detection.after_steps,
+        false_verdicts=detection.false_verdicts,
         trained_again_s=finite_or_none(again_s),
         lost_steps=record.count_lost_steps(),
         is_bit_equal=compare_final_checkpoints(undisturbed.run_dir, record.run_dir),
@@ -214,6 +206,41 @@ def measure_trial(
         goodput=read_goodput_of_run(record.run_dir),
         wall_s=round(sum(end.wall_s for end in ends), 4),
     )
+
+
+@dataclass(frozen=True)
+class _Detection:
+    """The first verdict after a strike, how long after it came, and the kinds of those before.
+
+    `ranks`: those that it names, or a later one of its class.
+    """
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    after_s: float | None
+    after_steps: int | None
+    false_verdicts: tuple[str, ...]
+
+
+def _measure_detection(
+    strike: Strike | None, verdicts: Sequence[Verdict], expectation: Expectation
+) -> _Detection:
+    """The detection of `strike`; of none every verdict is a false one."""
+    struck_s = math.inf
+    if strike is not None:
+        struck_s = strike.monotonic_s
+    false_verdicts = tuple(verdict.kind for verdict in verdicts if verdict.monotonic_s < struck_s)
+    after = [verdict for verdict in verdicts if verdict.monotonic_s >= struck_s]
+    after = [verdict for verdict in after if verdict.kind not in expectation.preceded_by]
+    if not after:
+        return _Detection(NO_VERDICT, "", (), None, None, false_verdicts)
+    first, ranks = after[0], find_named_ranks(after)
+    if strike is None:
+        return _Detection(first.kind, first.text, ranks, None, None, false_verdicts)
+    after_s = round(first.monotonic_s - struck_s, 4)
+    after_steps = max(0, first.step - strike.step)
+    return _Detection(first.kind, first.text, ranks, after_s, after_steps, false_verdicts)
 
 
 def compare_final_checkpoints(a: Path, b: Path) -> bool | None:

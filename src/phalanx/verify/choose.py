@@ -160,14 +160,9 @@ def select_layout_cases(
     """
     layout_names = _parse_layout_names(layouts)
     job_layout = select_axes_set_by_job(job)
-    num_ranks = (
-        ranks or job.parallel.ranks or _multiply_parallel_degrees(job_layout) or DEFAULT_NUM_RANKS
-    )
-    has_experts = (
-        not job.model.is_foreign and build_model_shape(job, SHRUNK_VOCAB_SIZE).experts is not None
-    )
+    num_ranks = _choose_num_ranks(ranks, job, job_layout)
     axes_of_name = _map_layout_names_to_axes(
-        layout_names, job_layout, num_ranks, has_experts=has_experts
+        layout_names, job_layout, num_ranks, has_experts=_has_model_experts(job)
     )
     notes = []
     # Their number is what takes the time: a few blocks of small widths go through each of them.
@@ -453,6 +448,20 @@ def _suggest_layout_names(name: str, known: Sequence[str]) -> str:
         format_nearest_word_hint(name, [*known, "all", "asked"])
         or f"one of {examples}: docs/verify.md"
     )
+
+
+def _choose_num_ranks(ranks: int | None, job: Job, job_layout: dict[str, Any]) -> int:
+    """The number of ranks that was asked for; else the job's, or what its layout needs."""
+    return (
+        ranks or job.parallel.ranks or _multiply_parallel_degrees(job_layout) or DEFAULT_NUM_RANKS
+    )
+
+
+def _has_model_experts(job: Job) -> bool:
+    """True for a model of ours with experts; those of a user's own module are not seen."""
+    if job.model.is_foreign:
+        return False
+    return build_model_shape(job, SHRUNK_VOCAB_SIZE).experts is not None
 
 
 def _multiply_parallel_degrees(parallel: dict[str, Any]) -> int:

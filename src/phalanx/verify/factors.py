@@ -84,3 +84,8 @@ def format_factor(factor: float) -> str:
     if digits > MAX_DIGITS:
         return f"(1 {factor - 1:+.1e}) x"
     return f"{factor:.{digits}f}".rstrip("0") + " x"
+
+
+def is_nearly_equal(a: float, b: float) -> bool:
+    """True if two numbers are equal but for rounding, and `b` is not NaN."""
+    return b == b and abs(a - b) <= 1e-6 * max(abs(a), abs(b))

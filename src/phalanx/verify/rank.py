@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.attention_kernels import using_unfused_attention_alone
 from phalanx.mesh.compat import TORCH_VERSION
-from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.mesh.shared_memory.opening import find_transport_in_place
 from phalanx.parallel.compute.fp8 import Float8LinearLayers
 from phalanx.parallel.executor import Batch
@@ -51,7 +51,7 @@ from phalanx.verify.compressed_gradients import (
 )
 from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.layout_run import LayoutRun
+from phalanx.verify.layout_run import LayoutResult, LayoutRun
 from phalanx.verify.number_types import (
     FP8,
     near_tie_tolerance,
@@ -62,7 +62,7 @@ from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
 from phalanx.verify.read_files import recording_read_files
 from phalanx.verify.references import ReferenceTraces
-from phalanx.verify.rerouted import compare_routing_with_reference
+from phalanx.verify.rerouted import ReroutedReference, compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import list_compared_quantities, list_quantities_not_compared
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
@@ -185,46 +185,18 @@ def compare_layout_with_reference(
 ) -> Row | None:
     """The row of one layout on rank 0, None on the others. Collective."""
     began = time.monotonic()
-    plan, dtype, mesh = case.plan, references.dtype, references.mesh
+    plan, dtype = case.plan, references.dtype
     reference, steps = references.find_trace_for_plan(plan)
     if isinstance(reference, str):
         return _build_refused_row(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < MIN_TORCH_FOR_COMPILED_FLOAT64:
         return _build_refused_row(case, model_name, dtype, _describe_compiler_narrowing_float64())
-    tolerance = choose_compression_tolerance(
-        plan.parallel.compress,
-        TOLERANCE_OF_DTYPE["float32" if reference.narrows else parameter_dtype_of_row(dtype)],
-    )
-    run = LayoutRun(job, plan)
     if plan.compile:
         _reset_compiler()
+    tolerance = _choose_row_tolerance(plan, reference, dtype)
+    run = LayoutRun(job, plan)
     try:
-        with (
-            use_block_sizes(_choose_block_sizes(dtype, plan)),
-            _choosing_kernels(dtype, plan),
-            _emulating_fp8_on_cpus(dtype, mesh.device.type),
-            open_mesh(
-                plan.layout, device=mesh.device.type, collectives=plan.parallel.collectives
-            ) as inner,
-        ):
-            rank_steps = select_rank_rows(
-                steps, inner.data_parallel_rank, plan.layout.data_parallel_size
-            )
-            rank_steps = move_steps_to_device(rank_steps, inner.device)
-            is_read_in_place = (
-                plan.layout.gradient_reduction_layout.dp_shard > 1
-                and inner.device_mesh is not None
-                and find_transport_in_place(inner.submesh("dp_shard").get_group()) is not None
-            )
-            result = run.run(reference, rank_steps, inner)
-            near_tie = near_tie_tolerance(reference.rounding_dtype or dtype, tolerance)
-            routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
-            # A token near the border of two experts may go to the other one by rounding alone:
-            # then the reference is what one process computes that routes alike.
-            if routed.flips:
-                reference = routed.trace
-                result = run.run(reference, rank_steps, inner)
-                routed = routed.confirm_by_second_run(result)
+        computation = _compute_in_layout(run, plan, references, reference, steps, tolerance)
     except LayoutError as error:
         # Amid a schedule it may be about this rank alone, for which the others wait. Before it,
         # it is about the module, and the same on every rank.
@@ -232,8 +204,82 @@ def compare_layout_with_reference(
             raise
         return _build_refused_row(case, model_name, dtype, str(error))
     # The others have the same observations, and nobody to tell.
-    if mesh.rank != 0:
+    if references.mesh.rank != 0:
         return None
+    row = _build_judged_row(case, computation, tolerance, job.optim.kind)
+    return replace(row, model=model_name, wall_s=round(time.monotonic() - began, 3))
+
+
+@dataclass(frozen=True)
+class _LayoutComputation:
+    """The result of a layout's ranks, and how they routed, with the trace that they are judged by.
+
+    `is_read_in_place`: ranks read each other's shards in shared memory.
+    """
+
+    result: LayoutResult
+    routed: ReroutedReference
+    is_read_in_place: bool
+
+
+def _choose_row_tolerance(plan: Plan, reference: Trace, dtype: str) -> float:
+    """The relative error that a row of this type allows, with what compression adds to it."""
+    judged_dtype = "float32" if reference.narrows else parameter_dtype_of_row(dtype)
+    return choose_compression_tolerance(plan.parallel.compress, TOLERANCE_OF_DTYPE[judged_dtype])
+
+
+def _compute_in_layout(
+    run: LayoutRun,
+    plan: Plan,
+    references: ReferenceTraces,
+    reference: Trace,
+    steps: list[list[Batch]],
+    tolerance: float,
+) -> _LayoutComputation:
+    """What the ranks of a layout compute of their rows of `steps`, beside `reference`. Collective.
+
+    Raises LayoutError for a module that the layout refuses.
+    """
+    dtype, device = references.dtype, references.mesh.device.type
+    with (
+        use_block_sizes(_choose_block_sizes(dtype, plan)),
+        _choosing_kernels(dtype, plan),
+        _emulating_fp8_on_cpus(dtype, device),
+        open_mesh(plan.layout, device=device, collectives=plan.parallel.collectives) as mesh,
+    ):
+        rank_steps = select_rank_rows(
+            steps, mesh.data_parallel_rank, plan.layout.data_parallel_size
+        )
+        rank_steps = move_steps_to_device(rank_steps, mesh.device)
+        is_read_in_place = _reads_shards_in_place(plan, mesh)
+        result = run.run(reference, rank_steps, mesh)
+        near_tie = near_tie_tolerance(reference.rounding_dtype or dtype, tolerance)
+        routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
+        # A token near the border of two experts may go to the other one by rounding alone:
+        # then the reference is what one process computes that routes alike.
+        if routed.flips:
+            result = run.run(routed.trace, rank_steps, mesh)
+            routed = routed.confirm_by_second_run(result)
+        else:
+            routed = replace(routed, trace=reference)
+    return _LayoutComputation(result, routed, is_read_in_place)
+
+
+def _reads_shards_in_place(plan: Plan, mesh: Mesh) -> bool:
+    """True if the ranks of dp_shard read each other's shards in shared memory."""
+    return (
+        plan.layout.gradient_reduction_layout.dp_shard > 1
+        and mesh.device_mesh is not None
+        and find_transport_in_place(mesh.submesh("dp_shard").get_group()) is not None
+    )
+
+
+def _build_judged_row(
+    case: VerifyCase, computation: _LayoutComputation, tolerance: float, optimizer: str
+) -> Row:
+    """The row of a layout's verdict, without the name of the model and the seconds it took."""
+    plan, result, routed = case.plan, computation.result, computation.routed
+    reference = routed.trace
     verdict = LayoutComparator(
         reference,
         result.observations,
@@ -241,29 +287,29 @@ def compare_layout_with_reference(
         tolerance=tolerance,
         misrouted=routed.misrouted,
     ).compare()
+    errors = verdict.errors
     if plan.parallel.compress != "none":
-        verdict = replace(verdict, errors={**verdict.errors, **result.apart})
+        errors = {**errors, **result.apart}
     return Row(
         layout=case.name,
         parallel=case.parallel,
-        model=model_name,
-        dtype=dtype,
+        model="",
+        dtype=case.dtype,
         ok=verdict.first is None,
-        errors=verdict.errors,
+        errors=errors,
         tolerance=summarize_error_bands(reference).median
         if reference.rounding_dtype
         else tolerance,
         first=verdict.first,
         notes=result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed),
         judged=(
-            *list_compared_quantities(plan, reference, job.optim.kind),
-            *((READ_IN_PLACE,) if is_read_in_place else ()),
+            *list_compared_quantities(plan, reference, optimizer),
+            *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
         ),
         not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,
         extent=_describe_extent_of_tp(plan),
-        wall_s=round(time.monotonic() - began, 3),
     )
 
 

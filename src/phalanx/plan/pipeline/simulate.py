@@ -104,6 +104,10 @@ class _ScheduleSimulator:
         self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
         # Until when a message is on its way from one rank to another, by (sender, receiver).
         self.link_free: dict[tuple[int, int], Seconds] = {}
+        # When each result is at the neighbour that needs it.
+        self.arrived: list[Seconds | None] = [None] * len(self.results)
+        self.spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
+        self.waiting: dict[int, list[int]] = {}  # result -> ranks
 
     def run(self) -> SimulationResult:
         """Does all actions that can be done. Inputs and outputs are those of `ActionResults`,
@@ -111,16 +115,13 @@ class _ScheduleSimulator:
         seconds, send_s = self.seconds, self.send_s
         num_microbatches, last_stage = self.results.num_microbatches, self.results.num_stages - 1
         first_gradient = self.results.num_stages * num_microbatches
-        # When each result is at the neighbour that needs it.
-        arrived: list[Seconds | None] = [None] * len(self.results)
-        waiting: dict[int, list[int]] = {}  # result -> ranks
-        spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in self.schedule.actions]
+        arrived, waiting = self.arrived, self.waiting
         # A rank goes on until it misses a result, and is looked at again only once that is there:
         # each action is visited a few times, and not each once per round over all ranks.
         ready = deque(range(self.schedule.num_ranks))
         while ready:
             rank = ready.popleft()
-            row, spans = self.schedule.actions[rank], spans_by_rank[rank]
+            row, spans = self.schedule.actions[rank], self.spans_by_rank[rank]
             clock: Seconds = spans[-1][1] if spans else 0
             for position in range(len(spans), len(row)):
                 kind, stage, microbatch = row[position]
@@ -157,11 +158,15 @@ class _ScheduleSimulator:
                 if output in waiting:
                     # Popped: a rank waits for one result at a time, and is looked at once for it.
                     ready += waiting.pop(output)
+        return SimulationResult(tuple(map(tuple, self.spans_by_rank)), self._find_stuck_ranks())
+
+    def _find_stuck_ranks(self) -> dict[int, Action]:
+        """Rank -> the action that makes the result it still waits for, in the order of ranks."""
         stuck = {}
-        for number, ranks in waiting.items():
+        for number, ranks in self.waiting.items():
             for rank in ranks:
                 stuck[rank] = self.results.action_of_result(number)
-        return SimulationResult(tuple(map(tuple, spans_by_rank)), dict(sorted(stuck.items())))
+        return dict(sorted(stuck.items()))
 
     def _compute_arrival_s(self, rank: int, kind: ActionKind, stage: int, end: Seconds) -> Seconds:
         """Sends go on beside computation, but one after the other from one rank to another."""

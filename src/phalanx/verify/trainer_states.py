@@ -1,0 +1,231 @@
+"""Compares the trainer between two steps with the second loop: counters, modes, weights, buffers,
+and what the optimizer and compression keep. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from phalanx.verify.row import Difference
+from phalanx.verify.trainer_cases import EVALUATED_STEPS, SAME_LAYOUT
+from phalanx.verify.trainer_errors import (
+    ErrorRecord,
+    make_number_difference,
+    make_tensor_difference,
+)
+from phalanx.verify.trainer_facts import (
+    BUFFER,
+    COMPRESSION,
+    COPY,
+    STATE,
+    WEIGHT,
+    AttemptObservation,
+    Dots,
+    SecondLoopRecord,
+    StateObservation,
+)
+
+
+class StateComparator:
+    """Compares what all ranks have between two steps. `compress`: how gradients are compressed."""
+
+    def __init__(self, errors: ErrorRecord, *, batch_size: int, compress: str) -> None:
+        self._errors, self._batch_size, self._compress = errors, batch_size, compress
+
+    def compare(
+        self,
+        ranks: Sequence[StateObservation],
+        record: SecondLoopRecord,
+        restored: str,
+        attempts: Sequence[AttemptObservation],
+    ) -> Iterator[Difference]:
+        """All that differs between two steps. `restored`: how the run was resumed just before, in
+        words."""
+        step = ranks[0].step
+        yield from self._compare_counters(ranks, record, restored)
+        is_evaluated = step in EVALUATED_STEPS and not restored
+        yield from find_changed_modes(ranks)
+        for rank, observed in enumerate(ranks):
+            for name in observed.left:
+                cause = "the step before is left in gradients: they were not cleared"
+                if step and record.get_step_record(step).skipped:
+                    cause = "a skipped step is left in gradients: they were not cleared"
+                yield make_tensor_difference(
+                    "gradient", name, step, observed.left[name], rank, "", cause
+                )
+        for kind in _list_tensor_kinds(ranks):
+            yield from self._compare_tensors(kind, ranks, record, restored, attempts, is_evaluated)
+        for rank, observed in enumerate(ranks):
+            for key, off in observed.numbers.items():
+                if off == 0:
+                    continue
+                slot, _, name = key.partition("/")
+                cause = self._explain_wrong_state(f"{STATE}/{slot}", step, record, restored)
+                kind_of_tensor = f"optimizer state {slot} of"
+                yield make_tensor_difference(kind_of_tensor, name, step, abs(off), rank, "", cause)
+        yield from self._compare_compression_states(ranks, restored)
+
+    def _compare_compression_states(
+        self, ranks: Sequence[StateObservation], restored: str
+    ) -> Iterator[Difference]:
+        """What compression keeps between steps, beside an earlier attempt's after the same step."""
+        for rank, observed in enumerate(ranks):
+            for key, error in observed.compression.items():
+                self._errors.note(COMPRESSION, error)
+                if error <= self._errors.tolerance:
+                    continue
+                _, slot, name = key.split("/", 2)
+                subject = f"what {self._compress} keeps between steps ({slot}) is"
+                cause = f"{subject} not what it was in the run before the stop"
+                if restored:
+                    cause = _describe_restore_cause(subject, restored)
+                yield make_tensor_difference(
+                    f"compression state {slot} of", name, observed.step, error, rank, "", cause
+                )
+
+    def _compare_counters(
+        self, ranks: Sequence[StateObservation], record: SecondLoopRecord, restored: str
+    ) -> Iterator[Difference]:
+        step = ranks[0].step
+        tokens = record.get_step_record(step).tokens_seen if step else 0
+        for rank, observed in enumerate(ranks):
+            pairs = (
+                ("step", observed.counted_step, step),
+                ("tokens seen", observed.tokens_seen, tokens),
+                ("samples seen", observed.samples_seen, step * self._batch_size),
+            )
+            for kind_of_tensor, actual, expected in pairs:
+                if actual == expected:
+                    continue
+                cause = f"{kind_of_tensor}: {actual} after step {step}, not {expected}"
+                if restored:
+                    cause += f": not restored from the checkpoint ({restored})"
+                yield make_number_difference(
+                    kind_of_tensor, step, abs(actual - expected), cause, rank
+                )
+            following = step + 1
+            if observed.asked_step not in (0, following):
+                cause = (
+                    f"step {following} asks for the data of step {observed.asked_step}: it trains"
+                    " on another batch"
+                )
+                if restored:
+                    cause += f", where the run is {restored}"
+                error = float(abs(observed.asked_step - following))
+                yield make_number_difference("data", following, error, cause, rank)
+
+    def _compare_tensors(
+        self,
+        kind: str,
+        ranks: Sequence[StateObservation],
+        record: SecondLoopRecord,
+        restored: str,
+        attempts: Sequence[AttemptObservation],
+        is_evaluated: bool,
+    ) -> Iterator[Difference]:
+        step = ranks[0].step
+        reference = record.steps[step - 1] if step else None
+        label = {WEIGHT: "weight", COPY: "weight of the optimizer", BUFFER: "buffer"}.get(kind)
+        if step == 0:
+            label = f"initial {label}"
+        sums = [observed.tensors.get(kind, {}) for observed in ranks]
+        skipped_names = record.unused if kind != BUFFER else ()
+        size_kind = WEIGHT if kind == COPY else kind
+        off = self._errors.find_wrong_tensors(sums, reference, size_kind, skipped_names)
+        for name, (error, rank) in off.items():
+            if kind == BUFFER and is_evaluated:
+                cause = "a buffer is another one than before: an evaluation leaves its buffers"
+            elif kind in (WEIGHT, COPY, BUFFER):
+                cause = self._explain_wrong_weight(name, sums, step, record, restored, is_evaluated)
+            else:
+                cause = self._explain_wrong_state(kind, step, record, restored)
+            kind_of_tensor = label or f"optimizer state {kind.partition('/')[2]} of"
+            held_blocks = attempts[rank].held.get(name, "")
+            yield make_tensor_difference(
+                kind_of_tensor, name, step, error, rank, held_blocks, cause
+            )
+
+    def _explain_wrong_weight(
+        self,
+        name: str,
+        sums: Sequence[Mapping[str, Dots]],
+        step: int,
+        record: SecondLoopRecord,
+        restored: str,
+        is_evaluated: bool,
+    ) -> str:
+        if restored:
+            return _describe_restore_cause("what was saved is", restored)
+        if not step:
+            return "the trainer begins with other weights"
+        if record.get_step_record(step).skipped:
+            return "a skipped step is applied, or changed weights all the same"
+        moved = sum(of_rank[name][1] for of_rank in sums if name in of_rank)
+        expected = sum(of_rank[name][3] for of_rank in sums if name in of_rank)
+        if moved == 0 and expected:
+            return "the optimizer's update did not move it: not updated, a stale copy"
+        ratio = math.sqrt(moved / expected) if expected else math.inf
+        if abs(ratio - 2) < 0.2:
+            return f"it moved {ratio:.3g} times as far: the optimizer's update is made twice"
+        if is_evaluated:
+            return "the update, or the evaluation behind it, changed it otherwise"
+        return (
+            "gradients and rate are right, and the update is not the optimizer's by its"
+            " definition: decay of the wrong parameters, eps, betas or counts"
+        )
+
+    def _explain_wrong_state(
+        self, kind: str, step: int, record: SecondLoopRecord, restored: str
+    ) -> str:
+        slot = kind.partition("/")[2]
+        words = {
+            "exp_avg": "first moments",
+            "exp_avg_sq": "second moments",
+            "step": "counts of updates",
+            "momentum_buffer": "momentum",
+        }.get(slot, slot)
+        if restored:
+            return _describe_restore_cause(f"{words} of the optimizer are", restored)
+        if step and record.get_step_record(step).skipped:
+            return f"{words} of the optimizer went on in a skipped step"
+        return f"{words} are not what the optimizer's definition makes of the same gradients"
+
+
+def find_changed_modes(ranks: Sequence[StateObservation]) -> Iterator[Difference]:
+    """The difference of modules whose mode, training or evaluation, is another than before: named
+    by the first module and its ranks; its error is how many there are."""
+    changed = [rank for rank, observed in enumerate(ranks) if observed.modes]
+    if not changed:
+        return
+    first = ranks[changed[0]]
+    name, num_modules = first.modes[0] or "(the model)", len(first.modes)
+    cause = (
+        f"{num_modules} modules are in another mode than before, {name} the first: an evaluation"
+        " leaves its mode, or sets that of modules which have one of their own"
+    )
+    yield Difference(
+        "mode",
+        name,
+        max(0, first.step - 1),
+        float(num_modules),
+        changed[0],
+        tuple(changed),
+        f"{num_modules} modules",
+        cause,
+    )
+
+
+def _describe_restore_cause(subject: str, restored: str) -> str:
+    """The cause of a state that is another one after a restore."""
+    cause = f"{subject} not restored from the checkpoint: {restored}"
+    if restored == SAME_LAYOUT:
+        return cause
+    return (
+        f"{cause} from what a thread wrote, which must be a copy that later updates do not change"
+    )
+
+
+def _list_tensor_kinds(ranks: Sequence[StateObservation]) -> list[str]:
+    """Kinds of tensors: states of the optimizer first, of which weights are made."""
+    kinds = dict.fromkeys(kind for observed in ranks for kind in observed.tensors)
+    return sorted(kinds, key=lambda kind: (not kind.startswith(STATE), kind))
