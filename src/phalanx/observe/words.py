@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
@@ -29,119 +30,139 @@ def describe_event(envelope: Envelope, units: MetricUnits = TEXT_METRIC_UNITS) -
 
 
 def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
-    match event:
-        case events.RunStarted():
-            return _describe_start(event)
-        case events.WeightsTaken():
-            line = f"starts from {event.num_tensors} tensors of {event.checkpoint}"
-            if event.imported_from:
-                line += f", imported from {event.imported_from}"
-            if event.num_cast:
-                line += f", {event.num_cast} of them rounded"
-            return line
-        case events.NonFiniteFound():
-            return _describe_nonfinite(event)
-        case events.StepSkipped():
-            return (
-                f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
-                f" ({_format_gradient_norm(event.grad_norm)})"
-            )
-        case events.EvalFinished():
-            return _describe_evaluation(event, units)
-        case events.BaselineMeasured():
-            return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
-        case events.CheckpointSaved():
-            return _describe_saved_checkpoint(event)
-        case events.CheckpointPostponed():
-            since = format_seconds(event.since_s)
-            waits_for = f"that of step {event.saving_step} is still being written after {since}"
-            return f"checkpoint after step {event.step} waits: {waits_for}"
-        case events.CheckpointIntervalChosen():
-            interval, stall, took = map(
-                format_seconds, (event.interval_s, event.stall_s, event.save_s)
-            )
-            why = (
-                f"a save stops training for {stall} and takes {took}; a failure each"
-                f" {format_seconds(event.mtbf_s)}"
-            )
-            return f"a checkpoint each {interval}: {why}"
-        case events.CheckpointsRemoved():
-            noun = "checkpoints" if len(event.steps) > 1 else "checkpoint"
-            return f"removed old {noun} {', '.join(f'step-{step}' for step in event.steps)}"
-        case events.CheckpointFailed():
-            return _describe_failed_checkpoint(event)
-        case events.CheckpointUnusable():
-            return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
-        case events.TextGenerated():
-            text = _collapse_white_space_and_shorten(event.prompt + event.text, MAX_SAMPLE)
-            return f"sample at step {event.step}: {text}"
-        case events.PipelineMeasured():
-            return _describe_pipeline(event)
-        case events.InvariantChecked():
-            # A summary is for the report.
-            if event.is_summary:
-                return None
-            return f"check failed: {describe_failed_check(event)}"
-        case events.StopRequested():
-            return f"stopping after step {event.step}: {event.reason}"
-        case events.RankFailed():
-            moment = f"step {event.step}"
-            if event.phase:
-                moment += f" in {event.phase}"
-            return (
-                f"rank {event.failed_rank} failed at {moment}: {event.cause},"
-                f" {find_exception_line_of_traceback(event.detail)}, seen after"
-                f" {format_seconds(event.detected_s)}"
-            )
-        case events.HangFound():
-            return _describe_hang(event)
-        case events.StoreLost():
-            text = f"the process of the rendezvous store ended at step {event.step}"
-            if event.ranks_go_on:
-                return f"{text} ({event.detail}): ranks go on until they need it"
-            return f"{text} ({event.detail})"
-        case events.RankSlow():
-            return _describe_slow_rank(event)
-        case events.RankSlowEnded():
-            text = f"rank {event.slow_rank} is as fast as the others again at step {event.step}"
-            text += f", slow since step {event.first_step}"
-            if event.waited_s > 0:
-                text += f"; they waited {format_seconds(event.waited_s)} for it"
-            return text
-        case events.ReliabilityMeasured():
-            return _describe_reliability(event)
-        case events.RestartScheduled():
-            in_memory = ""
-            if event.held_step >= 0:
-                in_memory = f"; step {event.held_step} is held in memory"
-            return (
-                f"restart {event.restart} of at most {event.budget}, from step"
-                f" {event.from_step}{in_memory}"
-            )
-        case events.RolledBack():
-            read_on = ""
-            if event.skip_to_sample >= 0:
-                read_on = f", and reads on at sample {event.skip_to_sample:,}"
-            return (
-                f"step {event.step}: goes back to a checkpoint not after step"
-                f" {event.not_after_step}{read_on}: {event.why}"
-            )
-        case events.LayoutChanged():
-            return f"{event.text}: {event.why}"
-        case events.RunFinished():
-            line = f"{describe_end(event)}, in {format_seconds(event.wall_s)}"
-            if event.exit_code:
-                line += f", exit code {event.exit_code}"
-            return line
-        case events.LoaderWorkerReplaced():
-            return f"a loader worker was replaced at step {event.step}: {event.reason}"
-        case events.SinkDropped():
-            return describe_lost_events(event)
-        case events.Note():
-            # A note is for machines and the report, unless it says why something is not as one
-            # would expect.
-            if "why" in event.facts:
-                return f"{event.code.replace('_', ' ')}: {event.facts['why']}"
+    """The whole line for an event, of any length; None for one that no person needs."""
+    # These have numbers in units of the job's metrics.
+    if isinstance(event, events.EvalFinished):
+        return _describe_evaluation(event, units)
+    if isinstance(event, events.BaselineMeasured):
+        return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
+    describe = _DESCRIBERS.get(type(event))
+    if describe is None:
+        return None
+    return describe(event)
+
+
+def _describe_taken_weights(event: events.WeightsTaken) -> str:
+    line = f"starts from {event.num_tensors} tensors of {event.checkpoint}"
+    if event.imported_from:
+        line += f", imported from {event.imported_from}"
+    if event.num_cast:
+        line += f", {event.num_cast} of them rounded"
+    return line
+
+
+def _describe_skipped_step(event: events.StepSkipped) -> str:
+    return (
+        f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
+        f" ({_format_gradient_norm(event.grad_norm)})"
+    )
+
+
+def _describe_postponed_checkpoint(event: events.CheckpointPostponed) -> str:
+    since = format_seconds(event.since_s)
+    waits_for = f"that of step {event.saving_step} is still being written after {since}"
+    return f"checkpoint after step {event.step} waits: {waits_for}"
+
+
+def _describe_checkpoint_interval(event: events.CheckpointIntervalChosen) -> str:
+    interval, stall, took = map(format_seconds, (event.interval_s, event.stall_s, event.save_s))
+    why = (
+        f"a save stops training for {stall} and takes {took}; a failure each"
+        f" {format_seconds(event.mtbf_s)}"
+    )
+    return f"a checkpoint each {interval}: {why}"
+
+
+def _describe_removed_checkpoints(event: events.CheckpointsRemoved) -> str:
+    noun = "checkpoints" if len(event.steps) > 1 else "checkpoint"
+    return f"removed old {noun} {', '.join(f'step-{step}' for step in event.steps)}"
+
+
+def _describe_unusable_checkpoint(event: events.CheckpointUnusable) -> str:
+    return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
+
+
+def _describe_sample(event: events.TextGenerated) -> str:
+    text = _collapse_white_space_and_shorten(event.prompt + event.text, MAX_SAMPLE)
+    return f"sample at step {event.step}: {text}"
+
+
+def _describe_invariant(event: events.InvariantChecked) -> str | None:
+    # A summary is for the report.
+    if event.is_summary:
+        return None
+    return f"check failed: {describe_failed_check(event)}"
+
+
+def _describe_stop_request(event: events.StopRequested) -> str:
+    return f"stopping after step {event.step}: {event.reason}"
+
+
+def _describe_rank_failure(event: events.RankFailed) -> str:
+    moment = f"step {event.step}"
+    if event.phase:
+        moment += f" in {event.phase}"
+    return (
+        f"rank {event.failed_rank} failed at {moment}: {event.cause},"
+        f" {find_exception_line_of_traceback(event.detail)}, seen after"
+        f" {format_seconds(event.detected_s)}"
+    )
+
+
+def _describe_lost_store(event: events.StoreLost) -> str:
+    text = f"the process of the rendezvous store ended at step {event.step}"
+    if event.ranks_go_on:
+        return f"{text} ({event.detail}): ranks go on until they need it"
+    return f"{text} ({event.detail})"
+
+
+def _describe_end_of_slowness(event: events.RankSlowEnded) -> str:
+    text = f"rank {event.slow_rank} is as fast as the others again at step {event.step}"
+    text += f", slow since step {event.first_step}"
+    if event.waited_s > 0:
+        text += f"; they waited {format_seconds(event.waited_s)} for it"
+    return text
+
+
+def _describe_restart(event: events.RestartScheduled) -> str:
+    in_memory = ""
+    if event.held_step >= 0:
+        in_memory = f"; step {event.held_step} is held in memory"
+    return (
+        f"restart {event.restart} of at most {event.budget}, from step {event.from_step}{in_memory}"
+    )
+
+
+def _describe_roll_back(event: events.RolledBack) -> str:
+    read_on = ""
+    if event.skip_to_sample >= 0:
+        read_on = f", and reads on at sample {event.skip_to_sample:,}"
+    return (
+        f"step {event.step}: goes back to a checkpoint not after step"
+        f" {event.not_after_step}{read_on}: {event.why}"
+    )
+
+
+def _describe_changed_layout(event: events.LayoutChanged) -> str:
+    return f"{event.text}: {event.why}"
+
+
+def _describe_run_end(event: events.RunFinished) -> str:
+    line = f"{describe_end(event)}, in {format_seconds(event.wall_s)}"
+    if event.exit_code:
+        line += f", exit code {event.exit_code}"
+    return line
+
+
+def _describe_replaced_loader_worker(event: events.LoaderWorkerReplaced) -> str:
+    return f"a loader worker was replaced at step {event.step}: {event.reason}"
+
+
+def _describe_note(event: events.Note) -> str | None:
+    # A note is for machines and the report, unless it says why something is not as one
+    # would expect.
+    if "why" in event.facts:
+        return f"{event.code.replace('_', ' ')}: {event.facts['why']}"
     return None
 
 
@@ -337,3 +358,35 @@ def _describe_slow_rank(event: events.RankSlow) -> str:
             f" {event.peers_cpu_share:.2g}"
         )
     return text
+
+
+# How the line of each type of event that a person wants to know of is made.
+_DESCRIBERS: dict[type[events.Event], Callable[[Any], str | None]] = {
+    events.RunStarted: _describe_start,
+    events.WeightsTaken: _describe_taken_weights,
+    events.NonFiniteFound: _describe_nonfinite,
+    events.StepSkipped: _describe_skipped_step,
+    events.CheckpointSaved: _describe_saved_checkpoint,
+    events.CheckpointPostponed: _describe_postponed_checkpoint,
+    events.CheckpointIntervalChosen: _describe_checkpoint_interval,
+    events.CheckpointsRemoved: _describe_removed_checkpoints,
+    events.CheckpointFailed: _describe_failed_checkpoint,
+    events.CheckpointUnusable: _describe_unusable_checkpoint,
+    events.TextGenerated: _describe_sample,
+    events.PipelineMeasured: _describe_pipeline,
+    events.InvariantChecked: _describe_invariant,
+    events.StopRequested: _describe_stop_request,
+    events.RankFailed: _describe_rank_failure,
+    events.HangFound: _describe_hang,
+    events.StoreLost: _describe_lost_store,
+    events.RankSlow: _describe_slow_rank,
+    events.RankSlowEnded: _describe_end_of_slowness,
+    events.ReliabilityMeasured: _describe_reliability,
+    events.RestartScheduled: _describe_restart,
+    events.RolledBack: _describe_roll_back,
+    events.LayoutChanged: _describe_changed_layout,
+    events.RunFinished: _describe_run_end,
+    events.LoaderWorkerReplaced: _describe_replaced_loader_worker,
+    events.SinkDropped: describe_lost_events,
+    events.Note: _describe_note,
+}

@@ -112,6 +112,7 @@ _TIME_SUM_FUNCTIONS = ("estimate", "_sum_block_parts")
 _MEMORY_SUM_FUNCTIONS = (
     "predict_rank_memory_by_phase",
     "predict_pipeline_memory_by_phase",
+    "_predict_bytes_while_computing",
     "_predict_state_and_buffer_bytes",
     "_add_communication_buffers",
     "adjust_memory_for_device",

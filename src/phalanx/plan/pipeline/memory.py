@@ -3,10 +3,11 @@ microbatches are in flight."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.job.costs import ModelCosts
+from phalanx.job.costs import ModelCosts, PartParams
 from phalanx.plan.memory import (
     StateBytes,
     adjust_memory_for_device,
@@ -18,7 +19,6 @@ from phalanx.plan.memory import (
 from phalanx.plan.memory_phases import BACKWARD, FORWARD, UPDATE, find_peak_phase
 from phalanx.plan.pipeline.costs import count_params_of_stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import compute_peak_activation_bytes
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -76,7 +76,6 @@ def predict_pipeline_memory_by_phase(
     late_by_stage: tuple[int, ...] = ()
     if shape.activations is not None and zero_stage < 2:
         late_by_stage = _predict_late_gradient_bytes(shape, work, pipeline)
-    schedule = pipeline.schedule()
     activations_by_rank = predict_rank_activation_bytes(shape, work, pipeline)
     staging = predict_rank_staging_bytes(shape, work, pipeline, num_ranks_per_model_part)
     by_rank = []
@@ -84,10 +83,7 @@ def predict_pipeline_memory_by_phase(
         stages = pipeline.stages_of_rank(rank)
         num_params = count_params_of_stages(params, pipeline.stages, stages)
         num_rank_params = count_params_of_stages(rank_params, pipeline.stages, stages)
-        # Rows of a table are looked up as they are, and have no copy in the compute type.
-        num_cast = num_rank_params - (rank_params.looked_up if 0 in stages else 0)
-        if len(pipeline.stages.block_ranges) - 1 in stages and 0 in stages:
-            num_cast += rank_params.both
+        num_cast = _count_cast_params(num_rank_params, rank_params, pipeline, stages)
         ranges = [pipeline.stages.block_ranges[stage] for stage in stages]
         uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
         states, gathered = _predict_state_and_buffer_bytes(
@@ -98,28 +94,10 @@ def predict_pipeline_memory_by_phase(
             states["staging"] = staging[rank]
         phases = {UPDATE: states}
         if shape.activations is not None:
-            memory = dict(states)
-            if zero_stage >= 2:
-                # Gradients are whole until the last backward, and split then.
-                memory["gradients"] = 0
-            memory["activations"] = activations_by_rank[rank]
-            # Gradients on their way: in the block, into the stage and out of it.
-            message = shape.activations.count_message_bytes(work)
-            passing = (
-                max(_predict_in_flight_gradient_bytes(shape, work, blocks) for blocks in ranges)
-                + 2 * message
-            )
-            memory["communication"] = gathered + _predict_p2p_message_bytes(schedule, rank, message)
-            if zero_stage < 2:
-                memory["communication"] += max(late_by_stage[stage] for stage in stages)
-            phase = BACKWARD
-            if pipeline.num_stages - 1 in stages:
-                loss = shape.activations.count_loss_bytes(work)
-                # The backward comes when the loss has computed its gradients.
-                phase = FORWARD if loss.computing > passing else BACKWARD
-                memory["loss"] = max(loss.computing, passing)
-            else:
-                memory["activations"] += passing
+            phase, memory = _predict_bytes_while_computing(
+                shape, work, pipeline, rank, zero_stage, states, activations_by_rank,
+                gathered, late_by_stage,
+            )  # fmt: skip
             phases = {phase: memory, UPDATE: states | {"communication": 0}}
         activations = activations_by_rank[rank]
         adjusted = {}
@@ -129,6 +107,62 @@ def predict_pipeline_memory_by_phase(
             )
         by_rank.append(adjusted)
     return tuple(by_rank)
+
+
+def _count_cast_params(
+    num_rank_params: int, params: PartParams, pipeline: Pipeline, stages: Sequence[int]
+) -> int:
+    """The parameters of these stages that have a copy in the compute type, of `num_rank_params`."""
+    # Rows of a table are looked up as they are, and have no copy in the compute type.
+    num_cast = num_rank_params - (params.looked_up if 0 in stages else 0)
+    if len(pipeline.stages.block_ranges) - 1 in stages and 0 in stages:
+        num_cast += params.both
+    return num_cast
+
+
+def _predict_bytes_while_computing(
+    shape: ModelCosts,
+    work: Workload,
+    pipeline: Pipeline,
+    rank: int,
+    zero_stage: int,
+    states: dict[str, float],
+    activations_by_rank: Sequence[int],
+    gathered: float,
+    late_by_stage: Sequence[int],
+) -> tuple[str, dict[str, float]]:
+    """The phase in which a rank of a model whose activations are known has most while it computes,
+    and its bytes by category there.
+
+    `gathered`: as `_predict_state_and_buffer_bytes` has it; `late_by_stage`: as
+    `_predict_late_gradient_bytes`, below ZeRO 2.
+    """
+    assert shape.activations is not None, "the caller asks"
+    stages = pipeline.stages_of_rank(rank)
+    memory = dict(states)
+    if zero_stage >= 2:
+        # Gradients are whole until the last backward, and split then.
+        memory["gradients"] = 0
+    memory["activations"] = activations_by_rank[rank]
+    # Gradients on their way: in the block, into the stage and out of it.
+    message = shape.activations.count_message_bytes(work)
+    ranges = [pipeline.stages.block_ranges[stage] for stage in stages]
+    passing = (
+        max(_predict_in_flight_gradient_bytes(shape, work, blocks) for blocks in ranges)
+        + 2 * message
+    )
+    memory["communication"] = gathered + _predict_p2p_message_bytes(pipeline, rank, message)
+    if zero_stage < 2:
+        memory["communication"] += max(late_by_stage[stage] for stage in stages)
+    phase = BACKWARD
+    if pipeline.num_stages - 1 in stages:
+        loss = shape.activations.count_loss_bytes(work)
+        # The backward comes when the loss has computed its gradients.
+        phase = FORWARD if loss.computing > passing else BACKWARD
+        memory["loss"] = max(loss.computing, passing)
+    else:
+        memory["activations"] += passing
+    return phase, memory
 
 
 # A plan asks again for each candidate, and these do not depend on its ZeRO stage.
@@ -274,10 +308,10 @@ def predict_rank_staging_bytes(
     )
 
 
-def _predict_p2p_message_bytes(schedule: Schedule, rank: int, sent: int) -> int:
+def _predict_p2p_message_bytes(pipeline: Pipeline, rank: int, sent: int) -> int:
     """Bytes for messages on their way to a rank; 0 if all of its neighbours' stages are its own."""
-    stages = schedule.stages_of_rank(rank)
-    neighbours = {s + d for s in stages for d in (-1, 1) if 0 <= s + d < schedule.num_stages}
-    if any(schedule.rank_of_stage[stage] != rank for stage in neighbours):
+    stages = pipeline.stages_of_rank(rank)
+    neighbours = {s + d for s in stages for d in (-1, 1) if 0 <= s + d < pipeline.num_stages}
+    if any(pipeline.rank_of_stage[stage] != rank for stage in neighbours):
         return NUM_RECEIVE_BUFFERS * sent
     return 0
