@@ -26,6 +26,7 @@ from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
     RankPhaseSeconds,
+    RunAttempt,
     RunFacts,
     StepColumns,
     WallTimeBreakdown,
@@ -84,14 +85,9 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     ledger = _charge_wall_time(timeline, story, steps, history, skipped)
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
-    baselines = _select_events(story, events.BaselineMeasured)
     table = read_step_table(run_dir, log.tails or None)
-    num_stages = int(identity.layout.get("pp", 1))
     drifts = log.drift.find_drifts()
-    # Of a run that has ended: one that goes on may still apply a step.
-    at_the_end = None
-    if finished is not None:
-        at_the_end = describe_skipped_steps(steps.step, skipped)
+    reading_gaps = list_reading_gaps(log)
     return RunFacts(
         run_dir=run_dir,
         name=identity.name,
@@ -107,15 +103,13 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         last_step=_find_last_step(steps, finished),
         num_redone=history.num_redone,
         num_rolled_back=history.num_rolled_back,
-        num_restarts=len(_select_events(story, events.RestartScheduled))
-        + sum(attempt.is_by_launcher for attempt in attempts),
+        num_restarts=_count_restarts(story, attempts),
         num_resumes=sum(not attempt.is_restart for attempt in attempts[1:]),
         skipped=skipped,
         attempts=attempts,
         ranks=[_sum_rank_phase_seconds(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
         evals=sorted(_newest_event_by_step(story, events.EvalFinished), key=_get_step_of_event),
-        # The last of each name counts.
-        baselines=list({event.name: event for event in baselines}.values()),
+        baselines=_select_newest_baselines(story),
         memory=log.memory,
         samples=_newest_event_by_step(story, events.TextGenerated),
         pipelines=sorted(
@@ -145,12 +139,12 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         units=choose_metric_units_of_job(job),
         drifts=drifts,
         warnings=[
-            *list_reading_gaps(log),
-            *_list_warning_texts(story, at_the_end),
+            *reading_gaps,
+            *_list_warning_texts(story, _describe_skips_at_the_end(finished, steps, skipped)),
             *[drift.describe() for drift in drifts],
         ],
-        reading_gaps=list_reading_gaps(log),
-        self_times=build_self_time_map(table, num_stages),
+        reading_gaps=reading_gaps,
+        self_times=build_self_time_map(table, int(identity.layout.get("pp", 1))),
     )
 
 
@@ -191,6 +185,29 @@ def _find_last_step(steps: StepColumns, finished: events.RunFinished | None) -> 
     if finished is not None:
         last_steps.append(int(finished.step))
     return max(last_steps)
+
+
+def _count_restarts(story: list[Envelope], attempts: list[RunAttempt]) -> int:
+    """The restarts of a run, by its supervisor and by another launcher."""
+    by_launcher = sum(attempt.is_by_launcher for attempt in attempts)
+    return len(_select_events(story, events.RestartScheduled)) + by_launcher
+
+
+def _select_newest_baselines(story: list[Envelope]) -> list[events.BaselineMeasured]:
+    """The last baseline of each name."""
+    return list(
+        {event.name: event for event in _select_events(story, events.BaselineMeasured)}.values()
+    )
+
+
+def _describe_skips_at_the_end(
+    finished: events.RunFinished | None, steps: StepColumns, skipped: list[events.StepSkipped]
+) -> str | None:
+    """A warning of the steps that an ended run did not apply; None of a run that goes on, which may
+    still apply one."""
+    if finished is None:
+        return None
+    return describe_skipped_steps(steps.step, skipped)
 
 
 def _read_json_object(path: Path, problems: list[str]) -> dict[str, Any]:

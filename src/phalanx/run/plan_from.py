@@ -233,15 +233,7 @@ def _find_peak_bytes_of_neediest_rank(plan: Plan) -> int:
 
 def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
     """The durations of steps recorded in `run_dir`. Raises UsageError where there are too few."""
-    by_step: dict[int, list[StepFinished]] = {}
-    ratios = []
-    for rank in range(plan.world_size):
-        for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
-            if isinstance(envelope.event, StepFinished):
-                by_step.setdefault(envelope.event.step, []).append(envelope.event)
-        for envelope in read_recorded_events(run_dir, MemoryMeasured, rank=rank):
-            if isinstance(envelope.event, MemoryMeasured):
-                ratios.append(_compute_memory_ratio(envelope.event))
+    by_step = _read_steps_of_ranks(run_dir, plan.world_size)
     steps = [by_step[step] for step in sorted(by_step)][WARMUP_STEPS:]
     if len(steps) < LEAST_STEPS:
         raise UsageError(
@@ -252,27 +244,58 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
         )
     walls = sorted(max(event.step_s for event in ranks) for ranks in steps)
     tenth = len(walls) // 10
+    return RecordedSteps(
+        len(steps),
+        statistics.median(walls),
+        walls[tenth],
+        walls[-1 - tenth],
+        _compute_median_group_seconds(steps),
+        _compute_median_processor_seconds(steps),
+        _find_largest_memory_ratio(run_dir, plan.world_size),
+    )
+
+
+def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, list[StepFinished]]:
+    """The steps on record, with what each rank says of them."""
+    by_step: dict[int, list[StepFinished]] = {}
+    for rank in range(num_ranks):
+        for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
+            if isinstance(envelope.event, StepFinished):
+                by_step.setdefault(envelope.event.step, []).append(envelope.event)
+    return by_step
+
+
+def _find_largest_memory_ratio(run_dir: Path, num_ranks: int) -> float | None:
+    """Measured over predicted bytes, of the rank with most; None where no rank says both."""
+    ratios = []
+    for rank in range(num_ranks):
+        for envelope in read_recorded_events(run_dir, MemoryMeasured, rank=rank):
+            if isinstance(envelope.event, MemoryMeasured):
+                ratios.append(_compute_memory_ratio(envelope.event))
+    return max((ratio for ratio in ratios if ratio > 0), default=None)
+
+
+def _compute_median_group_seconds(steps: Sequence[Sequence[StepFinished]]) -> dict[str, float]:
+    """The median over steps of the seconds in each group of phases, a mean over ranks."""
     groups_s = {}
     for group, phases in PHASES_OF_GROUP.items():
         seconds = []
         for ranks in steps:
             seconds.append(statistics.mean(_sum_phase_seconds(event, phases) for event in ranks))
         groups_s[group] = statistics.median(seconds)
-    processor_s = [
+    return groups_s
+
+
+def _compute_median_processor_seconds(steps: Sequence[Sequence[StepFinished]]) -> float | None:
+    """The median processor seconds of a rank in a step; None where no step has them of all."""
+    seconds = [
         statistics.mean(event.cpu_s or 0.0 for event in ranks)
         for ranks in steps
         if all(event.cpu_s for event in ranks)
     ]
-    known = [ratio for ratio in ratios if ratio > 0]
-    return RecordedSteps(
-        len(steps),
-        statistics.median(walls),
-        walls[tenth],
-        walls[-1 - tenth],
-        groups_s,
-        statistics.median(processor_s) if processor_s else None,
-        max(known, default=None),
-    )
+    if not seconds:
+        return None
+    return statistics.median(seconds)
 
 
 def _sum_phase_seconds(event: StepFinished, phases: Sequence[str]) -> float:
