@@ -75,15 +75,36 @@ def find_culprits(evidence: HangEvidence) -> Culprits:
     computes, what sleeps elsewhere, and what is in another collective than the others."""
     if evidence.finished:
         return _judge_finished(evidence)
+    return (
+        _judge_stopped_ranks(evidence)
+        or _judge_holders_of_lock(evidence)
+        or _judge_running_ranks(evidence)
+        or _judge_waits_for_others(evidence)
+        or _judge_sleeping_ranks(evidence)
+    )
+
+
+def _judge_stopped_ranks(evidence: HangEvidence) -> Culprits | None:
+    """The culprits where the kernel has stopped a rank; None where it has not."""
     stopped = [rank for rank, quiet in evidence.quiet.items() if quiet.is_stopped]
     if stopped:
         return Culprits(FROZEN, tuple(sorted(stopped)))
     if any(quiet.num_stopped for quiet in evidence.quiet.values()):
         return Culprits("", (), "a rank is stopped and continued in turns")
+    return None
+
+
+def _judge_holders_of_lock(evidence: HangEvidence) -> Culprits | None:
+    """The ranks that hold Python's lock; None where there are none."""
     holders = [rank for rank in evidence.quiet if _is_pulse_silent(evidence, rank)]
     holders = [rank for rank in holders if not _is_short_of_processor(evidence, rank)]
     if holders:
         return Culprits(GIL_HELD, tuple(sorted(holders)))
+    return None
+
+
+def _judge_running_ranks(evidence: HangEvidence) -> Culprits | None:
+    """The culprits among ranks that compute, which may be none yet; None where all sleep."""
     running = [rank for rank, quiet in evidence.quiet.items() if quiet.is_running]
     spinning = [rank for rank in running if not _is_short_of_processor(evidence, rank)]
     if spinning and evidence.silent_s >= evidence.limit.computes_s:
@@ -92,12 +113,18 @@ def find_culprits(evidence: HangEvidence) -> Culprits:
         return Culprits("", (), f"a rank computes, which it may: {evidence.limit.why}")
     if running:
         return Culprits("", (), "a rank gets too little of a processor: it is slow")
+    return None
+
+
+def _judge_waits_for_others(evidence: HangEvidence) -> Culprits | None:
+    """No hang yet where a rank waits for a disk or for a process of its own; None without such
+    a rank."""
     for rank, quiet in evidence.quiet.items():
         if quiet.is_in_disk and evidence.silent_s < evidence.limit.disk_s:
             return Culprits("", (), f"rank {rank} waits for a disk or a file server")
         if quiet.is_helper_running and evidence.silent_s < evidence.limit.children_s:
             return Culprits("", (), f"rank {rank} waits for a process of its own that runs")
-    return _judge_sleeping_ranks(evidence)
+    return None
 
 
 def _judge_finished(evidence: HangEvidence) -> Culprits:

@@ -96,18 +96,26 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
             return _blame_absent_rank(absence, end, run_dir)
         if process_failure is not None:
             return process_failure
-    rank = earliest.rank
+    return _explain_failure_of_rank(earliest.rank, end, run_dir)
+
+
+def _explain_failure_of_rank(rank: int, end: AttemptEnd, run_dir: Path) -> RankFailure:
+    """The failure of a rank by what it reported; else by its exit."""
     blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
-    if report is not None and report.roll_back is not None:
-        return _explain_roll_back(blamed, report.roll_back)
-    if report is not None and report.is_phalanx_error:
-        return _blame_phalanx_error(blamed, report)
     if report is not None:
-        return _blame_exception(blamed, report)
+        return _explain_error_report(blamed, report)
     if rank in end.records:
         return _blame_nonzero_exit_code(blamed, end.records[rank].code)
     return _blame_exit_without_record(blamed, end.exits[rank])
+
+
+def _explain_error_report(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
+    if report.roll_back is not None:
+        return _explain_roll_back(blamed, report.roll_back)
+    if report.is_phalanx_error:
+        return _blame_phalanx_error(blamed, report)
+    return _blame_exception(blamed, report)
 
 
 @dataclass(frozen=True)

@@ -69,17 +69,12 @@ def parallelize(
     """
     _require_parallelizable_module(module, plan, mesh)
     on_meta = any(p.is_meta for p in module.parameters())
-    recorded = get_initial_values_of_module(module)
     root = ModuleWithObjective(module)
-    if has_fake_parameters(module):
-        # A dry run (verify/dry_run): there are no weights to compare, nor to move.
-        pass
-    elif not on_meta:
-        # Ranks that begin with other weights would never agree again, and no loss would show it.
-        mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: _hash_module_weights(module)})
-        root.to(mesh.device)
-    elif recorded is not None:
-        mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: recorded.digest})
+    # A dry run (verify/dry_run) has no weights to compare, nor to move.
+    if not has_fake_parameters(module):
+        _require_same_initial_weights(module, mesh, on_meta=on_meta)
+        if not on_meta:
+            root.to(mesh.device)
     seed = plan.seed if seed is None else seed
     blocks = find_repeated_blocks(module)
     context = ParallelContext(
@@ -108,6 +103,18 @@ def parallelize(
     for place_weights in context.when_materialized:
         place_weights()
     return ParallelModel(context, has_weights=initialize or not on_meta)
+
+
+def _require_same_initial_weights(module: nn.Module, mesh: Mesh, *, on_meta: bool) -> None:
+    """Raise where ranks begin with other weights: they would never agree again, and no loss would
+    show it. Collective."""
+    if not on_meta:
+        digest = _hash_module_weights(module)
+    elif (recorded := get_initial_values_of_module(module)) is not None:
+        digest = recorded.digest
+    else:
+        return
+    mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: digest})
 
 
 def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:

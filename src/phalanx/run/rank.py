@@ -170,38 +170,25 @@ def run_rank(
     `survivor` has what this rank holds of an earlier attempt, and gets what it holds at the end of
     this one.
     """
-    job, rank = run.job, run.rank
+    job = run.job
     is_kept = survivor is not None and keeps_ranks(job, run.plan)
     survivor = survivor or Survivor()
     stop = StopSignalFlags()
     # First: from here on a signal is a request, also while groups are opened.
     stop.request_stop_on_signals()
-    inject = job.resilience.inject
     meter = MemoryMeter()
-    site = FaultSite(rank, run.run_dir)
+    site = FaultSite(run.rank, run.run_dir)
     listeners: tuple[PhaseListener, ...] = ()
-    if inject:
+    if inject := job.resilience.inject:
         listeners = (
             build_fault_listener(
-                inject, rank=rank, run_dir=run.run_dir, attempt=run.attempt, site=site
+                inject, rank=run.rank, run_dir=run.run_dir, attempt=run.attempt, site=site
             ),
         )
     box = _open_black_box(run)
     phases = PhaseTimer(box, listeners, of_training=(meter.begin_phase,))
-    # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
-    if rank == 0:
-        sinks = [*sinks, *list_sink_openers(job, run.run_dir)]
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
-    bus = Bus(
-        rank=rank,
-        attempt=run.attempt,
-        run_dir=run.run_dir,
-        sinks=sinks,
-        on_unwritten=partial(_show_event_if_watched, run),
-        # Not a byte into a run that another job has by now.
-        may_write=lambda: not fence.is_lost(),
-        earlier=survivor.take_unwritten_events(),
-    )
+    bus = _open_bus(run, sinks, fence, survivor)
     try:
         with (
             checking_collectives(
@@ -240,6 +227,28 @@ def run_rank(
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
     bus.close(more_s=SLOW_SINK_CLOSE_TIMEOUT_S if code == ExitCode.OK else 0.0)
     return code
+
+
+def _open_bus(
+    run: RankRunInputs,
+    sinks: Sequence[tuple[str, OpenSink]],
+    fence: RunOwnershipWatch,
+    survivor: Survivor,
+) -> Bus:
+    """The bus of this rank's events, with those that an earlier attempt could not write."""
+    # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
+    if run.rank == 0:
+        sinks = [*sinks, *list_sink_openers(run.job, run.run_dir)]
+    return Bus(
+        rank=run.rank,
+        attempt=run.attempt,
+        run_dir=run.run_dir,
+        sinks=sinks,
+        on_unwritten=partial(_show_event_if_watched, run),
+        # Not a byte into a run that another job has by now.
+        may_write=lambda: not fence.is_lost(),
+        earlier=survivor.take_unwritten_events(),
+    )
 
 
 def _open_black_box(run: RankRunInputs) -> BlackBox:

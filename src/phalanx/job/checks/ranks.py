@@ -31,20 +31,12 @@ def check_axes_fill_ranks(job: Job) -> list[Finding]:
     if ranks % shared:
         return [_make_indivisible_ranks_finding(job, ranks)]
     ranks //= shared
-    is_filled = copies is None or shards is None or copies * shards == ranks
-    if copies and shards and leaves_axes_to_search(job):
-        is_filled = ranks % (copies * shards) == 0
-    if copies is not None and shards is not None and not is_filled:
-        pairs = [(degree, ranks // degree) for degree in list_divisors(ranks)]
-        # Both degrees move: the pair of divisors whose sum of changes is least.
-        best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
-        product = copies * shards * shared
-        problem = f"dp_replicate {copies} x dp_shard {shards}"
-        if axes := _describe_model_axes(job):
-            problem += f" x {axes}"
-        problem += f" makes {product} ranks, and parallel.ranks is {ranks * shared}"
-        fix = f"nearest: dp_replicate {best[0]} x dp_shard {best[1]}, or ranks {product}"
-        return [make_finding("parallel.ranks", problem, fix)]
+    if copies is not None and shards is not None:
+        is_filled = copies * shards == ranks
+        if copies and shards and leaves_axes_to_search(job):
+            is_filled = ranks % (copies * shards) == 0
+        if not is_filled:
+            return [_make_unfilled_ranks_finding(job, ranks, copies, shards)]
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
             rest = f"the {plural(ranks, 'rank')}"
@@ -69,6 +61,21 @@ def _list_model_axis_degrees(job: Job) -> dict[str, int]:
 def _describe_model_axes(job: Job) -> str:
     """These axes in words: "pp 2 x tp 4"."""
     return " x ".join(f"{axis} {degree}" for axis, degree in _list_model_axis_degrees(job).items())
+
+
+def _make_unfilled_ranks_finding(job: Job, ranks: int, copies: int, shards: int) -> Finding:
+    """The finding of copies and shards that do not make the `ranks` that model axes leave."""
+    shared = job.parallel.degrees.model_parallel_size
+    pairs = [(degree, ranks // degree) for degree in list_divisors(ranks)]
+    # Both degrees move: the pair of divisors whose sum of changes is least.
+    best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
+    product = copies * shards * shared
+    problem = f"dp_replicate {copies} x dp_shard {shards}"
+    if axes := _describe_model_axes(job):
+        problem += f" x {axes}"
+    problem += f" makes {product} ranks, and parallel.ranks is {ranks * shared}"
+    fix = f"nearest: dp_replicate {best[0]} x dp_shard {best[1]}, or ranks {product}"
+    return make_finding("parallel.ranks", problem, fix)
 
 
 def _make_indivisible_ranks_finding(job: Job, ranks: int) -> Finding:
