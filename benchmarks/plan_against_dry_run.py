@@ -98,7 +98,17 @@ VIT = (
 
 def list_cases() -> list[Case]:
     """The jobs of the table, dense models first."""
-    config = ("model.kind=hf:FOLDER/config.json", "data.tokenizer=bytes", "data.seq_len=2048")
+    return [
+        *list_llama_cases(),
+        *list_expert_cases(),
+        *list_cases_of_other_models(),
+        *list_offload_cases(),
+        *list_cpu_cases(),
+    ]
+
+
+def list_llama_cases() -> list[Case]:
+    """Llamas on 8 to 1024 GPUs."""
     return [
         make_case("8B zero3", "llama3-8b", 4, 8192, 32, "parallel.dp_shard=32"),
         make_case("8B hsdp", "llama3-8b", 8, 8192, 64, f"parallel.dp_shard=8 {SELECTIVE}"),
@@ -150,6 +160,12 @@ def list_cases() -> list[Case]:
             "parallel.tp=8 parallel.pp=16 parallel.dp_shard=8 parallel.zero_stage=1"
             " train.recompute=full",
         ),
+    ]
+
+
+def list_expert_cases() -> list[Case]:
+    """Models with experts."""
+    return [
         make_case(
             "deepseek-v2-lite ep8",
             "deepseek-v2-lite",
@@ -174,6 +190,13 @@ def list_cases() -> list[Case]:
             64,
             f"parallel.dp_shard=64 parallel.ep=8 parallel.zero_stage=2 {SELECTIVE}",
         ),
+    ]
+
+
+def list_cases_of_other_models() -> list[Case]:
+    """A ViT, a model of a config.json, and gpt2-xl."""
+    config = ("model.kind=hf:FOLDER/config.json", "data.tokenizer=bytes", "data.seq_len=2048")
+    return [
         Case(
             "ViT-L ddp",
             (*VIT, "train.micro_batch_size=32", "train.global_batch_size=256"),
@@ -192,6 +215,12 @@ def list_cases() -> list[Case]:
             32,
             "parallel.dp_shard=8 parallel.zero_stage=1",
         ),
+    ]
+
+
+def list_offload_cases() -> list[Case]:
+    """A Llama on one node that keeps a part of it in host memory."""
+    return [
         make_case(
             "8B zero3, offload=optimizer",
             "llama3-8b",
@@ -208,6 +237,12 @@ def list_cases() -> list[Case]:
             8,
             f"parallel.dp_shard=8 train.offload_activations=true {FULL}",
         ),
+    ]
+
+
+def list_cpu_cases() -> list[Case]:
+    """Small models on CPUs."""
+    return [
         Case("small ddp, CPU", (*SMALL, "parallel.ranks=2", "train.global_batch_size=8")),
         Case(
             "small tp2, CPU",

@@ -12,70 +12,80 @@ from phalanx.cli._options import JsonOption
 EXAMPLE = "Example: phalanx drill kill freeze"
 
 
+DrillArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml] [FAULT]... [KEY=VALUE]...",
+        help="A job file (none: the default job, made small), faults or all, and overrides.",
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, metavar="N", help="Ranks, steps and phases of faults.")
+]
+RepeatOption = Annotated[
+    int, typer.Option("--repeat", min=1, metavar="K", help="Trials of each fault.")
+]
+StepsOption = Annotated[
+    int, typer.Option("--steps", min=12, metavar="N", help="Steps of each run.")
+]
+CampaignOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--campaign", metavar="FILE", help="Keep trials there; those it has are not run again."
+    ),
+]
+AgainOption = Annotated[
+    bool,
+    typer.Option("--again", help="Run trials again whose fault or recovery had other source code."),
+]
+ShareOption = Annotated[
+    int,
+    typer.Option(
+        "--share",
+        min=1,
+        metavar="N",
+        help="So many trials may have one run, where their faults fit beside each other.",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Keep the runs there, and write a page."),
+]
+LimitOption = Annotated[
+    float | None,
+    typer.Option("--limit", min=1, metavar="S", help="Seconds after which a run is given up."),
+]
+SoakOption = Annotated[
+    float | None,
+    typer.Option(
+        "--soak",
+        min=0.1,
+        metavar="MINUTES",
+        help="One run of so many minutes and many faults, beside an undisturbed one.",
+    ),
+]
+FaultEveryOption = Annotated[
+    float,
+    typer.Option("--fault-every", min=1, metavar="S", help="Seconds between two faults of a soak."),
+]
+ListOption = Annotated[
+    bool, typer.Option("--list", help="The faults, and where they can run here.")
+]
+
+
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [FAULT]... [KEY=VALUE]...",
-            help="A job file (none: the default job, made small), faults or all, and overrides.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, metavar="N", help="Ranks, steps and phases of faults.")
-    ] = 0,
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, metavar="K", help="Trials of each fault.")
-    ] = 1,
-    steps: Annotated[
-        int, typer.Option("--steps", min=12, metavar="N", help="Steps of each run.")
-    ] = 40,
-    campaign: Annotated[
-        Path | None,
-        typer.Option(
-            "--campaign", metavar="FILE", help="Keep trials there; those it has are not run again."
-        ),
-    ] = None,
-    again: Annotated[
-        bool,
-        typer.Option(
-            "--again", help="Run trials again whose fault or recovery had other source code."
-        ),
-    ] = False,
-    share: Annotated[
-        int,
-        typer.Option(
-            "--share",
-            min=1,
-            metavar="N",
-            help="So many trials may have one run, where their faults fit beside each other.",
-        ),
-    ] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep the runs there, and write a page."),
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option("--limit", min=1, metavar="S", help="Seconds after which a run is given up."),
-    ] = None,
-    soak: Annotated[
-        float | None,
-        typer.Option(
-            "--soak",
-            min=0.1,
-            metavar="MINUTES",
-            help="One run of so many minutes and many faults, beside an undisturbed one.",
-        ),
-    ] = None,
-    fault_every: Annotated[
-        float,
-        typer.Option(
-            "--fault-every", min=1, metavar="S", help="Seconds between two faults of a soak."
-        ),
-    ] = 30.0,
-    shows_list: Annotated[
-        bool, typer.Option("--list", help="The faults, and where they can run here.")
-    ] = False,
+    arguments: DrillArguments = None,
+    seed: SeedOption = 0,
+    repeat: RepeatOption = 1,
+    steps: StepsOption = 40,
+    campaign: CampaignOption = None,
+    again: AgainOption = False,
+    share: ShareOption = 1,
+    out: OutOption = None,
+    limit: LimitOption = None,
+    soak: SoakOption = None,
+    fault_every: FaultEveryOption = 30.0,
+    shows_list: ListOption = False,
     as_json: JsonOption = False,
 ) -> int:
     """Put faults into a job, and say what it makes of them: detected, named, recovered, by bars.

@@ -2,66 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli._complete import complete_job_argument
 from phalanx.cli._options import BestOption, TrainedModelArgument
 
+if TYPE_CHECKING:
+    from phalanx.run.trained.generate import GenerationResult
+
 EXAMPLE = "Example: phalanx generate runs/train-20260101-120000 --prompt='def main' --tokens=100"
 MAX_PROMPT_BYTES = 16 << 20
 
 
+GenerationArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml] [KEY=VALUE]...",
+        help=(
+            "Keys of parallel, precision and data.tokenizer; a job file where no run says which"
+            " model it is."
+        ),
+        autocompletion=complete_job_argument,
+    ),
+]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        help="What to continue; several give several texts. Default: stdin.",
+    ),
+]
+TokensOption = Annotated[
+    int, typer.Option("--tokens", min=1, metavar="N", help="At most so many for each text.")
+]
+TemperatureOption = Annotated[
+    float,
+    typer.Option("--temperature", min=0.0, metavar="T", help="0: always the likeliest token."),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option("--top-k", min=1, metavar="K", help="Only among the K likeliest tokens."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        min=0.0,
+        max=1.0,
+        metavar="P",
+        help="Only among the likeliest that make up P.",
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, metavar="SEED", help="Another one gives another text.")
+]
+GenerationJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print texts and facts as JSON, at the end.")
+]
+
+
 def command(
     checkpoint: TrainedModelArgument,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...",
-            help=(
-                "Keys of parallel, precision and data.tokenizer; a job file where no run says which"
-                " model it is."
-            ),
-            autocompletion=complete_job_argument,
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt",
-            metavar="TEXT",
-            help="What to continue; several give several texts. Default: stdin.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=1, metavar="N", help="At most so many for each text.")
-    ] = 100,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", min=0.0, metavar="T", help="0: always the likeliest token."),
-    ] = 0.8,
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", min=1, metavar="K", help="Only among the K likeliest tokens."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            min=0.0,
-            max=1.0,
-            metavar="P",
-            help="Only among the likeliest that make up P.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, metavar="SEED", help="Another one gives another text.")
-    ] = 0,
+    arguments: GenerationArguments = None,
+    prompt: PromptOption = None,
+    tokens: TokensOption = 100,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = 0,
     best: BestOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print texts and facts as JSON, at the end.")
-    ] = False,
+    as_json: GenerationJsonOption = False,
 ) -> int:
     """Continue a text with a checkpoint of a model of text.
 
@@ -75,8 +88,7 @@ def command(
     phalanx generate my-hf-model --prompt "Once" --top-p 0.9 --seed 7 --json
     """
     from phalanx.cli._arguments import split_job_file_and_overrides
-    from phalanx.cli._generate_output import GeneratedTextPrinter, describe_generation_speed
-    from phalanx.cli._json import print_json
+    from phalanx.cli._generate_output import GeneratedTextPrinter
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable, print_line
     from phalanx.launch.server_process import start_server_ahead
@@ -127,11 +139,20 @@ def command(
             )
     except RanksEndedEarlyError as error:
         return print_ended_ranks(error)
+    _print_end(result, as_json)
+    return 0
+
+
+def _print_end(result: GenerationResult, as_json: bool) -> None:
+    """Print texts and facts as JSON; else the speed alone, after texts that were printed."""
+    from phalanx.cli._generate_output import describe_generation_speed
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import print_line
+
     if as_json:
         print_json("generate", result.to_json(), indent=1)
     else:
         print_line(describe_generation_speed(result), as_problem=True)
-    return 0
 
 
 def _read_prompt() -> list[str]:

@@ -105,13 +105,9 @@ def command(
         if models:
             return _print_presets(as_json)
         if validate is not None:
-            from phalanx.cli._plan_validate import print_validation
-
-            return print_validation(validate, anchors, as_json=as_json)
+            return _print_validation(validate, anchors, as_json=as_json)
         if suggest:
-            from phalanx.cli._suggest import print_suggestion
-
-            return print_suggestion(words, model, verify_too=judge, as_json=as_json)
+            return _print_suggestion(words, model, judge, as_json=as_json)
         options_of_keys = {
             "--gpu": gpu, "--instance": instance, "--cluster": cluster, "--nodes": nodes,
             "--seq-len": seq_len, "--global-batch": global_batch, "--gpus": gpus,
@@ -129,22 +125,44 @@ def command(
             global_batch=global_batch,
         )
         if from_run is not None:
-            from phalanx.cli._plan_from import print_plan_from
-
-            return print_plan_from(from_run, words, as_json=as_json)
+            return _print_plan_from(from_run, words, as_json=as_json)
         if autotune is not None:
-            from phalanx.cli._plan_autotune import run_and_print_autotune
-
-            return run_and_print_autotune(autotune, words, as_json=as_json)
+            return _print_autotune(autotune, words, as_json=as_json)
         if dry_run:
             return _print_dry_run(words, gpus, all_kinds, no_cache, as_json=as_json)
         if recut is not None:
             return _print_recut(words, recut, as_json=as_json)
-        given = [name for name, value in options_of_keys.items() if value is not None]
-        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules, tuple(given))
+        named = tuple(name for name, value in options_of_keys.items() if value is not None)
+        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules, named)
         if explain:
             return _print_explained(words, options)
         return _print_plan_of_job(words, options, arguments or [])
+
+
+def _print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
+    from phalanx.cli._plan_validate import print_validation
+
+    return print_validation(path, anchors, as_json=as_json)
+
+
+def _print_suggestion(
+    words: Sequence[str], model: str | None, verify_too: bool, *, as_json: bool
+) -> int:
+    from phalanx.cli._suggest import print_suggestion
+
+    return print_suggestion(words, model, verify_too=verify_too, as_json=as_json)
+
+
+def _print_plan_from(run_dir: Path, words: Sequence[str], *, as_json: bool) -> int:
+    from phalanx.cli._plan_from import print_plan_from
+
+    return print_plan_from(run_dir, words, as_json=as_json)
+
+
+def _print_autotune(count: int, words: Sequence[str], *, as_json: bool) -> int:
+    from phalanx.cli._plan_autotune import run_and_print_autotune
+
+    return run_and_print_autotune(count, words, as_json=as_json)
 
 
 def _print_dry_run(
