@@ -110,13 +110,15 @@ def _select(arguments: Sequence[str], options: BenchTrainOptions) -> _Selection:
     job_file, overrides = split_job_file_and_overrides(arguments)
     compared = make_compared_job(load_job(job_file, overrides), options.ranks)
     layouts = parse_layouts(options.layouts or DEFAULT_LAYOUTS, compared.num_ranks)
-    ours, refused = select_contenders_with_plan(
+    phalanx_contenders, refused = select_contenders_with_plan(
         compared, list_phalanx_contenders(layouts), may_leave_out=not options.layouts
     )
-    theirs = [contender for library in libraries for contender in library.contenders]
-    if not theirs and not ours:
+    peer_contenders = [contender for library in libraries for contender in library.contenders]
+    if not peer_contenders and not phalanx_contenders:
         raise UsageError("nothing is compared", fix="give --layouts or --with names")
-    request = TrainBenchRequest(compared, (*theirs, *ours), options.turns, options.steps)
+    request = TrainBenchRequest(
+        compared, (*peer_contenders, *phalanx_contenders), options.turns, options.steps
+    )
     return _Selection(request, tuple(missing), refused)
 
 

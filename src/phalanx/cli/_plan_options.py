@@ -178,23 +178,23 @@ def check_options_against_keys(
     `option_values`: the values of the options, None where one is not given; `model_override`: the
     key that --model stands for, with its value.
     """
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    given = {key.strip(): value.strip().strip("\"'") for key, value in given.items()}
-    wanted = {
+    value_of_key = dict(word.split("=", 1) for word in words if "=" in word)
+    value_of_key = {key.strip(): value.strip().strip("\"'") for key, value in value_of_key.items()}
+    option_of_key = {
         key: (option, str(option_values[option]))
         for key, option in OPTION_OF_KEY.items()
         if option_values.get(option) is not None
     }
     if model_override is not None:
         key, _, value = model_override.partition("=")
-        wanted[key] = ("--model", value)
-    for key, (option, value) in wanted.items():
-        if key in given and given[key].replace("_", "") != value.replace("_", ""):
+        option_of_key[key] = ("--model", value)
+    for key, (option, value) in option_of_key.items():
+        if key in value_of_key and value_of_key[key].replace("_", "") != value.replace("_", ""):
             raise UsageError(
-                f"{option} says {value} and {key} says {given[key]}",
+                f"{option} says {value} and {key} says {value_of_key[key]}",
                 fix=f"leave {option} or {key} out",
             )
-    if option_values.get("--gpus") is not None and "cluster.nodes" in given:
+    if option_values.get("--gpus") is not None and "cluster.nodes" in value_of_key:
         raise UsageError(
             "--gpus and cluster.nodes both say how large the cluster is",
             fix="leave one of them out",

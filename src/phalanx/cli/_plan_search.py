@@ -27,7 +27,7 @@ class SearchOptions:
     term: str | None = None
     """The term that --explain names."""
     all_rules: bool = False
-    given: tuple[str, ...] = ()
+    named_options: tuple[str, ...] = ()
     """The options of the command line that stand for a key of the job."""
 
 
@@ -133,14 +133,14 @@ def _search_and_spell_advice(job: Job, options: SearchOptions) -> JobSearch:
     except LayoutError as error:
         raise _spell_advice_of_error(error, options) from None
     nearest = [
-        replace(fit, change=spell_keys_as_options(fit.change, options.given))
+        replace(fit, change=spell_keys_as_options(fit.change, options.named_options))
         for fit in searched.result.nearest
     ]
     return replace(searched, result=replace(searched.result, nearest=tuple(nearest)))
 
 
 def _spell_advice_of_error(error: LayoutError, options: SearchOptions) -> LayoutError:
-    fix = spell_keys_as_options(error.fix or "", options.given)
+    fix = spell_keys_as_options(error.fix or "", options.named_options)
     return LayoutError(error.what, where=error.where, why=error.why, fix=fix or None)
 
 
@@ -203,7 +203,7 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
     with show_progress_of_module() as tell:
         task = prepare_layout_search(_set_num_devices(job, counts[-1]), tell=tell)
     rows = [
-        replace(row, fix=spell_keys_as_options(row.fix, options.given))
+        replace(row, fix=spell_keys_as_options(row.fix, options.named_options))
         for row in search_per_device_count(task, counts)
     ]
     if options.as_json:

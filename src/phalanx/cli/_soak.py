@@ -176,8 +176,8 @@ def describe_mix(result: SoakResult) -> list[str]:
     for name, count in sorted(result.counts.items()):
         of_fault = [each for each in result.answered if each.planned.fault == name]
         passed = sum(each.is_passed for each in of_fault)
-        again = [each.measured.trained_again_s for each in of_fault]
-        known = [seconds for seconds in again if seconds is not None]
+        recovery_times_s = [each.measured.trained_again_s for each in of_fault]
+        known = [seconds for seconds in recovery_times_s if seconds is not None]
         words = "never"
         if known:
             median_s, most_s = statistics.median(known), max(known)

@@ -193,8 +193,8 @@ class RecoveryPolicy:
             )
         if ExitCode.PREEMPTED in end.exit_codes:
             return ""
-        who = "Ctrl-C" if stop.signal == signal.SIGINT else "SIGINT to a rank"
-        return f"stopped by {who}; {self._describe_what_stands()}"
+        sender = "Ctrl-C" if stop.signal == signal.SIGINT else "SIGINT to a rank"
+        return f"stopped by {sender}; {self._describe_what_stands()}"
 
     def _describe_what_stands(self) -> str:
         step = self._attempts.find_newest_step()

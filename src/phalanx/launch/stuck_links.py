@@ -39,8 +39,8 @@ def choose_cut_off_ranks(links: frozenset[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _is_link_stuck(first: Mapping[_Connection, bool], second: Mapping[_Connection, bool]) -> bool:
-    for (here, there), is_stuck in first.items():
-        other_end = (there, here)
+    for (local, remote), is_stuck in first.items():
+        other_end = (remote, local)
         if other_end in second and (is_stuck or second[other_end]):
             return True
     return False
@@ -52,12 +52,12 @@ def _list_connections(pid: int) -> Iterator[tuple[_Connection, bool]]:
     for table in _TABLES:
         for line in _read_text(Path(f"/proc/{pid}/net/{table}")).splitlines()[1:]:
             fields = line.split()
-            here, there, state, timer = fields[1], fields[2], fields[3], fields[5]
+            local, remote, state, timer = fields[1], fields[2], fields[3], fields[5]
             if state == _ESTABLISHED and fields[9] in inodes:
                 column, base = _COLUMN_OF_TIMER.get(timer.partition(":")[0], (None, 10))
                 num_repeats = 0 if column is None else int(fields[column], base)
                 # A peer that is alive answers, also one that does not read: it begins at 0 again.
-                yield (here, there), num_repeats >= MIN_REPEATS
+                yield (local, remote), num_repeats >= MIN_REPEATS
 
 
 def _list_socket_inodes(pid: int) -> Iterator[str]:

@@ -285,15 +285,15 @@ def _without_modes_of_selective_recompute() -> Iterator[None]:
     """Inside, the modes that torch's selective checkpointing has entered are not there; the other
     modes are, in their order."""
     modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE_RECOMPUTE_MODES)]
-    if len(others) == len(modes):
+    other_modes = [mode for mode in modes if not isinstance(mode, _SELECTIVE_RECOMPUTE_MODES)]
+    if len(other_modes) == len(modes):
         yield
         return
-    _replace_modes(modes, others)
+    _replace_modes(modes, other_modes)
     try:
         yield
     finally:
-        _replace_modes(others, modes)
+        _replace_modes(other_modes, modes)
 
 
 def _replace_modes(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:

@@ -88,8 +88,8 @@ class BlockSquares:
         before, self._before = self._before, {}
         weights = self._sum_squares(before, device)
         now = dict(self._iterate_trained_weights())
-        for name, held in before.items():
-            held.sub_(now[name])
+        for name, weight in before.items():
+            weight.sub_(now[name])
         return torch.cat((self._sum_squares(before, device), weights))
 
     def _iterate_trained_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -117,10 +117,10 @@ class BlockSquares:
                 pieces[index, block.num_holders].append(tensor[block.where])
         sums: list[torch.Tensor | None] = [None] * len(self.names)
         groups = {key: split_gradients_for_exact_norm(group) for key, group in pieces.items()}
-        every = [piece for group in groups.values() for piece in group]
-        if not every:
+        all_pieces = [piece for group in groups.values() for piece in group]
+        if not all_pieces:
             return create_fp64_on_device((0.0,) * len(self.names), device)
-        norms = torch._foreach_norm(every, 2, dtype=choose_norm_dtype(every))
+        norms = torch._foreach_norm(all_pieces, 2, dtype=choose_norm_dtype(all_pieces))
         squares = torch.stack(norms).double().square()
         parts = squares.split([len(group) for group in groups.values()])
         for (index, holders), part in zip(groups, parts, strict=True):

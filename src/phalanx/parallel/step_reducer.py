@@ -61,12 +61,14 @@ class StepReducer:
         with self._phases("optimizer"):
             gradients, squares = self._collect_gradients_and_squares()
             vector = torch.stack((*self._zero_unless_tp_leader(local_loss), squares))
-            beside = self._collect_numbers_beside_sums(local_loss, flags, by_block)
-            vector = torch.cat((vector, *beside))
+            side_numbers = self._collect_numbers_beside_sums(local_loss, flags, by_block)
+            vector = torch.cat((vector, *side_numbers))
         with self._phases("collective", "all_reduce step facts", axis=WORLD_AXIS):
             self._mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *rest = vector.tolist()
-            reduced_flags, losses, gradient_squares, squares = _split_list(rest, map(len, beside))
+            reduced_flags, losses, gradient_squares, squares = _split_list(
+                rest, map(len, side_numbers)
+            )
             if local_loss.by_microbatch:
                 loss_sum = math.fsum(losses)
             self.finished_at = self._phases.clock.mark()

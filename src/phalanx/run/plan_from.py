@@ -365,11 +365,11 @@ def _bound_computing_growth(
     )
     measured_s = scales.get("computing", 1.0) * (fixed[0] + growing[0]) / crowding
     bounds = []
-    for kept, changed in ((growing, fixed), (fixed, growing)):
+    for unchanged, changed in ((growing, fixed), (fixed, growing)):
         # A run that is faster than the estimate of one part alone has nothing of the other.
-        kept_s = min(kept[0], measured_s)
+        kept_s = min(unchanged[0], measured_s)
         seconds = (measured_s - kept_s) * _divide_or_one(changed[1], changed[0])
-        seconds += kept_s * _divide_or_one(kept[1], kept[0])
+        seconds += kept_s * _divide_or_one(unchanged[1], unchanged[0])
         bounds.append(crowding * seconds)
     return min(bounds), max(bounds)
 

@@ -23,11 +23,11 @@ _SIGNIFICANT_DIGITS = 6
 
 
 class BlockNormRecorder:
-    """Measures step 1 and each `every`-th after it, of all ranks together; 0: none. The event comes
-    from rank 0."""
+    """Measures step 1 and each `interval`-th after it, of all ranks together; 0: none. The event
+    comes from rank 0."""
 
-    def __init__(self, every: int, plan: Plan, model: ParallelModel, bus: Bus) -> None:
-        self._every, self._model, self._bus = every, model, bus
+    def __init__(self, interval: int, plan: Plan, model: ParallelModel, bus: Bus) -> None:
+        self._every, self._model, self._bus = interval, model, bus
         self._has_room = has_room_for_held_weights(plan)
         self._squares: torch.Tensor | None = None
         # The step whose update has not been reduced yet, with the norms of its gradients.

@@ -342,18 +342,18 @@ def act_on_corruption(flags: Sequence[float], step: int, on_corruption: OnCorrup
 
     Raises RollBackRequest to go back, NumericsError (exit 8) to stop.
     """
-    found = _find_corruption(flags, step)
-    if found is None or on_corruption == "warn":
+    corruption = _find_corruption(flags, step)
+    if corruption is None or on_corruption == "warn":
         return
     if on_corruption == "rollback":
-        raise RollBackRequest(found)
-    whose = f"rank {found.rank}: " if found.rank >= 0 else ""
+        raise RollBackRequest(corruption)
+    whose = f"rank {corruption.rank}: " if corruption.rank >= 0 else ""
     raise NumericsError(
-        f"step {step}: {whose}{found.why}",
+        f"step {step}: {whose}{corruption.why}",
         why='resilience.on_corruption = "stop"',
         fix=(
-            f"continue from a checkpoint not after step {max(found.not_after_step, 0)}: remove the"
-            " later ones, and run again with --resume"
+            f"continue from a checkpoint not after step {max(corruption.not_after_step, 0)}: remove"
+            " the later ones, and run again with --resume"
         ),
     )
 

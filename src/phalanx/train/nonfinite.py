@@ -91,12 +91,12 @@ class NonFiniteFinder:
             "why_done_once": why_done_once,
         }
         observations = model.mesh.gather_json(observation)
-        found = _build_event(step, observations)
-        if found.origin not in ("gradient", "unknown"):
-            return found
+        event = _build_event(step, observations)
+        if event.origin not in ("gradient", "unknown"):
+            return event
         # All ranks repeat a step, or none does.
         reasons = [each["why_done_once"] for each in observations if each["why_done_once"]]
-        return replace(found, why_not_repeated=next(iter(reasons), ""))
+        return replace(event, why_not_repeated=next(iter(reasons), ""))
 
     @contextmanager
     def _watching_outputs(self) -> Iterator[_OutputWatch]:

@@ -65,9 +65,9 @@ class StepStatistics:
             # A module has made some in its forward: which is which is not known.
             return
         with torch.no_grad():
-            for buffer, held, mark in zip(buffers, self._held, self._marks, strict=True):
-                if held is not None and (id(buffer), buffer._version) != mark:
-                    buffer.copy_(held)
+            for buffer, copy, mark in zip(buffers, self._held, self._marks, strict=True):
+                if copy is not None and (id(buffer), buffer._version) != mark:
+                    buffer.copy_(copy)
 
 
 def _read_buffers(

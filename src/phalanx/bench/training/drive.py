@@ -129,8 +129,8 @@ class _Comparison:
         """Give each contender its turns, in an order that rotates."""
         if not self.num_steps:
             step_s = self.rows[0].step_s
-            wanted = max(MIN_STEPS, min(MAX_STEPS, math.ceil(SECONDS_OF_TURN / step_s)))
-            self.num_steps = NUM_WARM_STEPS + (self.request.steps_of_turn or wanted)
+            num_timed_steps = max(MIN_STEPS, min(MAX_STEPS, math.ceil(SECONDS_OF_TURN / step_s)))
+            self.num_steps = NUM_WARM_STEPS + (self.request.steps_of_turn or num_timed_steps)
         first_step = WARM_UP.first_step + WARM_UP.num_steps
         for number in range(1, self.request.num_turns + 1):
             turn = Turn(first_step, self.num_steps, NUM_WARM_STEPS)

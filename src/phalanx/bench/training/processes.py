@@ -59,15 +59,15 @@ class ContenderServer:
         self._requests: socket.socket | None = None
 
     def __enter__(self) -> ContenderServer:
-        self._requests, theirs = socket.socketpair()
-        with theirs, open(self._directory / "server.log", "wb") as log:
+        self._requests, child_end = socket.socketpair()
+        with child_end, open(self._directory / "server.log", "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", SERVER_MODULE, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", SERVER_MODULE, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=_build_server_environment(),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
         return self
@@ -86,13 +86,13 @@ class ContenderServer:
     def fork_rank(self, log_path: Path) -> tuple[int, MessageLines]:
         """Fork a rank: its process, and the messages to and from it. Raises EnvironmentProblem."""
         assert self._requests is not None, "entered"
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         try:
-            with theirs:
-                socket.send_fds(self._requests, [str(log_path).encode()], [theirs.fileno()])
-            return int(self._read_answer(IMPORT_TIMEOUT_S)), MessageLines(ours)
+            with child_end:
+                socket.send_fds(self._requests, [str(log_path).encode()], [child_end.fileno()])
+            return int(self._read_answer(IMPORT_TIMEOUT_S)), MessageLines(parent_end)
         except (OSError, ValueError):
-            ours.close()
+            parent_end.close()
             raise self._build_error() from None
 
     def _read_answer(self, timeout_s: float) -> bytes:

@@ -139,13 +139,13 @@ def summarize_contender(
     why_not: str = "",
 ) -> Standing:
     """The standing of `contender` among `rows`, which are all contenders' turns."""
-    own = [row for row in rows if row.contender == contender.name]
-    counted = [row for row in own if row.number > 0]
+    contender_rows = [row for row in rows if row.contender == contender.name]
+    counted = [row for row in contender_rows if row.number > 0]
     version = contender.find_version()
     if why_not or not counted:
         return Standing(contender, version, why_not=why_not or "it had no turn")
     reference = find_reference_losses(rows)
-    losses = collect_losses(own)
+    losses = collect_losses(contender_rows)
     if contender.is_alone:
         # What each copy learns from its own share is its own; the first step's loss is not.
         first = min(losses)
@@ -180,7 +180,7 @@ def summarize_contender(
         high,
         # The mark only rises. When the last one was read all contenders were there: what ranks
         # share with the process that they were forked from was divided among all.
-        own[-1].peak_bytes or None,
+        contender_rows[-1].peak_bytes or None,
         worst,
     )
 

@@ -57,9 +57,9 @@ class Slot(NamedTuple):
         return self[2:]
 
 
-def has_reached(word: int, wanted: int) -> bool:
-    """True if a word that counts up to `wanted`, and begins anew after 2**32, has come to it."""
-    return ((word - wanted) & _MASK) < 2**31
+def has_reached(word: int, target: int) -> bool:
+    """True if a word that counts up to `target`, and begins anew after 2**32, has come to it."""
+    return ((word - target) & _MASK) < 2**31
 
 
 def reserve_directory(arena: OwnArena) -> None:
@@ -163,7 +163,7 @@ def find_board(arena: MappedArena, key: int, num_ranks: int) -> Board | None:
     """The board of the arena's rank for the group `key`; None until that rank has made one."""
     number = min(arena.words[_COUNT_AT // 4], _MAX_BOARDS)
     for index in range(number):
-        found, offset = _ENTRY.unpack_from(arena.memory, _DIRECTORY_AT + index * _ENTRY.size)
-        if found == key:
+        entry_key, offset = _ENTRY.unpack_from(arena.memory, _DIRECTORY_AT + index * _ENTRY.size)
+        if entry_key == key:
             return Board(arena, offset, num_ranks)
     return None

@@ -136,10 +136,10 @@ def _build_all_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | 
 
 
 def _build_all_reduce_coalesced(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    taken = _build_all_reduce(context, args)
-    if taken is None:
+    call = _build_all_reduce(context, args)
+    if call is None:
         return None
-    return TakenCall(taken.operation, taken.value, lambda work: work)
+    return TakenCall(call.operation, call.value, lambda work: work)
 
 
 def _all_gather_transfers(
@@ -153,18 +153,18 @@ def _all_gather_transfers(
 
 def _build_all_gather(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
     outputs, inputs = args[0], args[1]
-    if not all(_is_plain(given, *rows) for given, rows in zip(inputs, outputs, strict=True)):
+    if not all(_is_plain(source, *rows) for source, rows in zip(inputs, outputs, strict=True)):
         return None
-    for given, rows in zip(inputs, outputs, strict=True):
-        if any(row.nbytes != given.nbytes for row in rows):
+    for source, rows in zip(inputs, outputs, strict=True):
+        if any(row.nbytes != source.nbytes for row in rows):
             return None
     places = _Places()
     transfers: list[Transfer] = []
-    for given, rows in zip(inputs, outputs, strict=True):
+    for source, rows in zip(inputs, outputs, strict=True):
         transfers += _all_gather_transfers(
             [places.write(row) for row in rows],
-            places.read(given),
-            _moved_dtype(given),
+            places.read(source),
+            _moved_dtype(source),
             context.rank,
         )
     operation = Collective("all_gather", places.finish, transfers=transfers)
@@ -177,11 +177,11 @@ def _gather_into(
     """All-gather of each input, with the rows of its output one after another."""
     places = _Places()
     transfers: list[Transfer] = []
-    for output, given in zip(outputs, inputs, strict=True):
-        if not _is_plain(output, given) or output.nbytes != given.nbytes * context.num_ranks:
+    for output, source in zip(outputs, inputs, strict=True):
+        if not _is_plain(output, source) or output.nbytes != source.nbytes * context.num_ranks:
             return None
-        rows, dtype = _split_evenly(places.write(output), context.num_ranks), _moved_dtype(given)
-        transfers += _all_gather_transfers(rows, places.read(given), dtype, context.rank)
+        rows, dtype = _split_evenly(places.write(output), context.num_ranks), _moved_dtype(source)
+        transfers += _all_gather_transfers(rows, places.read(source), dtype, context.rank)
     return Collective("all_gather", places.finish, transfers=transfers)
 
 
@@ -200,15 +200,15 @@ def _scatter_into(
     """Reduce-scatter of each input, with its rows one after another."""
     places = _Places()
     transfers: list[Transfer] = []
-    for output, given in zip(outputs, inputs, strict=True):
-        if not _is_plain(output, given) or given.nbytes != output.nbytes * context.num_ranks:
+    for output, source in zip(outputs, inputs, strict=True):
+        if not _is_plain(output, source) or source.nbytes != output.nbytes * context.num_ranks:
             return None
-        if not can_reduce(given.dtype, context.reduce_op):
+        if not can_reduce(source.dtype, context.reduce_op):
             return None
         transfers += _reduce_scatter_transfers(
             places.write(output),
-            _split_evenly(places.read(given), context.num_ranks),
-            given.dtype,
+            _split_evenly(places.read(source), context.num_ranks),
+            source.dtype,
             context.reduce_op,
             context.rank,
         )
@@ -224,8 +224,8 @@ def _build_of_one_tensor(collect: _CollectiveOfTensors) -> Builder:
     """Of an operator that takes an output and an input, and returns the output with its Work."""
 
     def build(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-        output, given = args[0], args[1]
-        operation = collect(context, [output], [given])
+        output, source = args[0], args[1]
+        operation = collect(context, [output], [source])
         if operation is None:
             return None
         return TakenCall(operation, output, lambda work: (output, work))
@@ -314,14 +314,14 @@ def _build_all_to_all(context: CallContext, args: Sequence[Any]) -> TakenCall | 
 
 
 def _build_all_to_all_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
-    output, given, output_rows, input_rows = args[0], args[1], args[3], args[4]
-    if not _is_plain(output, given):
+    output, source, output_rows, input_rows = args[0], args[1], args[3], args[4]
+    if not _is_plain(output, source):
         return None
     places = _Places()
     transfer = AllToAll(
         _split_by_rows(places.write(output), output, output_rows, context.num_ranks),
-        _split_by_rows(places.read(given), given, input_rows, context.num_ranks),
-        _moved_dtype(given),
+        _split_by_rows(places.read(source), source, input_rows, context.num_ranks),
+        _moved_dtype(source),
         context.rank,
     )
     operation = Collective("all_to_all", places.finish, transfers=[transfer])

@@ -202,7 +202,7 @@ class GroupChannel:
                 )
             if any(blocker.has_changed() for _ in range(self._num_spins)):
                 continue
-            wait_for_change(blocker.address, blocker.seen, min(_SLEEP_S, remaining_s))
+            wait_for_change(blocker.address, blocker.value, min(_SLEEP_S, remaining_s))
             if not blocker.has_changed():
                 self._require_present(blocker, operation)
                 advance_others()
@@ -220,9 +220,9 @@ class GroupChannel:
     def _require_present(self, blocker: Blocker, operation: Operation) -> None:
         peer = blocker.peer
         if has_left(peer.arena):
-            what = "has left"
+            ending = "has left"
         elif not peer.is_alive():
-            what = "has died"
+            ending = "has died"
         else:
             return
         # What it wrote before that still counts.
@@ -230,7 +230,7 @@ class GroupChannel:
         if operation.is_done or blocker.has_changed():
             return
         error = dist.DistBackendError(
-            f"Connection closed by peer: rank {peer.rank} (process {peer.pid}) {what}, and"
+            f"Connection closed by peer: rank {peer.rank} (process {peer.pid}) {ending}, and"
             f" {operation.name} of group {self.label} needs it"
         )
         self.fail(error)
@@ -244,10 +244,10 @@ class GroupChannel:
         peer = self.members[rank]
         assert peer is not None
         # Read before looking, so that a board which comes meanwhile is not slept through.
-        address, seen = directory_word(peer.arena)
+        address, word = directory_word(peer.arena)
         board = self._boards[rank] = find_board(peer.arena, self._key, self.num_ranks)
         if board is None:
-            return None, Blocker(peer, address, seen)
+            return None, Blocker(peer, address, word)
         return board, None
 
     def _has_all_reached(self, line: int, sequence: int, ranks: Sequence[int]) -> bool:
@@ -259,11 +259,11 @@ class GroupChannel:
             if board is None:
                 self._blocker = blocker
                 return False
-            seen = board.read(line)
-            if not has_reached(seen, sequence):
+            word = board.read(line)
+            if not has_reached(word, sequence):
                 peer = self.members[rank]
                 assert peer is not None
-                self._blocker = Blocker(peer, board.address_of(line), seen)
+                self._blocker = Blocker(peer, board.address_of(line), word)
                 return False
         return True
 
@@ -327,16 +327,17 @@ class GroupChannel:
 
     def _list_operands(self, pending: _Pending, sources: Sequence[int]) -> list[Bytes]:
         """What each rank has staged; of a rank that is no source: nothing."""
-        own = _describe(pending.transfer, 0)
+        own_slot = _describe(pending.transfer, 0)
         operands = [self._arena.bytes[:0]] * self.num_ranks
         for rank in sources:
             board, peer = self._boards[rank], self.members[rank]
             assert board is not None
             slot = board.read_slot(pending.sequence)
-            if slot.agreed != own.agreed:
+            if slot.agreed != own_slot.agreed:
                 raise CollectivesDifferError(
                     f"ranks call different collectives of group {self.label}: this one"
-                    f" {_format_slot(own)}, rank {self._name_member(rank)} {_format_slot(slot)}"
+                    f" {_format_slot(own_slot)}, rank {self._name_member(rank)}"
+                    f" {_format_slot(slot)}"
                 )
             if peer is not None:
                 operands[rank] = peer.segments.view(slot.place, slot.num_bytes)

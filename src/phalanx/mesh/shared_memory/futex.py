@@ -49,16 +49,16 @@ _syscall = _load_syscall() if is_supported() else None
 _number = _SYSCALL_NUMBERS.get(platform.machine(), 0)
 
 
-def wait_for_change(address: int, seen: int, timeout_s: float) -> None:
-    """Return when the 32-bit word at `address` is no longer `seen`, after `timeout_s`, or earlier
-    (a signal): the caller looks again.
+def wait_for_change(address: int, expected: int, timeout_s: float) -> None:
+    """Return when the 32-bit word at `address` is no longer `expected`, after `timeout_s`, or
+    earlier (a signal): the caller looks again.
 
     Other threads of this process run meanwhile.
     """
     assert _syscall is not None
     seconds = int(timeout_s)
     timeout = _TimeSpec(seconds, int((timeout_s - seconds) * 1e9))
-    result = _syscall(_number, address, _WAIT, seen, ctypes.byref(timeout), None, 0)
+    result = _syscall(_number, address, _WAIT, expected, ctypes.byref(timeout), None, 0)
     if result == -1:
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):

@@ -178,8 +178,8 @@ class ReduceScatterInPlace(_InPlaceTransfer):
             if rank == self._rank:
                 operands.append(view_bytes(self._row))
             else:
-                seen = self._see(blocks, rank, memory)
-                operands.append(seen.view(0, self._rank * num_bytes, num_bytes))
+                peer_tensors = self._see(blocks, rank, memory)
+                operands.append(peer_tensors.view(0, self._rank * num_bytes, num_bytes))
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
 
 
@@ -204,12 +204,12 @@ def read_where_they_lie(
 def _copy_own_rows(gathered: Sequence[GatheredTensor], own_rank: int) -> None:
     for each in gathered:
         row, start = each.rows[own_rank], each.starts[own_rank]
-        own = each.source.view(-1)[start : start + row.numel()]
-        if row.data_ptr() != own.data_ptr():
-            row.copy_(own.view(row.shape))
+        source_row = each.source.view(-1)[start : start + row.numel()]
+        if row.data_ptr() != source_row.data_ptr():
+            row.copy_(source_row.view(row.shape))
 
 
-def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int) -> None:
+def _copy_rows(gathered: Sequence[GatheredTensor], peer_tensors: _SeenTensors, rank: int) -> None:
     num_mapped_bytes, max_mapped_bytes = 0, get_block_sizes().shared_mapped_bytes
     for index, each in enumerate(gathered):
         item = each.source.element_size()
@@ -217,12 +217,12 @@ def _copy_rows(gathered: Sequence[GatheredTensor], seen: _SeenTensors, rank: int
         for piece in _split_row(each.rows[rank], max(1, max_mapped_bytes // item)):
             num_bytes = piece.numel() * item
             if num_mapped_bytes + num_bytes > max_mapped_bytes:
-                seen.forget()
+                peer_tensors.forget()
                 num_mapped_bytes = 0
-            _copy_values(piece, seen.view(index, at, num_bytes), each.source.dtype)
+            _copy_values(piece, peer_tensors.view(index, at, num_bytes), each.source.dtype)
             at += num_bytes
             num_mapped_bytes += num_bytes
-    seen.forget()
+    peer_tensors.forget()
 
 
 def _split_row(row: torch.Tensor, max_elements: int) -> Sequence[torch.Tensor]:

@@ -71,11 +71,12 @@ class Messages:
     def __init__(
         self,
         arena: OwnArena,
-        own: Board,
+        own_board: Board,
         members: Sequence[Peer | None],
         find_board: Callable[[int], tuple[Board | None, Blocker | None]],
     ) -> None:
-        self._arena, self._own, self._members, self._find_board = arena, own, members, find_board
+        self._arena, self._own = arena, own_board
+        self._members, self._find_board = members, find_board
         self._own_index = members.index(None)
         self._outboxes = [_Outbox() for _ in members]
         self._inboxes = [_Inbox() for _ in members]

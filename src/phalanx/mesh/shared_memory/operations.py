@@ -20,14 +20,14 @@ class Blocker:
 
     peer: Peer
     address: int
-    seen: int
+    value: int
 
     def read_word(self) -> int:
         arena = self.peer.arena
         return arena.words[(self.address - arena.address) // 4]
 
     def has_changed(self) -> bool:
-        return self.read_word() != self.seen
+        return self.read_word() != self.value
 
 
 def do_nothing() -> None:

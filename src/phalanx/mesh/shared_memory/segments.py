@@ -130,7 +130,7 @@ class SeenSegments:
 
 def _has_room_for(num_bytes: int) -> bool:
     try:
-        found = os.statvfs(_SHARED_FILES)
+        space = os.statvfs(_SHARED_FILES)
     except OSError:
         return False
-    return num_bytes <= found.f_bavail * found.f_frsize * _MAX_SHARE_OF_FREE
+    return num_bytes <= space.f_bavail * space.f_frsize * _MAX_SHARE_OF_FREE

@@ -108,14 +108,14 @@ class SharedMemoryTransport:
             context = CallContext(
                 channel.rank, channel.num_ranks, self._reduce_ops.current, self._locate
             )
-            taken = build(context, args)
-            if taken is None:
+            call = build(context, args)
+            if call is None:
                 return proceed()
-            work = self._post(taken, channel, group)
+            work = self._post(call, channel, group)
             if not _is_async(args):
                 # Its caller waits and is gone; the tensors would stay until the next call.
                 work.forget_result()
-        return taken.make_result(work.boxed())
+        return call.make_result(work.boxed())
 
     def close(self) -> None:
         """Leave: ranks that wait for this one are told. Once is enough."""
@@ -199,8 +199,8 @@ class SharedMemoryTransport:
     ) -> PlacesOfAllRanks:
         """Where each rank of `group` has its part of `tensors`, of which all have as many; returns
         when all have asked. `group` must share memory."""
-        own = [[self._locate_or_elsewhere(tensor), tensor.nbytes] for tensor in tensors]
-        own_table = torch.tensor(own, dtype=torch.int64, device="cpu")
+        own_places = [[self._locate_or_elsewhere(tensor), tensor.nbytes] for tensor in tensors]
+        own_table = torch.tensor(own_places, dtype=torch.int64, device="cpu")
         table = own_table.new_empty(group.size(), *own_table.shape)
         dist.all_gather_into_tensor(table, own_table, group=group)
         return PlacesOfAllRanks(table.tolist())
@@ -262,15 +262,16 @@ class SharedMemoryTransport:
         group: dist.ProcessGroup,
         shown: Sequence[torch.Tensor],
         channel: GroupChannel,
-        begin: Callable[[Collective], None],
+        post: Callable[[Collective], None],
     ) -> SharedMemoryWork:
-        """`begin` an operation that whoever watches the calls of c10d sees like one of those."""
+        """Have `post` begin an operation that whoever watches the calls of c10d sees like one of
+        those."""
         works: list[SharedMemoryWork] = []
 
         def call() -> Any:
             with _without_modes():
                 operation = Collective(operator.words)
-                begin(operation)
+                post(operation)
                 works.append(self._make_work(operation, None, channel, group))
             return works[0].boxed()
 
@@ -305,16 +306,16 @@ class SharedMemoryTransport:
         return not all(channel.is_idle for channel in list(self._channels.values()))
 
     def _post(
-        self, taken: TakenCall, channel: GroupChannel, group: dist.ProcessGroup
+        self, call: TakenCall, channel: GroupChannel, group: dist.ProcessGroup
     ) -> SharedMemoryWork:
-        operation = taken.operation
+        operation = call.operation
         if isinstance(operation, Collective):
             channel.post(operation)
         elif isinstance(operation, Send):
             channel.post_send(operation)
         elif isinstance(operation, Receive):
             channel.post_receive(operation)
-        return self._make_work(operation, taken.value, channel, group)
+        return self._make_work(operation, call.value, channel, group)
 
     def _make_work(
         self, operation: Operation, result: Any, channel: GroupChannel, group: dist.ProcessGroup

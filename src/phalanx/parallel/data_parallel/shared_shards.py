@@ -182,13 +182,13 @@ class ScatteredMessages:
 def _list_rows(parameter: Any, num_ranks: int) -> list[torch.Tensor]:
     """The part of each rank in the whole parameter, which FSDP keeps flat."""
     # Its version says to autograd whether somebody has changed it: to gather it changes nothing.
-    whole = parameter.all_gather_outputs[0].data
+    full_parameter = parameter.all_gather_outputs[0].data
     dim = parameter.fsdp_placement.dim
     if dim == 0:
-        return list(whole.view(num_ranks, -1))
+        return list(full_parameter.view(num_ranks, -1))
     shape = list(parameter.padded_sharded_param_size)
     shape[dim] *= num_ranks
-    return list(whole.view(shape).chunk(num_ranks, dim=dim))
+    return list(full_parameter.view(shape).chunk(num_ranks, dim=dim))
 
 
 def _may_change_within_step(parameter: Any) -> bool:

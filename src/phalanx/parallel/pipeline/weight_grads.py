@@ -156,10 +156,10 @@ def linear_with_deferred_gradient(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    kept: tuple[torch.Tensor, GatheredInput] | None = None,
+    gathered_input: tuple[torch.Tensor, GatheredInput] | None = None,
 ) -> torch.Tensor:
-    """F.linear, whose weight's gradient can wait. `kept`: this rank's part of `x`, which is saved
-    in its place, and what gathers it again."""
+    """F.linear, whose weight's gradient can wait. `gathered_input`: this rank's part of
+    `x`, which is saved in its place, and what gathers it again."""
     if (
         not torch.is_grad_enabled()
         or not weight.requires_grad
@@ -168,7 +168,9 @@ def linear_with_deferred_gradient(
         or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _LinearDeferredGradientFunction.apply(x, weight, bias, *(kept or ()))
+    out: torch.Tensor = _LinearDeferredGradientFunction.apply(
+        x, weight, bias, *(gathered_input or ())
+    )
     return out
 
 

@@ -69,10 +69,10 @@ def _forward_of_gathered_input(
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-    found = region.find_part_of(x, dtype)
-    if found is None:
+    part_and_input = region.find_part_of(x, dtype)
+    if part_and_input is None:
         return forward(x)
-    part, gathered = found
+    part, gathered = part_and_input
     bias: Any = column.bias
     if getattr(column, DEFERS_WEIGHT_GRADIENT_ATTRIBUTE, False):
         return linear_with_deferred_gradient(x, weight, bias, (part, gathered))

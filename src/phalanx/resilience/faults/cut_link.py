@@ -34,8 +34,8 @@ def inject() -> None:
     subprocess.run(first_rule, capture_output=True, check=False)
     for connection in psutil.Process().net_connections(kind="tcp4"):
         if connection.raddr:
-            here, there = str(connection.laddr.port), str(connection.raddr.port)
-            for source, target in ((here, there), (there, here)):
+            local_port, remote_port = str(connection.laddr.port), str(connection.raddr.port)
+            for source, target in ((local_port, remote_port), (remote_port, local_port)):
                 ports = ("ipproto", "tcp", "sport", source, "dport", target)
                 _add_rule("pref", _BEFORE_LOCAL, *ports, "blackhole")
 

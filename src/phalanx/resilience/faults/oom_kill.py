@@ -24,7 +24,7 @@ def inject() -> None:
             "this fault uses up all memory that it may, and nothing limits that to 16 GiB",
             fix="run it by phalanx drill, or in a container with a limit",
         )
-    held = []
+    pieces = []
     while True:
         # Pages count once they are written.
-        held.append(b"1" * PIECE_BYTES)
+        pieces.append(b"1" * PIECE_BYTES)
