@@ -171,9 +171,9 @@ def _run_trials(
     """Run each group of trials in one run, beside an undisturbed one of as many steps."""
     clock = _RunClock(len(groups) + len({len(group) for group in groups}), on_progress)
     undisturbed: dict[int, UndisturbedRun] = {}
-    left = deque(groups)
-    while left:
-        group = left.popleft()
+    pending = deque(groups)
+    while pending:
+        group = pending.popleft()
         sharing = len(group)
         if sharing not in undisturbed:
             clock.begin("undisturbed")
@@ -193,7 +193,7 @@ def _run_trials(
         done = {each.trial.key for each in finished}
         alone = [(trial,) for trial in group if trial.key not in done]
         # The run ended before they came to strike.
-        left.extend(alone)
+        pending.extend(alone)
         clock.num_runs += len(alone)
 
 

@@ -22,15 +22,15 @@ _IMPORTED_FAULT = re.compile(r"phalanx\.resilience\.faults\.(\w+)")
 def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
     """Digest of the fault's own file, of those of faults that it uses, and of all files of
     RECOVERY_ROOMS in `package`. Other faults do not count."""
-    own = {}
+    fault_texts = {}
     waiting = [fault]
     while waiting:
         name = waiting.pop()
-        if name not in own:
+        if name not in fault_texts:
             text = (package / _FAULTS / f"{name}.py").read_text(encoding="utf-8")
-            own[name] = text
+            fault_texts[name] = text
             waiting += _IMPORTED_FAULT.findall(text)
-    return digest([own, _digest_recovery_rooms(package)])
+    return digest([fault_texts, _digest_recovery_rooms(package)])
 
 
 @functools.cache

@@ -49,8 +49,8 @@ def _can_share(trial: Trial) -> bool:
 def count_steps_of_part(shape: DrillShape) -> int:
     """The steps of a shared run that belong to one trial: those of a run of its own, and as many
     more as end at a save."""
-    every = shape.save_every_steps
-    return math.ceil(shape.num_steps / every) * every
+    save_interval = shape.save_every_steps
+    return math.ceil(shape.num_steps / save_interval) * save_interval
 
 
 def list_keys_of_shared_run(shape: DrillShape, num_trials: int) -> tuple[str, ...]:
@@ -116,17 +116,17 @@ def _measure_in_shared_run(
     is_bit_equal: bool | None,
     goodput: float | None,
 ) -> Measured:
-    found = answer.measured
+    measured = answer.measured
     return Measured(
-        has_struck=found.has_struck,
-        verdict=found.verdict,
-        verdict_text=found.verdict_text,
-        ranks=found.ranks,
-        detected_s=found.detected_s,
-        detected_steps=found.detected_steps,
-        false_verdicts=(*early, *found.false_verdicts),
-        trained_again_s=found.trained_again_s,
-        lost_steps=found.lost_steps,
+        has_struck=measured.has_struck,
+        verdict=measured.verdict,
+        verdict_text=measured.verdict_text,
+        ranks=measured.ranks,
+        detected_s=measured.detected_s,
+        detected_steps=measured.detected_steps,
+        false_verdicts=(*early, *measured.false_verdicts),
+        trained_again_s=measured.trained_again_s,
+        lost_steps=measured.lost_steps,
         is_bit_equal=is_bit_equal,
         exit_codes=(end.code,),
         is_overdue=end.is_overdue,

@@ -118,12 +118,12 @@ def _making_network(folder: Path) -> Iterator[tuple[str, ...]]:
         _run_quietly(["ip", "netns", "delete", name])
 
 
-def _run_or_raise(command: Sequence[str], what: str) -> None:
+def _run_or_raise(command: Sequence[str], problem: str) -> None:
     done = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
-        raise EnvironmentProblem(what, why=done.stderr.strip())
+        raise EnvironmentProblem(problem, why=done.stderr.strip())
 
 
 def _run_quietly(command: Sequence[str]) -> None:

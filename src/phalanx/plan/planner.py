@@ -269,11 +269,13 @@ def _count_hardware_flops_per_token(
     training, flops = _get_training_flops_per_token(shape, seq_len), shape.flops(seq_len)
     if training is None or flops is None:
         return None
-    again = 0
+    recomputed_flops = 0
     for segment in segments:
         if segment.mode == "full":
-            again += sum(block.forward for block in flops.blocks[segment.start : segment.stop])
-    return training + round(again / shape.count_sample_tokens(seq_len))
+            recomputed_flops += sum(
+                block.forward for block in flops.blocks[segment.start : segment.stop]
+            )
+    return training + round(recomputed_flops / shape.count_sample_tokens(seq_len))
 
 
 def _resolve_parallel(

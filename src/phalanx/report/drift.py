@@ -169,10 +169,10 @@ def measure_slope(steps: Sequence[float], values: Sequence[float]) -> Slope | No
     xs, ys = [], []
     count = len(steps) - start
     for window in range(NUM_WINDOWS):
-        begin = start + window * count // NUM_WINDOWS
+        window_start = start + window * count // NUM_WINDOWS
         end = start + (window + 1) * count // NUM_WINDOWS
-        xs.append((steps[begin] + steps[end - 1]) / 2)
-        ys.append(median(values[begin:end]))
+        xs.append((steps[window_start] + steps[end - 1]) / 2)
+        ys.append(median(values[window_start:end]))
     slopes = _list_pair_slopes(xs, ys)
     per_step = median(slopes)
     # Of tau's numerator without ties: n(n-1)(2n+5)/18.

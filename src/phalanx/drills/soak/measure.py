@@ -152,14 +152,14 @@ def count_steps_done_again(window: RunRecord, struck_s: float) -> int:
     """Steps that were done after a moment and had been done before, then or before it: of the rank
     that did most of them."""
     newest: dict[int, int] = {}
-    again: Counter[int] = Counter()
+    num_repeated: Counter[int] = Counter()
     for envelope in window.finished_steps:
         assert isinstance(envelope.event, StepFinished)
         step, last = int(envelope.event.step), newest.get(envelope.rank, 0)
         if step <= last and envelope.monotonic_s >= struck_s:
-            again[envelope.rank] += 1
+            num_repeated[envelope.rank] += 1
         newest[envelope.rank] = max(step, last)
-    return max(again.values(), default=0)
+    return max(num_repeated.values(), default=0)
 
 
 def sum_charges_s(planned: Sequence[PlannedStrike], shape: DrillShape, step_s: float) -> float:

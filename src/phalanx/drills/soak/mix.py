@@ -146,5 +146,5 @@ def _move_to_save(step: int, expectation: Expectation, shape: DrillShape) -> int
     """`step`, or the one nearest to it in which a fault that strikes at saves can strike."""
     if not expectation.strikes_at_saves:
         return step
-    every = shape.save_every_steps
-    return max(round(step / every), 1) * every
+    save_interval = shape.save_every_steps
+    return max(round(step / save_interval), 1) * save_interval

@@ -99,16 +99,16 @@ def _list_given_degrees(task: SearchTask) -> dict[str, int]:
 
 
 def _find_product_conflict(task: SearchTask) -> Conflict | None:
-    given = _list_given_degrees(task)
-    product, ranks = math.prod(given.values()), plural(task.num_ranks, "rank")
+    degrees = _list_given_degrees(task)
+    product, ranks = math.prod(degrees.values()), plural(task.num_ranks, "rank")
     all_given = all(getattr(task.job.parallel, axis) is not None for axis in RANK_AXES)
     if task.num_ranks % product == 0 and not (all_given and product != task.num_ranks):
         return None
-    text = " x ".join(f"parallel.{axis}={degree}" for axis, degree in given.items())
-    if len(given) > 1:
+    text = " x ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items())
+    if len(degrees) > 1:
         text += f" = {product}"
     verb = "is not" if task.num_ranks % product == 0 else "does not divide"
-    keys = (*(f"parallel.{axis}" for axis in reversed(given)), "parallel.ranks")
+    keys = (*(f"parallel.{axis}" for axis in reversed(degrees)), "parallel.ranks")
     return Conflict(f"{text or 'the product of all degrees, 1,'} {verb} the {ranks}", keys)
 
 
@@ -132,21 +132,21 @@ def _find_sharding_conflict(
     if bases:
         return None
     parallel = task.job.parallel
-    given = _list_given_degrees(task)
-    axes = " x ".join(f"parallel.{axis}={degree}" for axis, degree in given.items())
-    model_axes = [axis for axis in given if axis in ("tp", "pp")]
-    if parallel.zero_stage and math.prod(given[axis] for axis in model_axes) == task.num_ranks:
-        taken = f"{axes} takes all {plural(task.num_ranks, 'rank')}" if axes else "there is one"
+    degrees = _list_given_degrees(task)
+    axes = " x ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items())
+    model_axes = [axis for axis in degrees if axis in ("tp", "pp")]
+    if parallel.zero_stage and math.prod(degrees[axis] for axis in model_axes) == task.num_ranks:
+        reason = f"{axes} takes all {plural(task.num_ranks, 'rank')}" if axes else "there is one"
         keys = ("parallel.zero_stage", *(f"parallel.{axis}" for axis in model_axes))
         return Conflict(
             f"parallel.zero_stage={parallel.zero_stage} needs two data-parallel ranks or more to"
-            f" shard over, and {taken}",
+            f" shard over, and {reason}",
             keys,
         )
     names = ("zero_stage", "ep", "dp_shard", "dp_replicate", "tp", "cp", "pp")
     keys = tuple(f"parallel.{name}" for name in names if getattr(parallel, name) is not None)
-    said = " x ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in keys)
-    return Conflict(f"{said} cannot be had on {plural(task.num_ranks, 'rank')}", keys)
+    settings = " x ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in keys)
+    return Conflict(f"{settings} cannot be had on {plural(task.num_ranks, 'rank')}", keys)
 
 
 def _find_batch_conflict(task: SearchTask, bases: Sequence[ModelParallelBase]) -> Conflict | None:
@@ -207,8 +207,8 @@ def _list_bases(task: SearchTask) -> Iterator[ModelParallelBase]:
                 shares, rest = divmod(task.num_ranks, tp * cp * pp)
                 if rest or pp > max(1, task.shape.num_layers):
                     continue
-                for given in (job.parallel.dp_shard, job.parallel.dp_replicate):
-                    if given is not None and shares % given:
+                for degree in (job.parallel.dp_shard, job.parallel.dp_replicate):
+                    if degree is not None and shares % degree:
                         break
                 else:
                     yield ModelParallelBase(tp, pp, cp, shares, 1, 1, 0, 1)
@@ -306,12 +306,12 @@ def _list_values_around(task: SearchTask, key: str) -> tuple[Iterable[int], Iter
     if key == "parallel.ranks":
         return list_rank_counts_around(task)
     section, _, name = key.partition(".")
-    given = getattr(getattr(task.job, section), name)
-    if not isinstance(given, int) or isinstance(given, bool):
+    job_value = getattr(getattr(task.job, section), name)
+    if not isinstance(job_value, int) or isinstance(job_value, bool):
         return (), ()
     values = _list_values(task, name)
-    below = [value for value in reversed(values) if value < given]
-    return below, [value for value in values if value > given]
+    below = [value for value in reversed(values) if value < job_value]
+    return below, [value for value in values if value > job_value]
 
 
 def _list_values(task: SearchTask, name: str) -> list[int]:

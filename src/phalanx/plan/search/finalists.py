@@ -56,11 +56,11 @@ def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]
     if rows.offload[row]:
         keys["parallel.offload"] = OFFLOAD_CHOICES[rows.offload[row]]
     keys["train.micro_batch_size"] = int(rows.micro_batch_size[row])
-    mode, every = RECOMPUTE_CHOICES[rows.recompute[row]]
+    mode, recompute_every = RECOMPUTE_CHOICES[rows.recompute[row]]
     if mode != job.train.recompute and "recompute" not in job.train.model_fields_set:
         keys["train.recompute"] = mode
         if mode == "mixed":
-            keys["train.recompute_every"] = every
+            keys["train.recompute_every"] = recompute_every
     return keys
 
 
@@ -234,7 +234,7 @@ def _shorten_refusal_reason(error: LayoutError | JobError) -> str:
 
 def _describe_recompute(job: Job) -> str:
     """The mode of recomputation, with its interval where it has one: "mixed (1 of 4 in full)"."""
-    mode, every = job.train.recompute, job.train.recompute_every
+    mode, recompute_every = job.train.recompute, job.train.recompute_every
     if mode == "mixed":
-        return f"{mode} (1 of {every} in full)"
+        return f"{mode} (1 of {recompute_every} in full)"
     return mode

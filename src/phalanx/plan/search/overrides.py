@@ -26,9 +26,9 @@ def list_changed_keys(job: Job, target: Job) -> dict[str, Any]:
     before, after = list_given_keys(job), list_given_keys(target)
     changed = {}
     for key, value in before.items():
-        wanted = after.get(key, get_default_of_key(key))
-        if wanted != value:
-            changed[key] = wanted
+        target_value = after.get(key, get_default_of_key(key))
+        if target_value != value:
+            changed[key] = target_value
     # What the job says otherwise comes first, then what it did not say, of that the layout.
     added = sorted(after.keys() - before.keys(), key=list(after).index)
     for key in sorted(added, key=lambda key: not key.startswith("parallel.")):

@@ -89,14 +89,14 @@ class MemoryScreen:
         return shard_shape(self.shape, tp, self.work.rules)
 
     def _build_workload(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
-        recompute, every = RECOMPUTE_CHOICES[mode]
+        recompute, recompute_every = RECOMPUTE_CHOICES[mode]
         return replace(
             self.work,
             tp=tp,
             cp=cp,
             micro_batch_size=micro,
             recompute=recompute,
-            segments=_list_segments(recompute, self.shape.num_layers, every),
+            segments=_list_segments(recompute, self.shape.num_layers, recompute_every),
         )
 
     # States

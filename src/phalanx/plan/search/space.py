@@ -100,7 +100,8 @@ def list_open_keys(
     used, too, and tp may leave the innermost links."""
     parallel, train = job.parallel, job.train
     choices = enumerate(RECOMPUTE_CHOICES)
-    recompute = tuple(index for index, (_, every) in choices if every <= max(1, shape.num_layers))
+    num_layers = max(1, shape.num_layers)
+    recompute = tuple(index for index, (_, interval) in choices if interval <= num_layers)
     if "recompute" in train.model_fields_set or shape.activations is None:
         # Modes between these count as full in the screen; the exact plan has the job's own.
         choice = (train.recompute, train.recompute_every or 1)

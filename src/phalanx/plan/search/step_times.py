@@ -102,8 +102,10 @@ def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool)
         columns[name] = getattr(rows, name).astype(np.float64)
     shares = np.array(
         [
-            compute_recomputed_shares("full" if mode == "mixed" else mode, 1 / every, "selective")
-            for mode, every in RECOMPUTE_CHOICES
+            compute_recomputed_shares(
+                "full" if mode == "mixed" else mode, 1 / interval, "selective"
+            )
+            for mode, interval in RECOMPUTE_CHOICES
         ]
     )[rows.recompute]
     for index, part in enumerate(("matmul", "attention", "elementwise")):

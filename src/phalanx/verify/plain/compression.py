@@ -35,28 +35,28 @@ def plain_int8_excess(
     gradient: torch.Tensor,
     mean: torch.Tensor,
     mean_half_level: torch.Tensor,
-    kept: torch.Tensor,
+    residual: torch.Tensor,
     num_ranks: int,
 ) -> float:
     """How much larger an element that a rank keeps is than what rounding to 255 levels leaves,
     relative to the largest element of both gradients; at most 0 where none is.
 
-    `gradient`: of this rank, with what it kept before; `mean`: of those of all ranks;
-    `mean_half_level`: of what `find_half_int8_levels` says of each rank's. The elements are dealt
-    out to the ranks in equal runs; each run has equal blocks of at most 256 elements, and
-    each block one scale. A rank rounds its own gradient and, of its own run, the mean, whose error
-    counts once for each rank.
+    `gradient`: of this rank, with what it kept before; `residual`: what it keeps of that;
+    `mean`: of those of all ranks; `mean_half_level`: of what `find_half_int8_levels` says of each
+    rank's. The elements are dealt out to the ranks in equal runs; each run has equal blocks of at
+    most 256 elements, and each block one scale. A rank rounds its own gradient and, of its own run,
+    the mean, whose error counts once for each rank.
     """
     # What is rounded is the mean of rounded gradients: a block of it may be larger by half a level
     # of these in the mean, those of other ranks too.
     rounded_half_level = find_half_int8_levels(mean, num_ranks)
     rounded_half_level += mean_half_level / MAX_INT8_LEVEL / 2
     allowed = find_half_int8_levels(gradient, num_ranks) + num_ranks * rounded_half_level
-    excess = kept.flatten().abs().double() - (1 + ROUNDING_MARGIN) * allowed
+    excess = residual.flatten().abs().double() - (1 + ROUNDING_MARGIN) * allowed
     # A rank without a gradient of its own keeps what rounding of the mean loses.
     largest = torch.maximum(gradient.abs().max(), mean.abs().max()).double()
     if not largest:
-        return float(kept.abs().max())
+        return float(residual.abs().max())
     return float(excess.max() / largest)
 
 
@@ -86,9 +86,9 @@ def plain_powersgd_step(
     2019, algorithm 1). `mean`: of the gradients of all ranks, with what each kept before.
     """
     wide = mean.double()
-    left, singular, _ = torch.linalg.svd(wide @ q.double(), full_matrices=False)
-    next_q = wide.T @ left
-    sent = left @ next_q.T
+    basis, singular, _ = torch.linalg.svd(wide @ q.double(), full_matrices=False)
+    next_q = wide.T @ basis
+    sent = basis @ next_q.T
     smallest = float(singular.min())
     condition = float(singular.max()) / smallest if smallest else float("inf")
     return sent, next_q, POWERSGD_ROUNDINGS * torch.finfo(mean.dtype).eps * condition
