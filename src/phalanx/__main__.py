@@ -10,10 +10,13 @@ def main() -> None:
     if sys.platform == "win32":
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
-    from phalanx.core.garbage import pausing_garbage_collection
+    try:
+        from phalanx.core.garbage import pausing_garbage_collection
 
-    with pausing_garbage_collection():
-        from phalanx.cli._app import run_command_line
+        with pausing_garbage_collection():
+            from phalanx.cli._app import run_command_line
+    except KeyboardInterrupt:
+        sys.exit(130)  # as later, and without a traceback
     from phalanx.core.output import open_closed_standard_streams
     from phalanx.core.terminal import filter_standard_streams
 

@@ -304,3 +304,20 @@ def test_a_run_without_a_directory_gets_a_fresh_name(
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]
+
+
+def test_ctrl_c_while_a_command_is_still_imported_ends_as_later_ones_do() -> None:
+    program = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "phalanx.cli._app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from phalanx.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
