@@ -12,6 +12,7 @@ from phalanx.launch.hang_kinds import (
     ABSENT_COLLECTIVE,
     FROZEN,
     GIL_HELD,
+    GONE,
     LEFT_EARLY,
     SPINNING,
     WAITING_ELSEWHERE,
@@ -106,6 +107,14 @@ def judge(
 
 
 ASLEEP = quiet("SSSSSSSS")
+
+
+def test_a_rank_that_has_ended_explains_all_others() -> None:
+    ended = quiet("SSZZZZZZ")
+    silent = position("collective", call(1), call(2, state="waiting"), pulse_s=NOW_S - 12)
+    assert judge((silent, ASLEEP), (BEHIND, ended)) == (GONE, (1,))
+    # One that was started anew since then is another process.
+    assert judge((WAITS, ASLEEP), (BEHIND, quiet("ZZSSSSSS"))) == (WAITING_ELSEWHERE, (1,))
 
 
 def test_a_stopped_process_is_frozen() -> None:

@@ -15,6 +15,7 @@ from phalanx.launch.hang_limits import LONG_LIMIT_S, HangLimit
 from phalanx.launch.rank_activity import QuietTime
 from phalanx.observe.rank_waits import RankState, find_group, find_waits, judge_ranks
 
+GONE = "gone"
 FROZEN = "frozen"
 GIL_HELD = "gil_held"
 SPINNING = "spinning"
@@ -24,6 +25,7 @@ LEFT_EARLY = "left_early"
 ENDLESS_STEP = "endless_step"
 LINK_CUT = "link_cut"
 HANG_KINDS = (
+    GONE,
     FROZEN,
     GIL_HELD,
     SPINNING,
@@ -71,17 +73,25 @@ class Culprits:
 
 
 def find_culprits(evidence: HangEvidence) -> Culprits:
-    """The culprits, those that are surest first: what is stopped, what holds Python's lock, what
+    """The culprits, those that are surest first: what has ended, what is stopped, what holds Python's lock, what
     computes, what sleeps elsewhere, and what is in another collective than the others."""
     if evidence.finished:
         return _judge_finished(evidence)
     return (
-        _judge_stopped_ranks(evidence)
+        _judge_ended_ranks(evidence)
+        or _judge_stopped_ranks(evidence)
         or _judge_holders_of_lock(evidence)
         or _judge_running_ranks(evidence)
         or _judge_waits_for_others(evidence)
         or _judge_sleeping_ranks(evidence)
     )
+
+
+def _judge_ended_ranks(evidence: HangEvidence) -> Culprits | None:
+    """The ranks whose processes have ended, of which the process that started them should have told
+    at once and has not; None where there are none."""
+    gone = [rank for rank, quiet in evidence.quiet.items() if quiet.has_ended]
+    return Culprits(GONE, tuple(sorted(gone))) if gone else None
 
 
 def _judge_stopped_ranks(evidence: HangEvidence) -> Culprits | None:

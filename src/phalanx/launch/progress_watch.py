@@ -26,6 +26,7 @@ from phalanx.launch.hang_kinds import (
     ENDLESS_STEP,
     FROZEN,
     GIL_HELD,
+    GONE,
     LEFT_EARLY,
     LINK_CUT,
     SPINNING,
@@ -331,6 +332,8 @@ class ProgressWatch:
             return f"; it used {cpu_s:.1f} s of a processor since then and did not get on"
         if kind == LINK_CUT:
             return "; what is sent over its connections is repeated and does not arrive"
+        if kind == GONE:
+            return "; the process that started the ranks has not told so: it is stopped, or busy"
         if kind == LEFT_EARLY:
             return "; it says that its work is done"
         return ""

@@ -12,6 +12,8 @@ from phalanx.core.process_stat import read_process_stat
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED_LETTERS = ("T", "t")
+# A process that has ended, and that its parent has not asked about yet.
+_ENDED_LETTERS = ("Z", "X")
 # A file server or a disk that does not answer.
 _DISK_LETTER = "D"
 _RUNNING_LETTER = "R"
@@ -82,6 +84,11 @@ class QuietTime:
     def is_stopped(self) -> bool:
         """True if it was stopped at most looks, the last ones, and did nothing in between."""
         return self.num_stopped_last * 5 >= self.num_samples * 3 > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process had ended at the last look."""
+        return self.last is not None and self.last.letter in _ENDED_LETTERS
 
     @property
     def is_running(self) -> bool:

@@ -47,7 +47,8 @@ class HangFound(Event):
     Work that leaves signs (a save, a load, a compiler) is progress; the seconds count from the last
     of them.
 
-    `hang_kind`: "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
+    `hang_kind`: "gone" (its process has ended, and the server of the ranks has not told so) |
+    "frozen" (stopped) | "gil_held" (C code holds Python's lock) | "spinning" |
     "waiting_elsewhere" (sleeps in what is no collective) | "absent_collective" (in another one than
     the others) | "left_early" | "endless_step" (goes on writing phases or collectives in a step
     that lasts `detected_s` and does not end) | "link_cut" (what is sent to it, or by it, does not
