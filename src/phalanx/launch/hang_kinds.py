@@ -73,8 +73,9 @@ class Culprits:
 
 
 def find_culprits(evidence: HangEvidence) -> Culprits:
-    """The culprits, those that are surest first: what has ended, what is stopped, what holds Python's lock, what
-    computes, what sleeps elsewhere, and what is in another collective than the others."""
+    """The culprits, those that are surest first: what has ended, what is stopped, what holds
+    Python's lock, what computes, what sleeps elsewhere, and what is in another collective than the
+    others."""
     if evidence.finished:
         return _judge_finished(evidence)
     return (
