@@ -118,18 +118,28 @@ def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ..
         assert not any("clip" in line for line in row.not_judged), "both kinds of steps"
 
 
-OWN_MODULES = ("exam_models:WithDropout", "exam_models:WithBatchNorm")
+WITH_DROPOUT, WITH_BATCHNORM = (
+    {"model": {"kind": f"exam_models:{name}"}, "data": {"seq_len": 16}}
+    for name in ("WithDropout", "WithBatchNorm")
+)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "sections",
     [
-        *({"model": {"kind": kind}, "data": {"seq_len": 16}} for kind in OWN_MODULES),
-        {**DECODER, "optim": {"kind": "sgd", "schedule": "wsd", "weight_decay": 0.1}},
-        {**DECODER, "optim": {"schedule": "linear"}, "model": {"tie_embeddings": True}},
+        pytest.param(WITH_DROPOUT, id="dropout", marks=pytest.mark.long),
+        pytest.param(WITH_BATCHNORM, id="batchnorm"),
+        pytest.param(
+            {**DECODER, "optim": {"kind": "sgd", "schedule": "wsd", "weight_decay": 0.1}},
+            id="sgd",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {**DECODER, "optim": {"schedule": "linear"}, "model": {"tie_embeddings": True}},
+            id="tied",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["dropout", "batchnorm", "sgd", "tied"],
 )
 def test_other_jobs_equal_the_second_loop(
     sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -215,6 +215,7 @@ def train_by_definition(
     scale = None if run.loss_scale is None else LossScaleRule(*run.loss_scale)
     tokens_seen = 0
     for number, microbatches in enumerate(run.steps, start=1):
+        before = {name: buffer.clone() for name, buffer in _list_persistent_buffers(module).items()}
         loss, count = _accumulate_gradients(module, loss_sum, run, number, microbatches, around)
         tokens_seen += count
         gradients: Tensors = {}
@@ -237,6 +238,7 @@ def train_by_definition(
         if skipped:
             gradients = {}
             _clear_router_loads(module)
+            _restore_buffers(module, before)
         else:
             gradients, is_clipped = _clip_gradients(gradients, norm, run.max_norm)
             _update_parameters(named, gradients, states, run.rule, rate, decayed)
@@ -345,6 +347,15 @@ def _compute_l2_norm(tensors: Tensors) -> float:
     for tensor in tensors.values():
         total += tensor.double().square().sum().item()
     return math.sqrt(total)
+
+
+@torch.no_grad()
+def _restore_buffers(module: nn.Module, before: Tensors) -> None:
+    """Give what the forwards of a skipped step have moved, such as the running mean of a batch
+    norm, the values of before it."""
+    for name, buffer in _list_persistent_buffers(module).items():
+        if name in before:
+            buffer.copy_(before[name])
 
 
 def _list_persistent_buffers(module: nn.Module) -> Tensors:
