@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ MODELS = (
 )
 
 
+# Modules of a user's own: without heads to cut, with dropout and with running statistics.
+OWN_MODULES = ("exam_models:WithDropout", "exam_models:WithBatchNorm")
+ROWS_PER_OWN_RUN, FIRST_OWN_SEED = 250, 1000
+
+
 @dataclass(frozen=True)
 class CleanRun:
     """Some layouts of a model, judged with one seed."""
@@ -40,7 +45,13 @@ class CleanRun:
 
     @property
     def name(self) -> str:
-        return f"clean_{self.model}_{self.seed}"
+        return f"clean_{self.model.removeprefix('exam_models:')}_{self.seed}"
+
+    @property
+    def job(self) -> tuple[str, ...]:
+        """The arguments of `phalanx verify` that say what is judged."""
+        size = "data.seq_len=16" if self.model in OWN_MODULES else "--shrink"
+        return "--model", self.model, size, f"run.seed={self.seed}"
 
 
 @dataclass(frozen=True)
@@ -63,20 +74,29 @@ class CleanScore:
 
 
 def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
-    """Runs of about `num_rows` rows in all (two types a layout, one of rows that are no layout), each with a seed of its own."""
+    """Runs of built-in models of about `num_rows` rows in all (two types a layout, one of rows that are no layout), each with a seed of its own;
+    beside them one of a user's own module for each ROWS_PER_OWN_RUN rows."""
     for seed in range(-(-num_rows // ROWS_PER_RUN)):
         model = MODELS[seed % len(MODELS)]
         has_experts = model in ("small-mixtral", "small-deepseek")
         names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=has_experts)]
         names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
         names += [*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(NUM_RANKS)]
-        drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
-        yield CleanRun(model, seed, tuple(sorted(drawn)))
+        yield _draw_run(model, seed, names)
+    names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=False)]
+    names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
+    names += list_trainer_case_names(NUM_RANKS)
+    for index in range(num_rows // ROWS_PER_OWN_RUN):
+        yield _draw_run(OWN_MODULES[index % len(OWN_MODULES)], FIRST_OWN_SEED + index, names)
+
+
+def _draw_run(model: str, seed: int, names: Sequence[str]) -> CleanRun:
+    drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
+    return CleanRun(model, seed, tuple(sorted(drawn)))
 
 
 def run_clean(run: CleanRun, processes: Processes) -> CleanScore:
-    job = ("--model", run.model, "--shrink", f"run.seed={run.seed}")
-    command = verify_command(job, ",".join(run.layouts), NUM_RANKS)
+    command = verify_command(run.job, ",".join(run.layouts), NUM_RANKS)
     with tempfile.TemporaryDirectory(prefix="exam-") as directory:
         # Ten times the rows of a plant.
         done = processes.run(command, Path(directory), build_environment(), num_timeouts=3)
