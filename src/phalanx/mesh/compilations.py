@@ -1,10 +1,9 @@
-"""Has the black box of a rank say while torch compiles: that may take minutes in which the rank
-writes nothing else."""
+"""Tells when torch compiles: that may take minutes in which a rank writes nothing else."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
@@ -15,12 +14,19 @@ from phalanx.core.black_box import BlackBox
 @contextlib.contextmanager
 def noting_compilations(box: BlackBox) -> Iterator[None]:
     """Note in `box`, during the body, when compiling begins and ends."""
+    with watching_compilations(box.note_compilation):
+        yield
+
+
+@contextlib.contextmanager
+def watching_compilations(tell: Callable[[bool], None]) -> Iterator[None]:
+    """Tell, during the body, when compiling begins (True) and ends (False), tracing included."""
 
     def begin(args: Any) -> None:
-        box.note_compilation(True)
+        tell(True)
 
     def end(args: Any) -> None:
-        box.note_compilation(False)
+        tell(False)
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)

@@ -57,6 +57,18 @@ def describe_cpu_for_equal_bits(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return ", ".join([cpu, *choices, f"torch {torch.__version__.split('+')[0]}"])
 
 
+@functools.cache
+def describe_cpu_model_and_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """One line that is equal on CPUs that run the same machine code, as a compiler that compiles
+    for "this machine" (-march=native) sees them."""
+    facts = _read_first_cpuinfo_entry(cpuinfo)
+    names = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")
+    words = [platform.machine(), *(facts.get(name, "") for name in names)]
+    return " ".join(
+        [*filter(None, words), *sorted((facts.get("flags") or facts.get("Features", "")).split())]
+    )
+
+
 def _read_first_cpuinfo_entry(cpuinfo: Path) -> dict[str, str]:
     try:
         # An empty line ends each CPU: the first one stands for all.

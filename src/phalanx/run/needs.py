@@ -57,6 +57,9 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
         "phalanx.run.rank",
         *list_transformers_modules(job.model.kind),
     ]
+    if job.train.compile:
+        # With torch's compiler, which is a second of a processor.
+        modules.append("phalanx.run.compiling")
     for kind in list_sinks_of_job(job):
         if not is_foreign(kind):
             modules += import_object_of_kind(kind, SINKS_PACKAGE, "PRELOAD")

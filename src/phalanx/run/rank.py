@@ -35,7 +35,6 @@ from phalanx.mesh.collective_checks import (
     raising_error_of_checks,
 )
 from phalanx.mesh.collective_recorder import record_collectives
-from phalanx.mesh.compilations import noting_compilations
 from phalanx.mesh.determinism import (
     raising_layout_error_for_nondeterminism,
     using_deterministic_algorithms,
@@ -198,21 +197,10 @@ def run_rank(
                 board_path=call_board_path(run.run_dir, run.rank),
             ) as checks,
             writing_pulse(box),
-            noting_compilations(box) if run.plan.compile else contextlib.nullcontext(),
             record_collectives(box, checks),
         ):
             code = _join_ranks_and_train(
-                RankContext(
-                    run,
-                    bus,
-                    phases,
-                    meter,
-                    stop,
-                    fence,
-                    survivor,
-                    checks,
-                    site,
-                ),
+                RankContext(run, bus, phases, meter, stop, fence, survivor, checks, site),
                 rendezvous,
             )
     except BaseException as error:
@@ -284,7 +272,11 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
-    with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(rank):
+    with (
+        _open_mesh_of_ranks(run, rendezvous) as mesh,
+        _reporting_errors_at_once(rank),
+        _compiling_if_planned(rank, mesh),
+    ):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.replace_clock(create_phase_clock_for_device(mesh.device))
         if run.job.observe.nvtx and mesh.device.type == "cuda":
@@ -334,6 +326,15 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
                 end_reason = trainer.run(run.started_s)
         _finish_on_all_ranks(rank, trainer, corpus, is_finished=end_reason == "finished")
     return _EXIT_CODE_OF_END[end_reason]
+
+
+def _compiling_if_planned(rank: RankContext, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    if not rank.run.plan.compile:
+        return contextlib.nullcontext()
+    # Not above: torch's compiler is a second of imports.
+    from phalanx.run.compiling import compiling_for_run
+
+    return compiling_for_run(rank.run, mesh.device, rank.phases, rank.bus)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,12 @@ class CompileBlocks:
         return plan.compile
 
     def apply(self, context: ParallelContext) -> None:
+        # Not above: half a second of imports.
+        import torch._dynamo.config
+
+        # DDP reduces between blocks. Torch would cut these at buckets, too, into graphs that are
+        # compiled one by one and that its cache takes only a part of.
+        torch._dynamo.config.optimize_ddp = False
         # In place: `torch.compile(block)` would return a wrapper, whose name is put into all names
         # inside.
         for block in context.blocks:
