@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import EVERY_LAYOUT, decoder, global_batches, plan, replace_activations, share
+from phalanx.mesh.compilations import watching_compilations
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
@@ -44,6 +45,9 @@ def compare(rank: int, num_ranks: int, cases: list[tuple[str, str, bool]]) -> di
             compiled = replace(recomputed(eager, mode), compile=True)
             compiled = replace_activations(compiled, offload=offloads)
             for a_plan in (eager, compiled):
+                # What is compiled often dynamo leaves eager, without a word.
+                torch._dynamo.reset()
+                begun: list[bool] = []
                 model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
                 mine = share(
                     global_batches(1)[0],
@@ -51,7 +55,9 @@ def compare(rank: int, num_ranks: int, cases: list[tuple[str, str, bool]]) -> di
                     eager.layout.data_parallel_size,
                     3,
                 )
-                model.forward_backward(mine, causal_cross_entropy(16))
+                with watching_compilations(begun.append):
+                    model.forward_backward(mine, causal_cross_entropy(16))
+                assert bool(begun) == a_plan.compile, (layout, mode)
                 gradients = [p.grad for p in model.parameters()]
                 found.append([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
         off = sum((a - b).double().square().sum() for a, b in zip(*found, strict=True))

@@ -59,7 +59,8 @@ def compiling_for_run(
         before = phases.observers
         if run.rank == 0:
             _emit_first_compilation(reuse, bus)
-        phases.observers = (*before, _FirstStepReport(reuse.counts, bus, is_said=run.rank == 0))
+        report = _FirstStepReport(reuse.counts, bus, _describe_source(reuse), run.rank == 0)
+        phases.observers = (*before, report)
         try:
             yield
         finally:
@@ -75,11 +76,20 @@ def _emit_first_compilation(reuse: CodeReuse, bus: Bus) -> None:
     bus.emit(Note("compiling", {"why": why}))
 
 
+def _describe_source(reuse: CodeReuse) -> str:
+    """Where code comes from that this rank will not have compiled."""
+    if reuse.is_known:
+        return f" taken from {find_store_root()}"
+    if reuse.counts.why_not_kept:
+        return " taken from torch's own cache"
+    return " compiled by another rank"
+
+
 class _FirstStepReport:
     """Records what was compiled once the forwards and backwards of the first step are done."""
 
-    def __init__(self, counts: CompilationCounts, bus: Bus, *, is_said: bool) -> None:
-        self._counts, self._bus, self._is_said = counts, bus, is_said
+    def __init__(self, counts: CompilationCounts, bus: Bus, source: str, is_said: bool) -> None:
+        self._counts, self._bus, self._source, self._is_said = counts, bus, source, is_said
         self._is_recorded = False
 
     def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None:
@@ -97,10 +107,7 @@ class _FirstStepReport:
         counts = self._counts
         if not counts.num_graphs:
             return
-        source = ""
-        if counts.num_taken == counts.num_graphs:
-            folder = "torch's own cache" if counts.why_not_kept else str(find_store_root())
-            source = f" taken from {folder}"
+        source = self._source if counts.num_taken == counts.num_graphs else ""
         facts: JsonObject = {
             "seconds": counts.seconds,
             "graphs": counts.num_graphs,

@@ -34,7 +34,7 @@ class Train(Section):
     On a CPU that changes nothing but the path.
     """
     compile: bool = False
-    """torch.compile each block."""
+    """torch.compile each block; the code is kept for later runs (docs/compile.md)."""
     deterministic: bool | Literal["layout-free"] = False
     """Use only the algorithms of torch whose results are the same in every run: slower on GPUs.
 

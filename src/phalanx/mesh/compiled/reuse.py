@@ -184,12 +184,14 @@ def reusing_compiled_code(
     Where the user's cache folder cannot be used, or TORCHINDUCTOR_CACHE_DIR names another one,
     torch does what it does by itself, and `counts` says why nothing is kept.
     """
-    key = compute_toolchain_key(device)
+    toolchain_key = compute_toolchain_key(device)
+    # Kernels are made for a number of threads.
+    code_key = digest([toolchain_key, torch.get_num_threads(), job_facts])
     run = digest([str(run_dir.resolve()), socket.gethostname()])
     with contextlib.ExitStack() as stack:
         store, folder, why = _open_store(stack)
-        toolchain = Toolchain(store, key, folder)
-        reuse = CodeReuse(store, f"{key}-{digest(job_facts)}", run, folder, toolchain)
+        toolchain = Toolchain(store, toolchain_key, folder)
+        reuse = CodeReuse(store, code_key, run, folder, toolchain)
         reuse.counts.why_not_kept = why
         stack.enter_context(watching_compilations(reuse.note_time))
         stack.enter_context(inductor.remembering_vector_checks(toolchain.checks))

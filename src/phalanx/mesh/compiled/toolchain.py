@@ -29,7 +29,7 @@ _CHECK_TIMEOUT_S = 600.0
 
 def compute_toolchain_key(device: torch.device) -> str:
     """A digest that differs where compiled code must not be shared: another torch, Python, CPU, GPU
-    or C++ compiler, or another number of threads."""
+    or C++ compiler."""
     gpu = ""
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
@@ -45,7 +45,6 @@ def compute_toolchain_key(device: torch.device) -> str:
             "chosen": os.environ.get("ATEN_CPU_CAPABILITY", ""),
             "gpu": gpu,
             "compiler": _describe_compiler(),
-            "threads": torch.get_num_threads(),
         }
     )
 

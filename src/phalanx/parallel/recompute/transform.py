@@ -4,7 +4,7 @@ the plan says."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -98,6 +98,18 @@ def _wrap_block_with_recompute(
         options = {"context_fn": make_selective_contexts} if segment.mode == "selective" else {}
     # Not reentrant: torch takes a context_fn for that kind only.
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+    if context.plan.compile:
+        block.forward = _as_own_function(block.forward)
+
+
+def _as_own_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` within one of ours: a compiler begins with none of torch's, and `checkpoint` alone
+    would run as it is, compiled nowhere."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
 
 
 def _refuse_uncompilable_recompute(blocks: list[nn.Module]) -> None:
