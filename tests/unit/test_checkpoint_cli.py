@@ -137,6 +137,23 @@ def test_a_file_that_was_cut_is_listed_as_damage(
     assert f"{shard.name} is missing" in phalanx(capsys, "ls", str(a_run))[1].splitlines()[-1]
 
 
+def test_a_file_that_is_a_link_is_as_long_as_what_it_leads_to(
+    a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a store that keeps equal files once leaves them: `ls` and `verify` say the same."""
+    newest = a_run / "checkpoints" / "step-30"
+    (shard,) = newest.glob("*.safetensors")
+    elsewhere = tmp_path / "elsewhere"
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+    assert "damaged" not in phalanx(capsys, "ls", str(newest))[1]
+    assert phalanx(capsys, "verify", str(newest))[0] == 0
+    elsewhere.unlink()
+    assert f"{shard.name} is missing" in phalanx(capsys, "ls", str(newest))[1]
+    code, _, err = phalanx(capsys, "verify", str(newest))
+    assert (code, f"{shard.name} is missing" in err) == (5, True)
+
+
 def test_what_is_saved_is_what_can_be_read(a_run: Path) -> None:
     """A damaged one beyond it is not called done."""
     (a_run / "checkpoints" / "step-90").mkdir()

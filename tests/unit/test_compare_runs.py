@@ -96,3 +96,13 @@ def test_the_command_prints_it_and_refuses_what_is_no_run(
     assert not (first / "report.html").exists()
     assert run_command_line(["report", str(first), str(tmp_path)]) == 2
     assert "no run is there" in capsys.readouterr().err
+
+
+def test_what_could_not_be_read_of_a_run_is_said_beside_it(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a", 0.09), write_run(tmp_path / "b", 0.06)
+    (second / "events" / "rank-0001-attempt-00.jsonl").mkdir()
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    gap = "of the second, events/rank-0001-attempt-00.jsonl cannot be read"
+    lines = list_comparison_lines(comparison, ("a", "b"))
+    assert any(line.startswith(f"note    {gap}") for line in lines)
+    assert not any("of the first, events" in line for line in lines)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from test_report import Page
 
 from browser import Browser, open_browser
 from phalanx.observe import events
-from phalanx.observe.bus import Bus
+from phalanx.observe.bus import Bus, build_event_file_path
 from phalanx.plan.layout import Layout
 from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_table
 from phalanx.report.event_log import EventLogReader
@@ -362,3 +363,23 @@ def test_a_page_read_bit_by_bit_is_the_page_read_at_once(run_dir: Path, tmp_path
     assert grown.num_rolled_back == 20
     assert build_run_json(grown) == build_run_json(fresh)
     assert render_page(grown) == render_page(fresh)
+
+
+def test_a_file_that_can_be_read_again_is_no_gap_of_the_page(run_dir: Path, tmp_path: Path) -> None:
+    """As a network file system may refuse one read: also where nothing was added meanwhile."""
+    growing = tmp_path / "growing"
+    shutil.copytree(run_dir, growing)
+    path = build_event_file_path(growing, 1, 0)
+    reader = EventLogReader(growing)
+    for first_read in (True, False):
+        path.rename(tmp_path / "aside")
+        path.mkdir()
+        reader.read_new_events()
+        assert list(reader.log.unreadable_files) == [path.name]
+        path.rmdir()
+        (tmp_path / "aside").rename(path)
+        reader.read_new_events()
+        assert reader.log.unreadable_files == {}, f"{first_read=}"
+    assert build_run_json(collect_run_facts(growing, reader.log)) == build_run_json(
+        collect_run_facts(growing)
+    )

@@ -278,6 +278,38 @@ def test_a_process_that_goes_on_writes_what_the_disk_refused_in_the_attempt_befo
     assert "refused" in codes(told)
 
 
+def test_lines_of_an_attempt_are_written_where_only_the_file_of_the_one_before_is_refused(
+    tmp_path: Path,
+) -> None:
+    """A file may be at its limit while the next one is not."""
+    first = Bus(rank=0, run_dir=tmp_path)
+    first.emit(Note("first", {"text": "x" * 3000}))
+    unwritten: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        first.emit(Note("refused"))
+        first.close(0.0, goes_on=True)
+        second = Bus(
+            rank=0,
+            attempt=1,
+            run_dir=tmp_path,
+            earlier=first.take_unwritten(),
+            on_unwritten=lambda event: unwritten.append(event.to_line()),
+        )
+        second.emit(Note("second"))
+        second.close(0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = [event for event in EventTail(tmp_path).read_new_events() if event.attempt == 1]
+    assert codes(told[:1]) == ["second"]
+    # That of the first attempt, with the note of it, is told as lost where it can be written.
+    (lost,) = [envelope.event for envelope in told[1:]]
+    assert isinstance(lost, SinkDropped)
+    assert lost.num_dropped == 2
+    assert not unwritten
+
+
 def test_lines_that_the_disk_takes_at_the_end_are_not_called_lost(tmp_path: Path) -> None:
     bus = Bus(rank=0, run_dir=tmp_path)
     bus.emit(Note("first"))

@@ -55,7 +55,10 @@ class CheckpointFolder(Protocol):
         """The step in its name; -1 for a folder that is named otherwise."""
 
     def file_sizes(self) -> dict[str, int]:
-        """The bytes of every file in it, whether a manifest lists it or not."""
+        """The bytes of every file in it, whether a manifest lists it or not.
+
+        Of a link what it leads to, as `open` reads that; one that leads nowhere is no file.
+        """
 
     def where(self, name: str) -> str:
         """The path or URL of a file in it, for an error message."""
@@ -93,7 +96,11 @@ class LocalCheckpointFolder:
     def file_sizes(self) -> dict[str, int]:
         sizes = {}
         for entry in os.scandir(self.path):
-            sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+            try:
+                sizes[entry.name] = entry.stat().st_size
+            except OSError:
+                if not entry.is_symlink():
+                    raise
         return sizes
 
     def where(self, name: str) -> str:

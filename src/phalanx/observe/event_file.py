@@ -21,7 +21,8 @@ class EventFile:
     """Appends lines to `path`. Whoever calls holds a lock: nothing here is for two threads.
 
     `earlier`: the file of the attempt before in this process, with lines that the disk refused. It
-    is written, and closed, before this one gets its first line.
+    is written first, and closed once it has them all. While it alone is refused (a file may be at
+    its limit, or unreachable), this one gets its lines all the same.
     """
 
     def __init__(self, path: Path, earlier: EventFile | None = None) -> None:
@@ -51,7 +52,7 @@ class EventFile:
         return bool(self._kept) or (self._earlier is not None and self._earlier.has_kept_lines)
 
     def append(self, line: str) -> bool:
-        """True if the line, and all before it, are in the file; it is kept for later otherwise.
+        """True if the line, and all before it, are in this file; it is kept for later otherwise.
 
         Never raises.
         """
@@ -59,21 +60,20 @@ class EventFile:
             self._kept.popleft()
             self._num_dropped += 1
         self._kept.append(line.encode() + b"\n")
-        return self.write_kept_lines()
+        self.write_kept_lines()
+        return not self._kept
 
     def write_kept_lines(self) -> bool:
         """Write what was kept, earlier files first. True if nothing is left. Never raises."""
+        refusal = self._write_earlier()
         try:
-            if self._earlier is not None and not self._write_earlier():
-                return False
             while self._kept:
                 self._write_line_or_nothing(self._kept[0])
                 self._kept.popleft()
         except OSError as error:
-            self.refusal = error
-            return False
-        self.refusal = None
-        return True
+            refusal = error
+        self.refusal = refusal
+        return refusal is None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -81,17 +81,17 @@ class EventFile:
         if self._earlier is not None:
             self._earlier.close()
 
-    def _write_earlier(self) -> bool:
-        """False while the disk refuses lines of the earlier file."""
-        assert self._earlier is not None
+    def _write_earlier(self) -> OSError | None:
+        """What the disk says while it refuses lines of the earlier file; None without any left."""
+        if self._earlier is None:
+            return None
         if not self._earlier.write_kept_lines():
-            self.refusal = self._earlier.refusal
-            return False
+            return self._earlier.refusal
         # What it dropped stays lost, and is told with what this file lost.
         self._num_dropped += self._earlier.num_unwritten
         self._earlier.close()
         self._earlier = None
-        return True
+        return None
 
     def _write_line_or_nothing(self, line: bytes) -> None:
         """Write a line as a whole or not at all: a part of it that found room is taken back."""

@@ -195,6 +195,7 @@ def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
             remarks.append(f"the {name} has no end on record")
         if facts.num_restarts:
             remarks.append(f"the {name} was restarted {facts.num_restarts} times")
+        remarks += [f"of the {name}, {gap}" for gap in facts.reading_gaps]
     return remarks
 
 

@@ -212,15 +212,16 @@ class EventLogReader:
         offset, num_torn_bytes = self._offsets.get(path, 0), 0
         try:
             with open_regular_file(path) as file:
-                if os.fstat(file.fileno()).st_size <= offset:
-                    return
-                file.seek(offset)
-                for line in read_bounded_lines(file):
-                    if not with_torn_line and not line.endswith(b"\n"):
-                        num_torn_bytes = len(line)
-                    elif line.strip():
-                        yield line
-                self._offsets[path] = file.tell() - num_torn_bytes
+                if os.fstat(file.fileno()).st_size > offset:
+                    file.seek(offset)
+                    for line in read_bounded_lines(file):
+                        if not with_torn_line and not line.endswith(b"\n"):
+                            num_torn_bytes = len(line)
+                        elif line.strip():
+                            yield line
+                    self._offsets[path] = file.tell() - num_torn_bytes
+            # Nothing of it is missing any more, should an earlier read have failed.
+            self.log.unreadable_files.pop(path.name, None)
         except FileNotFoundError:
             # It was removed a moment ago.
             return
