@@ -365,11 +365,13 @@ def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
         }
     )
     plan = make_plan(job, cluster=Cluster("cpu", 8, 160 * 2**30))
-    state = sum(
-        plan.chosen.predicted_bytes[kind] for kind in ("parameters", "gradients", "optimizer")
+    # The peak is in the forward, before gradients are there.
+    assert plan.chosen.predicted_bytes["activations"] > plan.chosen.predicted_bytes["gradients"]
+    state = max(
+        sum(phase[kind] for kind in ("parameters", "gradients", "optimizer"))
+        for phase in plan.chosen.phases.values()
     )
     assert abs(state / (plan.num_params * 16 / 8) - 1) < 0.001
-    assert any("as sharding rules cut them" in reason for reason in plan.reasons)
     staged = make_plan(
         job.model_copy(update={"parallel": job.parallel.model_copy(update={"tp": 4, "pp": 2})}),
         cluster=Cluster("cpu", 8, 160 * 2**30),
