@@ -20,7 +20,7 @@ import psutil
 import pytest
 from test_launch_entries import Payload
 
-from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
+from phalanx.core.errors import ExitCode
 from phalanx.launch import server_process
 from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
 from phalanx.launch.outcome import RunOutcome
@@ -437,7 +437,8 @@ def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> No
     outcome = run.supervise(
         "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
     )
-    assert outcome == RunOutcome(75, "preempted", EXIT_CODE_MEANING[ExitCode.PREEMPTED], 1)
+    message = "stopped by SIGTERM; the checkpoint of step 40 stands"
+    assert outcome == RunOutcome(75, "preempted", message, 1)
 
 
 def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
@@ -448,6 +449,17 @@ def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
         "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
     )
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 1)
+    assert outcome.message == "stopped by SIGTERM to a rank; the checkpoint of step 40 stands"
+
+
+def test_a_closed_terminal_is_named_at_the_end(run: Run) -> None:
+    on_tick = once(
+        lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGHUP)
+    )
+    outcome = run.supervise("trains", on_tick=on_tick)
+    assert (outcome.exit_code, outcome.status) == (75, "preempted")
+    closed = "SIGHUP (the terminal was closed)"
+    assert outcome.message == f"stopped by {closed}; the checkpoint of step 40 stands"
 
 
 def test_one_ctrl_c_saves(run: Run) -> None:

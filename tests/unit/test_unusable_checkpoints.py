@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from test_retention import save
+
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, Event
-from phalanx.run.training_attempts import _read_unusable_steps
+from phalanx.run.training_attempts import _read_unusable_steps, describe_newest_checkpoint
 
 
 def saved(step: int) -> Event:
@@ -34,3 +37,22 @@ def test_a_checkpoint_is_unusable_until_it_is_saved_again(tmp_path: Path) -> Non
     assert _read_unusable_steps(tmp_path) == {30}
     write(tmp_path, 11, saved(30), unusable(30))
     assert _read_unusable_steps(tmp_path) == {30}
+
+
+def test_the_checkpoint_that_stands_is_the_newest_that_can_be_read(tmp_path: Path) -> None:
+    """And the end of a run tells "none is there" from what it could not see."""
+    store = open_store_of_run(tmp_path, None)
+    assert describe_newest_checkpoint(store, ()) == "no checkpoint is there"
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    assert describe_newest_checkpoint(store, ()) == "the checkpoint of step 20 stands"
+    assert describe_newest_checkpoint(store, {20}) == "the checkpoint of step 10 stands"
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-20" / "manifest.json").write_text("garbage")
+    assert describe_newest_checkpoint(store, ()) == "the checkpoint of step 10 stands"
+    (checkpoints / "step-10" / "manifest.json").unlink()
+    assert describe_newest_checkpoint(store, ()) == "no checkpoint can be used"
+    checkpoints.rename(tmp_path / "aside")
+    # As a mount leaves it that does not answer: there, and it cannot be listed.
+    checkpoints.write_text("")
+    assert describe_newest_checkpoint(store, ()) == "checkpoints cannot be seen now"

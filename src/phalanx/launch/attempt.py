@@ -80,10 +80,16 @@ class RankExit:
 
 @dataclass
 class StopRequest:
-    """A request to stop, once there is one. `at_once`: Ctrl-C a second time."""
+    """A request to stop, once there is one: SIGINT, SIGTERM or SIGHUP. `at_once`: Ctrl-C a second
+    time."""
 
     signal: signal.Signals | None = None
     at_once: bool = False
+
+    @property
+    def signal_to_ranks(self) -> int:
+        """What the ranks are told: they know two kinds of stops, SIGINT and SIGTERM."""
+        return int(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
 
 
 @dataclass
@@ -347,12 +353,9 @@ class AttemptWatch:
 
     def _handle_signal(self, number: int) -> None:
         if self._stop.signal is None:
-            # SIGHUP, too, is told to the ranks as SIGTERM: they know two kinds of stops.
-            self._stop.signal = signal.SIGTERM
-            if number == signal.SIGINT:
-                self._stop.signal = signal.SIGINT
+            self._stop.signal = signal.Signals(number)
             self._grace_until = min(self._grace_until, time.monotonic() + self._spec.grace_s)
-            self._server.link.send(SendSignalToRanks(int(self._stop.signal)))
+            self._server.link.send(SendSignalToRanks(self._stop.signal_to_ranks))
             self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
@@ -480,7 +483,13 @@ def describe_stop_on_signal(number: int, grace_s: float) -> str:
     """What is said when a signal asks for a stop."""
     if number == signal.SIGINT:
         return "stopping after this step and saving; press Ctrl-C again to stop at once"
+    name = name_stop_signal(number)
+    return f"{name}: stopping after this step and saving, within {grace_s:g} s"
+
+
+def name_stop_signal(number: int) -> str:
+    """ "SIGTERM"; of one that people do not send by name, what it means."""
     name = signal.Signals(number).name
     if number == signal.SIGHUP:
         name += " (the terminal was closed)"
-    return f"{name}: stopping after this step and saving, within {grace_s:g} s"
+    return name

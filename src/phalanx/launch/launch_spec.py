@@ -32,6 +32,10 @@ class AttemptPlanner(Protocol):
         """The step of the newest checkpoint, from which a restart continues; 0 without one."""
         ...
 
+    def describe_what_stands(self) -> str:
+        """The newest checkpoint that can be read, or why none is named, in words."""
+        ...
+
     def go_back(self, roll_back: RollBack) -> None:
         """Have the next attempt begin at a checkpoint that all ranks agreed to go back to."""
         ...
@@ -62,6 +66,13 @@ class AttemptPlanner(Protocol):
         ...
 
 
+def describe_checkpoint_that_stands(step: int) -> str:
+    """ "the checkpoint of step 40 stands"; that there is none for step 0."""
+    if step < 1:
+        return "no checkpoint is there"
+    return f"the checkpoint of step {step} stands"
+
+
 @dataclass(frozen=True)
 class RepeatedAttempts:
     """Attempts that are all laid out alike, of work that changes nothing after a failure."""
@@ -75,6 +86,9 @@ class RepeatedAttempts:
 
     def find_newest_step(self) -> int:
         return self.newest_step
+
+    def describe_what_stands(self) -> str:
+        return describe_checkpoint_that_stands(self.newest_step)
 
     def go_back(self, roll_back: RollBack) -> None:
         """Change nothing: the ranks find the checkpoint themselves."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
+from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.roll_back import RollBack
-from phalanx.launch.attempt import AttemptEnd, StopRequest
+from phalanx.launch.attempt import AttemptEnd, StopRequest, name_stop_signal
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.outcome import RunOutcome
@@ -165,7 +165,8 @@ class RecoveryPolicy:
         if stop.at_once or stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
         if stop.at_once:
-            return self._stop(code, f"stopped at once by Ctrl-C; {self._describe_what_stands()}")
+            stands = self._attempts.describe_what_stands()
+            return self._stop(code, f"stopped at once by Ctrl-C; {stands}")
         if end.exit_codes == {ExitCode.OK}:
             return self._finish()
         if not end.exits and not end.waiting:
@@ -174,40 +175,37 @@ class RecoveryPolicy:
             return self._stop(code, self._describe_leaving(end, stop))
         if failure.step < 1 and failure.cause == "signal":
             return self._stop(
-                code, f"stopped before the first step; {self._describe_what_stands()}"
+                code, f"stopped before the first step; {self._attempts.describe_what_stands()}"
             )
         if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_rank_failed(failure)
             return self._fail(failure.exit_code, failure.report)
-        return self._stop(
-            code, f"failed while stopping; {self._describe_what_stands()}\n{failure.report}"
-        )
+        stands = self._attempts.describe_what_stands()
+        return self._stop(code, f"failed while stopping; {stands}\n{failure.report}")
 
     def _describe_leaving(self, end: AttemptEnd, stop: StopRequest) -> str:
-        """The message about ranks that were asked to stop, `stop` says by which signal if the
-        command was; empty if nothing is to be said but the meaning of the exit code."""
+        """The message about ranks that were asked to stop; `stop` says by which signal if the
+        command was, and not one of its ranks."""
         if end.grace_over or not end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES}:
             return (
                 "the ranks did not save within the grace period and were killed;"
-                f" {self._describe_what_stands()}"
+                f" {self._attempts.describe_what_stands()}"
             )
-        if ExitCode.PREEMPTED in end.exit_codes:
-            return ""
-        sender = "Ctrl-C" if stop.signal == signal.SIGINT else "SIGINT to a rank"
-        return f"stopped by {sender}; {self._describe_what_stands()}"
-
-    def _describe_what_stands(self) -> str:
-        step = self._attempts.find_newest_step()
-        if step < 1:
-            return "no checkpoint is there"
-        return f"the checkpoint of step {step} stands"
+        if stop.signal == signal.SIGINT:
+            sender = "Ctrl-C"
+        elif stop.signal is not None:
+            sender = name_stop_signal(stop.signal)
+        else:
+            was_terminated = ExitCode.PREEMPTED in end.exit_codes
+            sender = f"{'SIGTERM' if was_terminated else 'SIGINT'} to a rank"
+        return f"stopped by {sender}; {self._attempts.describe_what_stands()}"
 
     def _finish(self) -> RunOutcome:
         return self._build_outcome(ExitCode.OK, "finished", "")
 
     def _stop(self, code: ExitCode, message: str) -> RunOutcome:
         status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
-        return self._build_outcome(code, status, message or EXIT_CODE_MEANING[code])
+        return self._build_outcome(code, status, message)
 
     def _fail(self, code: int, message: str) -> RunOutcome:
         return self._build_outcome(code, "failed", message)

@@ -159,9 +159,8 @@ class _Supervisor:
             reports, signals = self._waiter.wait(server.link)
             # Before the reports: PreloadFinished may have come in the same moment.
             if signals:
-                self._stop.signal = signal.SIGTERM
-                if signal.SIGINT in signals:
-                    self._stop.signal = signal.SIGINT
+                first = signal.SIGINT if signal.SIGINT in signals else signals[0]
+                self._stop.signal = signal.Signals(first)
                 server.kill()
                 return end
             for report in reports:

@@ -5,12 +5,16 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
+from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.roll_back import RollBack
+from phalanx.launch.launch_spec import describe_checkpoint_that_stands
 from phalanx.launch.slow_ranks import SlowRankWatch
 from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, Event
 from phalanx.observe.tail import read_recorded_events
@@ -84,6 +88,9 @@ class TrainingAttempts:
             return 0
         return max(steps - self._unusable_steps, default=0)
 
+    def describe_what_stands(self) -> str:
+        return describe_newest_checkpoint(self._run.store, self._unusable_steps)
+
     def go_back(self, roll_back: RollBack) -> None:
         self._roll_backs.add(roll_back)
 
@@ -104,6 +111,22 @@ class TrainingAttempts:
 
     def describe_last_change(self) -> str:
         return self._elastic.describe_last_change()
+
+
+def describe_newest_checkpoint(store: Store, unusable_steps: Container[int]) -> str:
+    """The newest checkpoint of `store` whose manifest can be read, in words, except those that
+    ranks could not use; or that none is there, can be used, or can be seen."""
+    try:
+        folders = store.folders()
+    except (OSError, CheckpointError):
+        return "checkpoints cannot be seen now"
+    for folder in reversed(folders):
+        if folder.step not in unusable_steps:
+            with suppress(OSError, CheckpointError):
+                return describe_checkpoint_that_stands(read_manifest(folder).step)
+    if folders:
+        return "no checkpoint can be used"
+    return describe_checkpoint_that_stands(0)
 
 
 def _read_unusable_steps(run_dir: Path) -> set[int]:
