@@ -4,9 +4,10 @@ in one of torchft where it is installed.
     python benchmarks/drill_peers.py [--trials 3] [--out ROWS.jsonl]
 
 Two ranks, data parallel over gloo, a checkpoint every 10 steps; rank 1 is struck in step 25. Both
-sides are measured in the same way: from the moment that the rank writes down right before it is
-struck to the first line that names a failure, and to the end of the first step that was never done
-before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on from, and a
+sides are measured from the moment that the rank writes down right before it is struck: to
+phalanx's first event of the failure, or to the line of torchrun's agent that a rank failed (errors
+that the ranks themselves print before it are not looked at); and to the end of the first step that
+was never done before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on from, and a
 timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a freeze).
 How torchft is measured, which trains on without a replica: drill_torchft.py.
 """
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,12 @@ def measure_phalanx(faults: list[str], folder: Path, trial: int) -> list[dict]:
     return rows
 
 
+def _format_most_lost(lost: Sequence[int | None]) -> str:
+    """The most steps that a trial lost; a dash where nobody counted them."""
+    counted = [number for number in lost if number is not None]
+    return str(max(counted)) if counted else "–"
+
+
 def _round(seconds: float) -> float | None:
     return round(seconds, 3) if math.isfinite(seconds) else None
 
@@ -215,7 +223,7 @@ def print_table(rows: list[dict]) -> None:
                     *(fault, side, str(len(of)), _spread(of, "detected_s"), f"{named}/{len(of)}"),
                     _spread(of, "trained_again_s"),
                     _spread(of, "all_again_s"),
-                    str(max(row["lost_steps"] for row in of)),
+                    _format_most_lost([row["lost_steps"] for row in of]),
                     f"{sum(row['exit_code'] == 0 for row in of)}/{len(of)}",
                 ]
                 print(f"| {' | '.join(cells)} |")

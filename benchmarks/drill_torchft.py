@@ -136,7 +136,7 @@ def measure_torchft(fault: str, folder: Path, struck: tuple[int, int]) -> dict[s
         "named": struck[0] if AGENT_SAYS in said else None,
         "trained_again_s": _round(min((line[2] for line in later), default=math.nan) - struck_s),
         "all_again_s": _round(whole[0] - struck_s) if is_whole else None,
-        "lost_steps": 0,
+        "lost_steps": None,  # what the struck replica had begun is not counted
         "exit_code": 0 if is_whole else 1,
         "wall_s": _round(time.monotonic() - began_s),
         "why": "" if is_whole else "the replica that was struck did not come back",

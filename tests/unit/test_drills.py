@@ -28,7 +28,13 @@ from phalanx.drills.campaign import (
     select_newest_rows,
 )
 from phalanx.drills.command import CommandEnd
-from phalanx.drills.drive import DrillRequest, DrillResult, read_job_facts, run_drill
+from phalanx.drills.drive import (
+    DrillRequest,
+    DrillResult,
+    _count_runs_to_come,
+    read_job_facts,
+    run_drill,
+)
 from phalanx.drills.fault_code import digest_fault_code
 from phalanx.drills.job import load_drilled_job, measure_job
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
@@ -307,10 +313,12 @@ class RecordedRunner(TrialRunner):
 
     record: RunRecord = field(kw_only=True)
     code: int = field(kw_only=True)
+    limits_s: list[float] = field(default_factory=list, kw_only=True)
 
     def train(
         self, name: str, overrides: Sequence[str], limit_s: float
     ) -> tuple[RunRecord, CommandEnd]:
+        self.limits_s.append(limit_s)
         return self.record, CommandEnd(self.code, 9.0, False, 9.0, 9.0, 0)
 
 
@@ -341,10 +349,22 @@ def test_each_trial_of_a_shared_run_is_judged_by_its_own_part(tmp_path: Path) ->
     assert done[0].measured.ranks == (first.rank,)
     assert done[0].measured.detected_s == pytest.approx(0.1)
     assert done[1].measured.trained_again_s is None
+    # The undisturbed run has as many parts as the disturbed one.
+    assert runner.limits_s == [runner.find_limit_s(UndisturbedRun(tmp_path, straight, 5.0))]
     # The end of the run is that of all who struck in it.
     assert [each.measured.exit_codes for each in done] == [(10,), (10,)]
     assert set(done[1].losses) == set(range(41, second.step))
     assert set(done[1].undisturbed_losses) == set(range(41, 81))
+
+
+def test_runs_to_come_count_what_is_left_of_a_shared_one_and_its_undisturbed_run() -> None:
+    shape = DrillShape(num_ranks=2, num_steps=40, save_every_steps=10)
+    trials = draw_trials(["kill"], shape, seed=0, repeats=3)
+    shared, alone = tuple(trials), (trials[2],)
+    assert _count_runs_to_come([shared], {}) == 2
+    # One of three did not come to strike: its run, and one undisturbed of its own length.
+    assert _count_runs_to_come([alone], {3}) == 2
+    assert _count_runs_to_come([alone, alone], {1, 3}) == 2
 
 
 # --- bars -----------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
-from phalanx.observe.bus import build_event_file_path
+from phalanx.observe.bus import Bus, build_event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
+from phalanx.report.facts import describe_skipped_steps
 from phalanx.report.page import CONTENT_SECURITY_POLICY, write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.sections.curves import find_step_range
@@ -722,3 +723,27 @@ def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFix
     assert (told["is_running"], told["failure"]) == (False, lines[1])
     text = Page(run.directory / "report.html").text
     assert text.index(lines[1]) < text.index("Steps done")
+
+
+def test_a_page_takes_the_place_of_no_file_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    bus = Bus(rank=0, run_dir=run)
+    bus.emit(events.RunFinished("finished", 0, 0, 1.0))
+    bus.close()
+    (events_file,) = (run / "events").iterdir()
+    before = events_file.read_bytes()
+    assert run_command_line(["report", str(run), "--out", str(events_file)]) == 2
+    assert "the page would overwrite a file of the run" in capsys.readouterr().err
+    assert events_file.read_bytes() == before
+    # Its own page is written anew.
+    for _ in range(2):
+        assert run_command_line(["report", str(run), "--out", str(run / "page.html")]) == 0
+
+
+def test_a_reason_of_a_later_release_is_named_as_it_is() -> None:
+    skipped = [events.StepSkipped(step, "too_hot", 1.0, 0, 1) for step in (1, 2, 3)]
+    assert describe_skipped_steps(range(1, 5), skipped) == (
+        "3 of 4 steps were not applied: 3 had the reason 'too_hot'"
+    )

@@ -110,8 +110,9 @@ def _describe_verdict(point: ScalingPoint) -> str:
     if not point.is_credible:
         return (
             f"{plural(point.num_ranks, 'rank')} reach {point.efficiency:.1%} of linear scaling,"
-            " which says nothing of scaling: the run on the fewest ranks was slow for a reason of"
-            " its own (on CPUs its ranks may have more threads: compare with OMP_NUM_THREADS=1)"
+            " which says little of scaling: the run on the fewest ranks may have been slow for a"
+            " reason of its own (on CPUs its ranks may have more threads: compare with"
+            " OMP_NUM_THREADS=1)"
         )
     verdict = "at least"
     if not point.is_good:

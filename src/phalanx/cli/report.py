@@ -41,6 +41,8 @@ def command(
             from phalanx.core.errors import UsageError
 
             raise UsageError("--out is for the page, and none is written here", fix="leave it out")
+        if out is not None:
+            _require_no_file_of_run(out, run_dir)
         if other is not None:
             return _compare(run_dir, _require_run(other), as_json=as_json)
         from phalanx.report.reduce import collect_run_facts
@@ -68,6 +70,22 @@ def command(
             print(f"warn    {gap}", file=sys.stderr)
         print(write_report(run_dir, facts, path=out))
     return 0
+
+
+def _require_no_file_of_run(out: Path, run_dir: Path) -> None:
+    """Raises UsageError where `out` is a file of the run that is no page: an event file, say."""
+    from phalanx.core.errors import UsageError
+
+    if not out.resolve().is_relative_to(run_dir.resolve()) or not out.is_file():
+        return
+    with out.open("rb") as file:
+        is_page = file.read(64).lstrip().lower().startswith(b"<!doctype html")
+    if not is_page:
+        raise UsageError(
+            "the page would overwrite a file of the run",
+            where=str(out),
+            fix="give another file, or leave --out out",
+        )
 
 
 def _require_run(run: str) -> Path:

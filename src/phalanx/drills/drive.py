@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,9 +169,9 @@ def _run_trials(
     on_progress: Callable[[DrillProgress], None],
 ) -> None:
     """Run each group of trials in one run, beside an undisturbed one of as many steps."""
-    clock = _RunClock(len(groups) + len({len(group) for group in groups}), on_progress)
     undisturbed: dict[int, UndisturbedRun] = {}
     pending = deque(groups)
+    clock = _RunClock(_count_runs_to_come(pending, undisturbed), on_progress)
     while pending:
         group = pending.popleft()
         sharing = len(group)
@@ -194,7 +194,14 @@ def _run_trials(
         alone = [(trial,) for trial in group if trial.key not in done]
         # The run ended before they came to strike.
         pending.extend(alone)
-        clock.num_runs += len(alone)
+        clock.num_runs = clock.num_begun + _count_runs_to_come(pending, undisturbed)
+
+
+def _count_runs_to_come(
+    pending: Collection[tuple[Trial, ...]], undisturbed: Collection[int]
+) -> int:
+    """One for each group, and an undisturbed one for each size of group that has none yet."""
+    return len(pending) + len({len(group) for group in pending} - set(undisturbed))
 
 
 def read_job_facts(job: Job) -> Any:

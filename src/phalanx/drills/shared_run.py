@@ -88,8 +88,8 @@ def run_shared_trials(
         *list_keys_of_shared_run(runner.shape, len(trials)),
         format_inject([text for trial in moved for text in trial.inject]),
     )
-    # A run of its own may take four times the undisturbed one: here each of them may.
-    record, end = runner.train(name, overrides, runner.find_limit_s(undisturbed) * len(trials))
+    # The undisturbed run has as many parts: the limit follows from all of them.
+    record, end = runner.train(name, overrides, runner.find_limit_s(undisturbed))
     planned = [PlannedStrike(each.fault, each.place, each.inject) for each in moved]
     answered = measure_strikes(record, planned, runner.shape, undisturbed.step_p99_s)
     is_bit_equal = compare_final_checkpoints(undisturbed.run_dir, record.run_dir)

@@ -65,7 +65,9 @@ def describe_skipped_steps(
     if num_skipped <= MAX_USUAL_SKIPPED_SHARE * len(steps):
         return None
     counts = Counter(reasons[step] for step in sorted(reasons.keys() & set(steps)))
-    texts = {reason: _TEXT_OF_SKIP_REASON.get(reason, "was skipped") for reason in counts}
+    texts = {
+        reason: _TEXT_OF_SKIP_REASON.get(reason, f"had the reason {reason!r}") for reason in counts
+    }
     if num_skipped < len(steps):
         causes = [f"{count:,} {texts[reason]}" for reason, count in counts.most_common()]
         verb = "was" if num_skipped == 1 else "were"

@@ -89,6 +89,7 @@ class ScalingPoint:
             "tokens_per_s": self.tokens_per_s,
             "efficiency": self.efficiency,
             "is_good": self.is_good,
+            "is_credible": self.is_credible,
             "lost": {name: round(share, 4) for name, share in self.lost.items()},
             "why_not": None,
         }
