@@ -7,8 +7,9 @@ Two ranks, data parallel over gloo, a checkpoint every 10 steps; rank 1 is struc
 sides are measured from the moment that the rank writes down right before it is struck: to
 phalanx's first event of the failure, or to the line of torchrun's agent that a rank failed (errors
 that the ranks themselves print before it are not looked at); and to the end of the first step that
-was never done before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on from, and a
-timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a freeze).
+was never done before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on
+from, and a timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a
+freeze).
 How torchft is measured, which trains on without a replica: drill_torchft.py.
 """
 
