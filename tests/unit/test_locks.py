@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,9 +17,14 @@ from phalanx.checkpoint.ownership import run_lock as locks
 from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE_NAME, read_fencing_token_number
 from phalanx.checkpoint.ownership.run_lock import (
     LOCK_FILE_NAME,
+    LockHolder,
+    find_live_holder,
     holding_run_lock,
+    look_for_holder_process,
+    read_lock_holder,
     refuse_run_of_live_job,
 )
+from phalanx.core import process_stat
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
@@ -57,6 +63,12 @@ def end(process: subprocess.Popen[str]) -> None:
 def written(run_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run_dir / LOCK_FILE_NAME).read_text())
     return found
+
+
+def read_holder(run_dir: Path) -> LockHolder:
+    holder = read_lock_holder(run_dir / LOCK_FILE_NAME)
+    assert holder is not None
+    return holder
 
 
 def leave(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -258,3 +270,51 @@ def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> N
         pytest.raises(CheckpointError, match="number of restarts"),
     ):
         lock.acquire_token_for_attempt()
+
+
+UNREADABLE = Path("/proc/sys/vm/compact_memory")
+LOOK_AS_ANOTHER_USER = """
+import os, pathlib, sys
+from phalanx.checkpoint.ownership.run_lock import look_for_holder_process, read_lock_holder
+run_dir = pathlib.Path(sys.argv[1])
+holder = read_lock_holder(run_dir / "lock")
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+print(look_for_holder_process(holder))
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs a /proc to hide"
+)
+@pytest.mark.parametrize(("is_alive", "told"), [(True, "hidden"), (False, "gone")])
+def test_a_job_that_proc_hides_is_not_called_gone(
+    tmp_path: Path, is_alive: bool, told: str
+) -> None:
+    """Under hidepid=2, /proc says of another user's job that there is none."""
+    pid = os.getpid() if is_alive else 2**22 + 1
+    leave(tmp_path, pid=pid)
+    command = [sys.executable, "-c", LOOK_AS_ANOTHER_USER, str(tmp_path)]
+    hidden = 'mount -t proc -o hidepid=2 proc /proc || exit 77; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hidden, "sh", *command], capture_output=True, text=True
+    )
+    if done.returncode == 77:
+        pytest.skip("no /proc can be mounted here")
+    assert done.stdout.strip() == told, done.stderr
+
+
+@pytest.mark.skipif(not UNREADABLE.exists(), reason="needs a file that nobody may read")
+def test_a_job_that_proc_refuses_to_tell_of_counts_as_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SELinux does it: only the answer of /proc is made up, and it is that of a real file."""
+    holder_file = leave(tmp_path)
+    assert look_for_holder_process(read_holder(tmp_path)) == "alive"
+    # Root may read every process's stat; this file nobody may read.
+    monkeypatch.setattr(process_stat, "Path", lambda path: UNREADABLE)
+    assert look_for_holder_process(read_holder(tmp_path)) == "unseen"
+    holder = find_live_holder(tmp_path)
+    assert holder is not None
+    assert holder.pid == holder_file["pid"]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.best import record_best_step
-from phalanx.checkpoint.ownership.run_lock import holding_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, holding_run_lock
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
@@ -28,6 +28,7 @@ from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report.facts import describe_skipped_steps
 from phalanx.report.page import CONTENT_SECURITY_POLICY, write_report
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.run_status import describe_last_failure
 from phalanx.report.sections.curves import find_step_range
 from phalanx.report.summary import build_run_json
 
@@ -747,3 +748,45 @@ def test_a_reason_of_a_later_release_is_named_as_it_is() -> None:
     assert describe_skipped_steps(range(1, 5), skipped) == (
         "3 of 4 steps were not applied: 3 had the reason 'too_hot'"
     )
+
+
+def test_of_a_job_that_cannot_be_seen_nobody_says_that_it_runs(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another machine, whose lock stays where it went down."""
+    run.start()
+    run.steps(range(1, 17))
+    with holding_run_lock(run.directory) as lock:
+        left = asdict(lock.holder)
+    (run.directory / LOCK_FILE_NAME).write_text(json.dumps(left | {"host": "node-17"}))
+    assert run_command_line(["report", str(run.directory)]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("whether it runs cannot be seen from here, 16 steps are done: locked by")
+    assert "on node-17 since" in line
+    assert re.search(r" of another machine; last event .+ ago$", line)
+    assert build_run_json(collect_run_facts(run.directory))["is_running"] is None
+
+
+def test_a_failure_of_an_earlier_command_is_no_reason_for_the_end(run: Run) -> None:
+    run.start()
+    run.steps(range(1, 17))
+    run.say(events.RankFailed(1, 17, "forward", "exception", "ValueError: old", 0.1), rank=-1)
+    run.say(events.RunFinished("failed", 7, 16, 9.0), rank=-1)
+    assert "old" in describe_last_failure(collect_run_facts(run.directory))
+    # Resumed, it ended before its ranks started.
+    run.say(events.Note(events.RESUMED, {"step": 16}), rank=-1, attempt=1)
+    run.say(events.RunFinished("failed", 4, 16, 9.0), rank=-1, attempt=1)
+    assert describe_last_failure(collect_run_facts(run.directory)) == ""
+
+
+def test_a_failure_of_a_run_that_was_not_said_to_be_resumed_is_none_of_the_next_end(
+    run: Run,
+) -> None:
+    """Runs of early releases, and ranks of other launchers, come again without a word."""
+    run.start()
+    run.steps(range(1, 17))
+    run.say(events.RankFailed(1, 17, "forward", "exception", "ValueError: old", 0.1), rank=-1)
+    run.say(events.RunFinished("failed", 7, 16, 9.0), rank=-1)
+    run.say(events.Note("server_ready", {}), rank=-1, attempt=1)
+    run.say(events.RunFinished("failed", 4, 16, 9.0), rank=-1, attempt=1)
+    assert describe_last_failure(collect_run_facts(run.directory)) == ""

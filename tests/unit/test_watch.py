@@ -24,7 +24,8 @@ from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.report.live.live_page import LivePage
 from phalanx.report.live.page_server import PageServer, open_page_server
-from phalanx.report.page import CONTENT_SECURITY_POLICY
+from phalanx.report.page import CONTENT_SECURITY_POLICY, render_page
+from phalanx.report.reduce import collect_run_facts
 
 LAYOUT = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
 
@@ -332,3 +333,19 @@ def test_of_a_run_that_has_ended_nobody_says_that_it_goes_on(run: LiveRun) -> No
     assert describe_run_beside_page(run.directory) == "the run is not disturbed"
     run.finish("failed", 1)
     assert describe_run_beside_page(run.directory) == "the run failed after step 40"
+
+
+def test_an_end_that_names_the_newest_saved_step_is_told_with_the_last_one_done(
+    run: LiveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As earlier releases recorded it: nothing was saved by step 16."""
+    run.train(16)
+    run._supervisor.emit(events.RunFinished("failed", 7, 0, 12.0))
+    assert describe_run_beside_page(run.directory) == "the run failed after step 16"
+    assert _app.run_command_line(["watch", str(run.directory), "--terminal"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith(": failed after step 16, exit code 7\n")
+    assert "before the first step" not in shown
+    facts = collect_run_facts(run.directory)
+    assert "failed after step 16" in str(render_page(facts))
+    assert "before the first step" not in str(render_page(facts))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.core.files import open_regular_file
 from phalanx.observe.events import BaselineMeasured, RunFinished
+from phalanx.observe.last_step import read_last_recorded_step
 from phalanx.observe.tail import SUPERVISOR_FILE_NAME, parse_valid_event_line
 
 _TAIL_BYTES = 64 * 2**10
@@ -26,6 +29,13 @@ def read_recorded_end(run_dir: Path) -> RunFinished | None:
         if envelope is None or isinstance(envelope.event, BaselineMeasured):
             continue
         if isinstance(envelope.event, RunFinished):
-            return envelope.event
+            return _name_last_recorded_step(run_dir, envelope.event)
         return None
     return None
+
+
+def _name_last_recorded_step(run_dir: Path, end: RunFinished) -> RunFinished:
+    """The newest end of a run with the last step that is on record: that of an earlier release
+    names the newest that was saved."""
+    recorded = read_last_recorded_step(run_dir, 0, before_attempt=sys.maxsize)
+    return replace(end, step=max(int(end.step), recorded))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.observe import events
 from phalanx.observe.attempt_starts import AttemptStarts
+from phalanx.observe.events import Envelope
 from phalanx.report.event_log import EventLog
 from phalanx.report.facts import RunAttempt, StepColumns
 from phalanx.report.formats import finite_or_zero
@@ -115,3 +116,21 @@ def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
             )
         )
     return attempts
+
+
+def name_last_steps_of_ends(story: list[Envelope], log: EventLog) -> list[Envelope]:
+    """The story with the last recorded step in each end of a run: those of earlier releases name
+    the newest that was saved."""
+    newest_attempt, told = -1, []
+    for envelope in story:
+        if isinstance(envelope.event, events.RunStarted):
+            newest_attempt = max(newest_attempt, envelope.attempt)
+        elif isinstance(envelope.event, events.RunFinished):
+            # Its own number may be that of an attempt whose ranks left no word.
+            until = max(newest_attempt, envelope.attempt)
+            done = [number for number in log.lead_steps if number <= until]
+            if done:
+                last = max(envelope.event.step, log.lead_steps[max(done)].step[-1])
+                envelope = replace(envelope, event=replace(envelope.event, step=int(last)))
+        told.append(envelope)
+    return told

@@ -36,6 +36,7 @@ from phalanx.report.formats import finite_or_zero
 from phalanx.report.history import (
     StepHistory,
     list_attempts,
+    name_last_steps_of_ends,
     select_skips_not_redone,
     select_steps_not_redone,
 )
@@ -77,7 +78,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     problems: list[str] = []
     plan = _read_json_object(run_dir / "plan.json", problems)
     job = _read_json_object(run_dir / "job.json", problems)
-    story = _order_story_events(log)
+    story = name_last_steps_of_ends(_order_story_events(log), log)
     steps, history = select_steps_not_redone(log)
     status, finished = _find_run_status(story)
     timeline = log.times.build_measured_timeline()

@@ -24,12 +24,13 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
 
     Losses are per target: nats per token where `loss_unit` says so.
     """
-    end = find_run_end(facts)
+    end, job = find_run_end(facts), find_job_of_run(facts)
     return {
         "run_dir": str(facts.run_dir),
         "name": facts.name,
         "status": facts.status,
-        "is_running": find_job_of_run(facts) is not None,
+        # None where its job cannot be seen from here.
+        "is_running": job.is_alive if job is not None else False,
         "exit_code": int(end.exit_code) if end is not None else None,
         "failure": describe_last_failure(facts) or None,
         "step": facts.last_step,

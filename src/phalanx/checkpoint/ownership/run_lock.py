@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
 from phalanx.core.errors import RunLockedError
@@ -38,6 +39,8 @@ _LOCK_FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 # What flock answers on file systems without it, some network ones among them.
 _FLOCK_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+HolderState = Literal["alive", "gone", "unseen", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,30 @@ def refuse_run_of_live_job(run_dir: Path) -> None:
 def find_live_holder(run_dir: Path) -> LockHolder | None:
     """The job that has `run_dir`; None if none has, or its process is gone.
 
-    One of another machine, which cannot be seen from here, counts as alive.
+    One that cannot be seen from here, as that of another machine, counts as alive. Not so one that
+    is "hidden": a number of a process alone keeps nobody out, and whether it holds the flock shows
+    when the lock is taken.
     """
     holder = read_lock_holder(run_dir / LOCK_FILE_NAME)
-    if holder is None or _is_holder_process_dead(holder):
+    if holder is None or look_for_holder_process(holder) in ("gone", "hidden"):
         return None
     return holder
+
+
+def look_for_holder_process(holder: LockHolder) -> HolderState:
+    """Whether the holder's process lives. "unseen": it is of another machine, or /proc refuses to
+    tell. "hidden": a process of another user has its number, and /proc shows none of these (the
+    mount option hidepid)."""
+    if holder.host != socket.gethostname():
+        return "unseen"
+    try:
+        if not _is_holder_process_dead(holder):
+            return "alive"
+    except OSError:
+        return "unseen"
+    # Where processes are hidden, /proc answers as if there were none; signals do not.
+    is_hidden = holder.boot_id == _read_boot_id() and _is_process_hidden(holder.pid)
+    return "hidden" if is_hidden else "gone"
 
 
 def _acquire_run_lock(path: Path) -> RunLock:
@@ -269,6 +290,19 @@ def _is_holder_process_dead(holder: LockHolder) -> bool:
     if holder.boot_id != _read_boot_id():
         return True
     return _read_process_start_time(holder.pid) != holder.start_time
+
+
+def _is_process_hidden(pid: int) -> bool:
+    """True if there is a process `pid` that /proc does not show to this user."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
