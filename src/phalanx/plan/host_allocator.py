@@ -30,8 +30,8 @@ RETAINED_SHARE_OF_OTHER_MOMENTS = 1.0
 # Of the gradients that microbatches add up in DDP's buckets: true peaks are that much higher, in
 # the second step (5 rows of benchmarks/memory_truth.py: 0.4 to 1.2). A dry run has none of it.
 RETAINED_SHARE_OF_BUCKETS = 0.7
-# Graphs and code of torch.compile in a rank. Measured in one configuration.
-COMPILER_BYTES = 56 * MIB
+# Graphs and code of torch.compile in a rank, without its imports: 2 to 40 MiB (docs/memory.md).
+COMPILER_BYTES = 40 * MIB
 # Larger blocks are mapped, and returned as they are freed: mallopt(3), MALLOPT_MMAP_THRESHOLD.
 # Smaller thresholds return more, and cost page faults where activations are many:
 # docs/benchmarks.md.

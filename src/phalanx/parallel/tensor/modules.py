@@ -52,7 +52,12 @@ def make_row_parallel(part: nn.Module, name: str, group: TensorParallelGroup, si
     added once."""
     if isinstance(part, nn.Linear):
         part.in_features = size
-    part.forward = functools.partial(_row_parallel_forward, part, name, group)  # type: ignore[method-assign]
+
+    # No partial: a compiler takes each for another function, and compiles each block anew.
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return _row_parallel_forward(part, name, group, x)
+
+    part.forward = forward  # type: ignore[method-assign]
 
 
 def _row_parallel_forward(
