@@ -23,12 +23,17 @@ from phalanx.run.reliability_meter import HOUR_S, ReliabilityMeter
 BEGAN_S = 100.0
 
 
-def hear(meter: ReliabilityMeter, event: Event, *, rank: int = 0) -> None:
-    meter.add_event(Envelope(event, rank, 0, 1e9, 0, BEGAN_S))
+def hear(meter: ReliabilityMeter, event: Event, *, rank: int = 0, attempt: int = 0) -> None:
+    meter.add_event(Envelope(event, rank, attempt, 1e9, 0, BEGAN_S))
 
 
 def do_steps(
-    meter: ReliabilityMeter, first: int, last: int, phases_s: dict[str, float] | None = None
+    meter: ReliabilityMeter,
+    first: int,
+    last: int,
+    phases_s: dict[str, float] | None = None,
+    *,
+    attempt: int = 0,
 ) -> None:
     """Steps of 10 s each."""
     for step in range(first, last + 1):
@@ -47,7 +52,7 @@ def do_steps(
         }
         # What other ranks say of the same step counts once.
         for rank in (0, 1):
-            hear(meter, StepFinished(**values), rank=rank)
+            hear(meter, StepFinished(**values), rank=rank, attempt=attempt)
 
 
 def start(num_ranks: int, step: int) -> RunStarted:
@@ -136,8 +141,8 @@ def test_a_skipped_step_that_is_applied_after_a_restart_stands() -> None:
     hear(meter, StepSkipped(5, "nonfinite_gradients", 1.0, 0, 4))
     do_steps(meter, 5, 5)
     hear(meter, RankFailed(1, 6, "forward", "signal", "killed by SIGKILL", 0.1), rank=-1)
-    hear(meter, start(2, 4))
-    do_steps(meter, 5, 10)
+    hear(meter, start(2, 4), attempt=1)
+    do_steps(meter, 5, 10, attempt=1)
     hour = meter.take_hour(BEGAN_S + HOUR_S)
     assert hour is not None
     assert hour.goodput == pytest.approx(10 * 10.0 / HOUR_S)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from phalanx.observe import events
 from phalanx.observe.attempt_starts import AttemptStarts
 from phalanx.observe.events import Envelope
+from phalanx.observe.skipped_steps import SkippedSteps
 from phalanx.report.event_log import EventLog
 from phalanx.report.facts import RunAttempt, StepColumns
 from phalanx.report.formats import finite_or_zero
@@ -77,20 +78,12 @@ def _copy_step_row(source: StepColumns, row: int, target: StepColumns) -> None:
         column.append(source.groups_s[name][row])
 
 
-def select_skips_not_redone(
-    log: EventLog, steps: StepColumns, history: StepHistory
-) -> list[events.StepSkipped]:
+def select_skips_not_redone(log: EventLog, history: StepHistory) -> list[events.StepSkipped]:
     """Skipped steps that were not done, without a skip, by a later attempt."""
-    latest: dict[int, tuple[int, events.StepSkipped]] = {}
-    # By attempt, so that the last word on a step is the newest.
-    for envelope in sorted(log.rest, key=lambda envelope: envelope.attempt):
-        if isinstance(envelope.event, events.StepSkipped):
-            latest[int(envelope.event.step)] = (envelope.attempt, envelope.event)
-    skips = []
-    for step, (attempt, event) in sorted(latest.items()):
-        if history.attempt_of.get(step, attempt) <= attempt:
-            skips.append(event)
-    return skips
+    skipped = SkippedSteps()
+    for envelope in log.rest:
+        skipped.add_event(envelope)
+    return skipped.list_standing_skips(history.attempt_of)
 
 
 def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:

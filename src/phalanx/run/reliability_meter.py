@@ -18,6 +18,7 @@ from phalanx.observe.events import (
     StepFinished,
     StepSkipped,
 )
+from phalanx.observe.skipped_steps import SkippedSteps
 from phalanx.observe.time_groups import sum_productive_s
 
 HOUR_S = 3600.0
@@ -52,7 +53,7 @@ class ReliabilityMeter:
         self._hour = _Hour()
         self._number, self._hour_began_s = 0, began_s
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
-        self._skipped_step = -1
+        self._skipped = SkippedSteps()
         self._num_failures = 0
         self._saves: deque[CheckpointSaved] = deque(maxlen=_MAX_SAVES)
 
@@ -63,14 +64,13 @@ class ReliabilityMeter:
                 self._ranks = int(event.world_size)
                 self._most_ranks = max(self._most_ranks, self._ranks)
                 self._undo_steps_after(event.step)
-                self._skipped_step = -1
-            case StepSkipped() as event:
-                self._skipped_step = event.step
+            case StepSkipped():
+                self._skipped.add_event(envelope)
             case StepFinished() as event if envelope.rank == 0:
                 self._undo_steps_after(event.step - 1)
                 good_s = 0.0
-                # What was not applied did not get the run on. Said before the step's own event.
-                if event.step != self._skipped_step:
+                # What was not applied did not get the run on.
+                if self._skipped.find_skip(int(event.step), envelope.attempt) is None:
                     good_s = sum_productive_s(event.step_s, event.phases_s)
                 step = _Step(event.step, good_s, self._ranks, self._hour)
                 self._steps.append(step)

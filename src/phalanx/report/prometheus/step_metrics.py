@@ -14,6 +14,7 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
 )
 from phalanx.observe.loss_spikes import LossSpikeDetector
+from phalanx.observe.skipped_steps import SkippedSteps
 from phalanx.observe.time_groups import sum_productive_s
 from phalanx.report.prometheus.values import MetricValues
 
@@ -45,7 +46,7 @@ class StepMetrics:
         self._values = values
         self._spikes = LossSpikeDetector()
         self._newest_step = 0
-        self._overflow_step = self._skipped_step = -1
+        self._skipped = SkippedSteps()
         self._means: dict[tuple[str, str], _MovingMean] = {}
         self._standing_steps = array("d")
         self._standing_s = array("d")
@@ -60,7 +61,8 @@ class StepMetrics:
             self._add_seconds_of_rank(event, rank, 1)
             self._add_step_of_rank(event, rank)
             if envelope.rank == LEAD_RANK:
-                self._add_step(event)
+                skip = self._skipped.find_skip(int(event.step), envelope.attempt)
+                self._add_step(event, skip)
         elif isinstance(event, StepsSummed):
             self._add_seconds_of_rank(event, str(envelope.rank), max(int(event.num_steps), 1))
         elif isinstance(event, TimeBetweenSteps):
@@ -69,10 +71,7 @@ class StepMetrics:
             self._values.add(name, event.seconds, rank, event.activity)
         elif isinstance(event, StepSkipped):
             self._values.add("phalanx_skipped_steps_total", 1, event.reason)
-            self._skipped_step = int(event.step)
-            if event.reason == "overflow":
-                # How fp16's loss scale finds its height, and said before the step's own event.
-                self._overflow_step = int(event.step)
+            self._skipped.add_event(envelope)
         elif isinstance(event, RunStarted):
             self._values.set("phalanx_target_steps", event.total_steps)
             self._values.set("phalanx_step", event.step)
@@ -116,7 +115,7 @@ class StepMetrics:
         if event.reserved_bytes:
             values.set("phalanx_memory_reserved_bytes", event.reserved_bytes, rank)
 
-    def _add_step(self, event: StepFinished) -> None:
+    def _add_step(self, event: StepFinished, skip: StepSkipped | None) -> None:
         values, step = self._values, int(event.step)
         values.add("phalanx_steps_total", 1)
         values.add("phalanx_steps_redone_total", step <= self._newest_step)
@@ -128,25 +127,29 @@ class StepMetrics:
         values.set("phalanx_learning_rate", event.learning_rate)
         if event.loss_scale:
             values.set("phalanx_loss_scale", event.loss_scale)
-        values.add("phalanx_nonfinite_steps_total", self._is_nonfinite(event))
+        values.add("phalanx_nonfinite_steps_total", _is_nonfinite(event, skip))
         values.add("phalanx_loss_spikes_total", self._spikes.add_loss(event.loss) is not None)
         if math.isfinite(event.step_s) and event.step_s >= 0:
             values.observe_step_seconds(event.step_s)
-            self._add_standing_step(step, event)
+            self._add_standing_step(event, skip)
 
-    def _is_nonfinite(self, event: StepFinished) -> bool:
-        if math.isfinite(event.loss) and math.isfinite(event.grad_norm):
-            return False
-        return event.num_targets > 0 and event.step != self._overflow_step
-
-    def _add_standing_step(self, step: int, event: StepFinished) -> None:
+    def _add_standing_step(self, event: StepFinished, skip: StepSkipped | None) -> None:
+        step = int(event.step)
         # What an attempt did at or after the next one's first step is undone.
         while self._standing_steps and self._standing_steps[-1] >= step:
             self._standing_steps.pop()
             self.productive_s -= self._standing_s.pop()
         productive_s = 0.0
-        if step != self._skipped_step:
+        if skip is None:
             productive_s = sum_productive_s(event.step_s, event.phases_s)
         self._standing_steps.append(step)
         self._standing_s.append(productive_s)
         self.productive_s += productive_s
+
+
+def _is_nonfinite(event: StepFinished, skip: StepSkipped | None) -> bool:
+    if math.isfinite(event.loss) and math.isfinite(event.grad_norm):
+        return False
+    # By overflows fp16's loss scale finds its height.
+    has_overflowed = skip is not None and skip.reason == "overflow"
+    return event.num_targets > 0 and not has_overflowed
