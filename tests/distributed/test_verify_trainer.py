@@ -150,6 +150,17 @@ def test_other_jobs_equal_the_second_loop(
     assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
 
 
+def test_a_buffer_of_own_rows_is_the_reason_of_the_loss_that_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(MODULES)
+    sections = {"model": {"kind": "exam_models:WithMovingScale"}, "data": {"seq_len": 16}}
+    (row,) = rows_of("trainer-ddp", sections=sections).values()
+    assert row.first is not None
+    assert (row.first.what, row.first.step) == ("loss", 0)
+    assert row.first.cause.startswith("the forward changes the buffer scale by what it makes of")
+
+
 def test_an_optimizer_without_a_second_version_is_refused() -> None:
     job = {**DECODER, "optim": {"kind": "user_code:adam"}}
     (row,) = rows_of("trainer-ddp", sections=job).values()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from phalanx.verify.diagnosis import CHANGED_BUFFER_CAUSE
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import EVALUATED_STEPS, SAME_LAYOUT
 from phalanx.verify.trainer_errors import (
@@ -133,8 +134,10 @@ class StateComparator:
         size_kind = WEIGHT if kind == COPY else kind
         off = self._errors.find_wrong_tensors(sums, reference, size_kind, skipped_names)
         for name, (error, rank) in off.items():
-            if kind == BUFFER and is_evaluated:
-                cause = "a buffer is another one than before: an evaluation leaves its buffers"
+            if kind == BUFFER and not restored and step:
+                cause = _explain_wrong_buffer(
+                    name, is_evaluated, is_skipped=bool(record.get_step_record(step).skipped)
+                )
             elif kind in (WEIGHT, COPY, BUFFER):
                 cause = self._explain_wrong_weight(name, sums, step, record, restored, is_evaluated)
             else:
@@ -144,6 +147,15 @@ class StateComparator:
             yield make_tensor_difference(
                 kind_of_tensor, name, step, error, rank, held_blocks, cause
             )
+
+    def find_changed_buffer(
+        self, ranks: Sequence[StateObservation], record: SecondLoopRecord
+    ) -> str:
+        """A buffer that the step before `ranks` has left with other values; "" where there is
+        none."""
+        reference = record.get_step_record(ranks[0].step)
+        sums = [observed.tensors.get(BUFFER, {}) for observed in ranks]
+        return next(iter(self._errors.find_wrong_tensors(sums, reference, BUFFER, ())), "")
 
     def _explain_wrong_weight(
         self,
@@ -189,6 +201,14 @@ class StateComparator:
         if step and record.get_step_record(step).skipped:
             return f"{words} of the optimizer went on in a skipped step"
         return f"{words} are not what the optimizer's definition makes of the same gradients"
+
+
+def _explain_wrong_buffer(name: str, is_evaluated: bool, *, is_skipped: bool) -> str:
+    if is_evaluated:
+        return "a buffer is another one than before: an evaluation leaves its buffers"
+    if is_skipped:
+        return "a skipped step leaves what its forward made of a buffer"
+    return CHANGED_BUFFER_CAUSE.format(name=name)
 
 
 def find_changed_modes(ranks: Sequence[StateObservation]) -> Iterator[Difference]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from phalanx.verify.diagnosis import CHANGED_BUFFER_CAUSE
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import (
     CLIPPING,
@@ -19,6 +21,7 @@ from phalanx.verify.trainer_facts import (
     AttemptObservation,
     SecondLoopRecord,
     SecondLoopStep,
+    StateObservation,
 )
 from phalanx.verify.trainer_states import StateComparator
 from phalanx.verify.trainer_steps import StepComparator
@@ -117,8 +120,29 @@ class RunComparator:
             following = observed.step + 1
             if all(following in of_rank for of_rank in steps.values()):
                 step_ranks = [of_rank[following] for of_rank in steps.values()]
-                yield from self._steps.compare(step_ranks, record, attempt, ranks)
+                differences = self._steps.compare(step_ranks, record, attempt, ranks)
+                if following == 1 and len(attempt.states) > index + 1:
+                    after = [of_rank[index + 1] for of_rank in states.values()]
+                    differences = self._name_changed_buffer(differences, after, record)
+                yield from differences
         yield from self._compare_attempt_end(attempt)
+
+    def _name_changed_buffer(
+        self,
+        differences: Iterator[Difference],
+        after: Sequence[StateObservation],
+        record: SecondLoopRecord,
+    ) -> Iterator[Difference]:
+        """The differences of a run's first step, of which the weights are right: losses and
+        gradients that differ come from a buffer that its forward has changed, if one differs
+        `after` it."""
+        for difference in differences:
+            name = ""
+            if difference.what in ("loss", "gradient norm", "gradient"):
+                name = self._states.find_changed_buffer(after, record)
+            if name:
+                difference = replace(difference, cause=CHANGED_BUFFER_CAUSE.format(name=name))
+            yield difference
 
     def _compare_saved_steps(self, attempt: AttemptObservation) -> Iterator[Difference]:
         due = _list_saved_steps()

@@ -1,4 +1,5 @@
-"""Modules of a user's own that plants need: with dropout, with BatchNorm, and images."""
+"""Modules of a user's own that plants and tests need: with dropout, with BatchNorm, with a buffer
+that its forward changes, and images."""
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,20 @@ class WithBatchNorm(nn.Module):
     def forward(self, tokens):
         hidden = self.linear(self.embed(tokens)).transpose(1, 2)
         return self.head(self.norm(hidden).relu().transpose(1, 2))
+
+
+class WithMovingScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        if self.training:
+            with torch.no_grad():
+                self.scale.lerp_(hidden.detach().abs().mean((0, 1)), 0.1)
+        return self.head(hidden / self.scale)
 
 
 def pictures(split, size):
