@@ -3,13 +3,14 @@ in one of torchft where it is installed.
 
     python benchmarks/drill_peers.py [--trials 3] [--out ROWS.jsonl]
 
-Two ranks, data parallel over gloo, a checkpoint every 10 steps; rank 1 is struck in step 25. Both
-sides are measured from the moment that the rank writes down right before it is struck: to
-phalanx's first event of the failure, or to the line of torchrun's agent that a rank failed (errors
-that the ranks themselves print before it are not looked at); and to the end of the first step that
-was never done before. torchrun gets what a careful user gives it: restarts, a checkpoint to go on
-from, and a timeout of 5 s for collectives (its default is 30 minutes, and nothing else notices a
-freeze).
+Two ranks, data parallel over gloo, a checkpoint every 10 steps; rank 1 is struck in step 25. All
+sides are measured from the moment that the rank writes down right before it is struck: to the first
+line of a failure, a rank's or a launcher's, by one pattern for torchrun and torchft; to the line by
+which a launcher acts on it (it ends the other ranks, or names one that failed); and to the end of
+the first step that was never done before. Of phalanx the launcher's first event of the failure is
+taken; lines that its ranks print before it are not looked at. torchrun gets what a careful user
+gives it: restarts, a checkpoint to go on from, and a timeout of 5 s for collectives (its default is
+30 minutes, and nothing else notices a freeze).
 How torchft is measured, which trains on without a replica: drill_torchft.py.
 """
 
@@ -32,7 +33,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from drill_torchft import find_reason_against, measure_torchft, train_replica
+from drill_torchft import (
+    AGENT_SAYS,
+    FailureLines,
+    find_reason_against,
+    measure_torchft,
+    train_replica,
+)
 
 RANKS, STEPS, SAVED_EACH, RANK, STEP = 2, 60, 10, 1, 25
 TIMEOUT_S, LIMIT_S = 5, 180.0
@@ -127,7 +134,7 @@ def measure_torchrun(fault: str, folder: Path) -> dict:
         text=True,
         start_new_session=True,
     )
-    detected_s, named, said = math.nan, None, []
+    lines, named, said = FailureLines(), None, []
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     try:
@@ -137,8 +144,8 @@ def measure_torchrun(fault: str, folder: Path) -> dict:
                 time.sleep(0.01)
                 continue
             said.append(line)
-            if math.isnan(detected_s) and "failed (exitcode" in line:
-                detected_s = time.monotonic()
+            lines.read(line, time.monotonic())
+            if named is None and AGENT_SAYS in line:
                 named = int(NAMED.search(line)[1])
     finally:
         # The agent's workers are in sessions of their own: they end with it.
@@ -156,7 +163,8 @@ def measure_torchrun(fault: str, folder: Path) -> dict:
     return {
         "side": "torchrun",
         "fault": fault,
-        "detected_s": _round(detected_s - struck_s),
+        "first_line_s": _round(lines.first_s - struck_s),
+        "acted_s": _round(lines.acted_s - struck_s),
         "named": named,
         "trained_again_s": _round(min(again, default=math.nan) - struck_s),
         "all_again_s": _round(min(again, default=math.nan) - struck_s),
@@ -189,7 +197,8 @@ def measure_phalanx(faults: list[str], folder: Path, trial: int) -> list[dict]:
             {
                 "side": "phalanx",
                 "fault": fault,
-                "detected_s": found.detected_s,
+                "first_line_s": None,
+                "acted_s": found.detected_s,
                 "named": found.ranks[0] if found.ranks else None,
                 "trained_again_s": found.trained_again_s,
                 "all_again_s": found.trained_again_s,
@@ -212,8 +221,8 @@ def _round(seconds: float) -> float | None:
 
 
 def print_table(rows: list[dict]) -> None:
-    heads = ("fault", "side", "n", "detected after", "named", "training again after")
-    heads += ("all ranks again after", "lost", "finished")
+    heads = ("fault", "side", "n", "first line after", "launcher acts after", "named")
+    heads += ("training again after", "all ranks again after", "lost", "finished")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for fault in ("kill", "freeze"):
         for side in ("phalanx", "torchrun", "torchft"):
@@ -221,7 +230,8 @@ def print_table(rows: list[dict]) -> None:
             if of:
                 named = sum(row["named"] == RANK for row in of)
                 cells = [
-                    *(fault, side, str(len(of)), _spread(of, "detected_s"), f"{named}/{len(of)}"),
+                    *(fault, side, str(len(of)), _spread(of, "first_line_s", none="–")),
+                    *(_spread(of, "acted_s"), f"{named}/{len(of)}"),
                     _spread(of, "trained_again_s"),
                     _spread(of, "all_again_s"),
                     _format_most_lost([row["lost_steps"] for row in of]),
@@ -230,10 +240,10 @@ def print_table(rows: list[dict]) -> None:
                 print(f"| {' | '.join(cells)} |")
 
 
-def _spread(rows: list[dict], key: str) -> str:
+def _spread(rows: list[dict], key: str, none: str = "never") -> str:
     known = sorted(row[key] for row in rows if row[key] is not None)
     if not known:
-        return "never"
+        return none
     text = f"{statistics.median(known):.2f} s ({known[0]:.2f} to {known[-1]:.2f})"
     return text if len(known) == len(rows) else f"{text}, {len(rows) - len(known)} never"
 

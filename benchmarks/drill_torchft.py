@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -31,8 +32,30 @@ WHOLE_STEPS = 5
 """A replica is back when both took part in so many steps."""
 LIMIT_AFTER_STRIKE_S = 90.0
 AGENT_SAYS = "failed (exitcode"
-# What the survivor, or the agent of the dead one, says first.
-_FAILURE = re.compile(r"failed \(exitcode|got exception|quorum.*(?:failed|timeout)", re.IGNORECASE)
+# What a rank or a launcher says of a failure, on whatever side; and what a launcher says once it
+# acts on one: it ends the other ranks, or tells which one failed.
+_FAILURE_LINE = re.compile(
+    r"failed \(exitcode|closing signal|Traceback \(most recent call|Timed out waiting"
+    r"|got exception|quorum.*(?:failed|timeout)",
+    re.IGNORECASE,
+)
+_LAUNCHER_ACTS = re.compile(r"failed \(exitcode|closing signal")
+
+
+@dataclass
+class FailureLines:
+    """When (monotonic seconds) the first line of a failure was read, whoever wrote it, and the
+    first by which a launcher acts on it; NaN before."""
+
+    first_s: float = math.nan
+    acted_s: float = math.nan
+
+    def read(self, text: str, now_s: float) -> None:
+        """Read lines that are there at `now_s`, also such that were read before."""
+        if math.isnan(self.first_s) and _FAILURE_LINE.search(text):
+            self.first_s = now_s
+        if math.isnan(self.acted_s) and _LAUNCHER_ACTS.search(text):
+            self.acted_s = now_s
 
 
 def find_reason_against() -> str:
@@ -108,14 +131,16 @@ def measure_torchft(fault: str, folder: Path, struck: tuple[int, int]) -> dict[s
         _start_replica(replica, fault, folder, environment, log) for replica, log in enumerate(logs)
     ]
     try:
-        struck_s, struck_step, detected_s = math.nan, math.inf, math.nan
+        struck_s, struck_step, lines = math.nan, math.inf, FailureLines()
         survivor = 1 - struck[0]
         while not _is_over(folder, survivor, struck_s, struck_step):
             time.sleep(0.01)
             if math.isnan(struck_s):
                 struck_s, struck_step = _read_strike(folder / "struck")
-            elif math.isnan(detected_s):
-                detected_s = _find_failure(folder)
+            elif math.isnan(lines.acted_s):
+                for replica in (0, 1):
+                    text = (folder / f"replica-{replica}.log").read_text()
+                    lines.read(text, time.monotonic())
             if math.isnan(struck_s) and time.monotonic() - began_s > LIMIT_AFTER_STRIKE_S:
                 break
     finally:
@@ -131,7 +156,8 @@ def measure_torchft(fault: str, folder: Path, struck: tuple[int, int]) -> dict[s
     return {
         "side": "torchft",
         "fault": fault,
-        "detected_s": _round(detected_s - struck_s),
+        "first_line_s": _round(lines.first_s - struck_s),
+        "acted_s": _round(lines.acted_s - struck_s),
         # By the agent that started it: the survivor says only that a peer is gone.
         "named": struck[0] if AGENT_SAYS in said else None,
         "trained_again_s": _round(min((line[2] for line in later), default=math.nan) - struck_s),
@@ -168,12 +194,6 @@ def _is_over(folder: Path, survivor: int, struck_s: float, struck_step: float) -
         return True
     later = _read_steps(folder, survivor, struck_step)
     return sum(participants == 2 for _, participants, _ in later) >= WHOLE_STEPS
-
-
-def _find_failure(folder: Path) -> float:
-    """The moment, if a line of the agents or of the replicas tells of a failure by now; NaN."""
-    logs = [(folder / f"replica-{replica}.log").read_text() for replica in (0, 1)]
-    return time.monotonic() if any(_FAILURE.search(log) for log in logs) else math.nan
 
 
 def _read_steps(folder: Path, replica: int, from_step: float) -> list[list[float]]:
