@@ -453,10 +453,15 @@ def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
 
 
 def test_a_closed_terminal_is_named_at_the_end(run: Run) -> None:
+    # Under nohup it is ignored, and so it is by what runs there.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     on_tick = once(
         lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGHUP)
     )
-    outcome = run.supervise("trains", on_tick=on_tick)
+    try:
+        outcome = run.supervise("trains", on_tick=on_tick)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     closed = "SIGHUP (the terminal was closed)"
     assert outcome.message == f"stopped by {closed}; the checkpoint of step 40 stands"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.core.errors import LayoutError
@@ -77,3 +79,23 @@ def test_a_search_says_that_it_is_the_host_memory_that_no_layout_fits() -> None:
     assert result.failure.startswith("the layout that fits its GPUs and offloads least takes ")
     assert result.failure.endswith(" of a node's host memory, and 100.0 GiB are there")
     assert result.refused[TOO_MUCH_HOST_MEMORY_REASON] > 0
+
+
+def test_a_pipeline_offloads_what_its_fullest_rank_does() -> None:
+    """Reference: the optimizer's two moments in fp32, of the parameters of each stage."""
+    keys = ["model.preset=llama3.2-1b", "parallel.offload=optimizer", "parallel.pp=4"]
+    pipelined = plan(4, 400, *keys, "parallel.zero_stage=1").chosen
+    alone = plan(4, 400, *keys[:2], "parallel.zero_stage=1").chosen
+    # Four stages together have all of it, and the first, with the embedding, most.
+    assert alone.host_bytes < pipelined.host_bytes < 4 * alone.host_bytes
+
+
+def test_a_search_says_that_nobody_knows_the_host_memory() -> None:
+    cluster = Cluster("cuda", 8, 80 * GIB, "h100-sxm", (9, 0), devices_per_node=8)
+    keys = [*KEYS, "parallel.offload=parameters", "parallel.ranks=8"]
+    result = search_layouts(build_search_task(load_job(None, keys), cluster=cluster))
+    assert result.winner is not None
+    known = replace(cluster, host_memory_bytes=2000 * GIB)
+    other = search_layouts(build_search_task(load_job(None, keys), cluster=known))
+    words = "a node's host memory holds what is offloaded is not known"
+    assert [words in " ".join(each.remarks) for each in (result, other)] == [True, False]

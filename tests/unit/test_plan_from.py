@@ -49,6 +49,7 @@ def write_run(
     unattributed_s: float = 0.0,
     steps: int = 8,
     cpu_s: float = 0.0,
+    attempt: int = 0,
 ) -> Plan:
     """A run whose ranks took `slower` times what one core's figures say, and `cpu_s` processor
     seconds a step."""
@@ -63,11 +64,11 @@ def write_run(
         "collective": seconds["messages"],
         "optimizer": seconds["optimizer"],
     }
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=attempt > 0)
     (run_dir / "job.json").write_text(json.dumps(load_job(None, SMALL).to_json()))
     (run_dir / "plan.json").write_text(json.dumps(plan.to_json()))
     for rank in range(2):
-        bus = Bus(rank=rank, run_dir=run_dir)
+        bus = Bus(rank=rank, attempt=attempt, run_dir=run_dir)
         for step in range(1, steps + 1):
             # The first step is slow, as first steps are.
             step_s = (sum(phases.values()) + unattributed_s) * (10 if step == 1 else 1)
@@ -116,6 +117,24 @@ def test_a_larger_job_grows_as_its_parts_do_and_its_interval_widens(tmp_path: Pa
     grown = estimate_step_from_profile(far_plan, load_one_core_profile(CPU.num_devices)).total_s
     assert far.step.total_s == pytest.approx(2.0 * grown, rel=0.01)
     assert far.step.high_s / far.step.total_s > near.step.high_s / near.step.total_s
+
+
+def test_steps_of_another_attempt_are_steps_of_their_own(tmp_path: Path) -> None:
+    """Those that a restart repeats are not mixed with those before, nor are its first ones taken."""
+    plan = write_run(tmp_path / "run", slower=1.0, steps=20)
+    once = extrapolate_plan_from_run(tmp_path / "run", plan)
+    write_run(tmp_path / "run", slower=4.0, steps=7, attempt=1)
+    result = extrapolate_plan_from_run(tmp_path / "run", plan)
+    assert result.run.num_steps == (20 - 2) + (7 - 2)
+    assert result.run.step_s == pytest.approx(once.run.step_s)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_run_whose_plan_is_damaged_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    (tmp_path / "run" / "plan.json").write_text(text)
+    with pytest.raises(UsageError, match=r"no plan of a run"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
 
 
 def test_waiting_for_other_ranks_is_not_taken_for_messages(tmp_path: Path) -> None:

@@ -44,6 +44,27 @@ def test_out_writes_a_job_that_plans_as_the_answer_and_replaces_nothing(
     assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert _app.run_command_line([*QUESTION, "--out", str(folder), "--force"]) == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "page.html").write_text("mine")
+    assert _app.run_command_line([*QUESTION, "--out", str(other)]) == 2
+    assert [path.name for path in other.iterdir()] == ["page.html"]
+    assert (other / "page.html").read_text() == "mine"
+
+
+def test_a_module_whose_samples_are_not_traced_does_not_fit_by_its_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "untraced.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Linear(8, 8)\n\n"
+        "def rows(split):\n    return []\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    question = ["plan", "--model", "untraced:make", "--gpu", "h100-sxm", "--gpus", "8"]
+    code = _app.run_command_line([*question, "--global-batch", "64", "data.source=untraced:rows"])
+    done = capsys.readouterr()
+    assert (code, done.out) == (3, "")
+    assert "whether the job fits is not known" in done.err
 
 
 def test_what_does_not_fit_is_exit_3_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

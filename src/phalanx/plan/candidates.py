@@ -99,15 +99,19 @@ class CandidateEvaluator:
         if self.device == "cpu":
             return 0
         evaluator_of_host = replace(self, device="cpu")
-        shards = candidate.layout.gradient_reduction_layout.dp_shard
-        phases_on_host = evaluator_of_host.memory_by_phase(candidate.zero_stage, shards)
-        phases_on_device = self.memory_by_phase(candidate.zero_stage, shards)
+        arguments = candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
         kinds = ["parameters", "gradients", "optimizer"]
         if self.work.offloads_activations:
             kinds.append("activations")
+        # Of a pipeline rank by rank: the one that fills the GPU most may not be that of the host.
         num_bytes = max(
-            sum(on_host[kind] - phases_on_device[phase][kind] for kind in kinds)
-            for phase, on_host in phases_on_host.items()
+            sum(on_host[phase][kind] - on_device[phase][kind] for kind in kinds)
+            for on_host, on_device in zip(
+                evaluator_of_host._predict_phases_by_rank(*arguments),
+                self._predict_phases_by_rank(*arguments),
+                strict=True,
+            )
+            for phase in on_host.keys() & on_device.keys()
         )
         if self.work.copies_state:
             num_bytes += self.staging_bytes()

@@ -185,7 +185,7 @@ def extrapolate_plan_from_run(run_dir: Path, plan: Plan) -> PlanFromRun:
     Raises UsageError for a run with too few steps, LayoutError for a profile that lacks what is
     needed.
     """
-    run_plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    run_plan = _read_plan_of_run(run_dir)
     measured = read_recorded_steps(run_dir, run_plan)
     if run_plan.device != plan.device:
         raise UsageError(
@@ -231,13 +231,28 @@ def _find_peak_bytes_of_neediest_rank(plan: Plan) -> int:
     return max(sum(plan.memory_of_rank(rank).values()) for rank in range(plan.world_size))
 
 
+def _read_plan_of_run(run_dir: Path) -> Plan:
+    """The plan that a run has on record. Raises UsageError where it cannot be read."""
+    path = run_dir / "plan.json"
+    try:
+        return Plan.from_json(read_json(path))
+    except OSError as error:
+        raise UsageError(f"the plan cannot be read: {error.strerror}", where=str(path)) from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError("no plan of a run", where=str(path), fix="give another run") from None
+
+
 def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
     """The durations of steps recorded in `run_dir`. Raises UsageError where there are too few."""
-    by_step = _read_steps_of_ranks(run_dir, plan.world_size)
-    steps = [by_step[step] for step in sorted(by_step)][WARMUP_STEPS:]
+    by_attempt = _read_steps_of_ranks(run_dir, plan.world_size)
+    steps: list[list[StepFinished]] = []
+    # Each attempt begins with steps that are slow, and may repeat some of the one before.
+    for by_step in by_attempt.values():
+        steps += [by_step[step] for step in sorted(by_step)][WARMUP_STEPS:]
     if len(steps) < LEAST_STEPS:
+        num_steps = sum(map(len, by_attempt.values()))
         raise UsageError(
-            f"the run has {plural(len(by_step), 'step')} on record, and"
+            f"the run has {plural(num_steps, 'step')} on record, and"
             f" {WARMUP_STEPS + LEAST_STEPS} are needed",
             where=str(run_dir),
             fix="train it a little longer",
@@ -255,14 +270,15 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
     )
 
 
-def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, list[StepFinished]]:
-    """The steps on record, with what each rank says of them."""
-    by_step: dict[int, list[StepFinished]] = {}
+def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, dict[int, list[StepFinished]]]:
+    """By attempt the steps on record, with what each rank says of them."""
+    by_attempt: dict[int, dict[int, list[StepFinished]]] = {}
     for rank in range(num_ranks):
         for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
             if isinstance(envelope.event, StepFinished):
+                by_step = by_attempt.setdefault(envelope.attempt, {})
                 by_step.setdefault(envelope.event.step, []).append(envelope.event)
-    return by_step
+    return by_attempt
 
 
 def _find_largest_memory_ratio(run_dir: Path, num_ranks: int) -> float | None:

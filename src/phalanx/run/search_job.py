@@ -67,10 +67,10 @@ def prepare_layout_search(
     vocab_size = _find_vocab_size_before_training(job)
     task = build_search_task(job, cluster=cluster, vocab_size=vocab_size, tell=tell)
     shape = task.shape
-    if isinstance(shape, MeasuredModule) and not shape.traces and shape.why_untraced:
+    if isinstance(shape, MeasuredModule) and shape.activations is None:
         raise LayoutError(
             f"whether the job fits is not known: model {job.model.kind!r} cannot be traced",
-            why=shape.why_untraced,
+            why=shape.why_untraced or "samples of a dataset of your own are not traced",
             fix="without --gpu or --instance the plan is of its weights alone",
         )
     return task
@@ -146,9 +146,10 @@ def write_search_files(
     """Write job.toml (where something fits) and plan.json, which holds `document`, into
     `directory`; returns the files.
 
-    Raises UsageError where one of them is there already, ResourceError where it cannot be written.
+    Raises UsageError where one of them, or the page.html beside them, is there already,
+    ResourceError where it cannot be written.
     """
-    texts = {"plan.json": ""}
+    texts = {"plan.json": "", "page.html": ""}
     if searched.result.winner is not None:
         texts["job.toml"] = searched.job_text
     for name in texts:

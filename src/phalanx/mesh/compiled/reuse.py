@@ -22,7 +22,7 @@ from phalanx.core.digest import digest
 from phalanx.mesh.compilations import watching_compilations
 from phalanx.mesh.compiled import inductor
 from phalanx.mesh.compiled.bundle import pack_folder, unpack_into_folder
-from phalanx.mesh.compiled.store import CodeStore, StoreUnusableError, Turn, find_store_root
+from phalanx.mesh.compiled.store import CodeStore, CompileTurn, StoreUnusableError, find_store_root
 from phalanx.mesh.compiled.toolchain import Toolchain, compute_toolchain_key
 
 _POLL_INTERVAL_S = 0.02
@@ -113,7 +113,7 @@ class CodeReuse:
         else:
             self.counts.num_taken += 1
 
-    def _await_turn_or_code(self) -> Turn | None:
+    def _await_turn_or_code(self) -> CompileTurn | None:
         """This rank's turn to compile; None where there is code that it may need, or nobody keeps
         what he compiles."""
         is_content = bool(self._version) and not self._has_missed

@@ -164,16 +164,16 @@ class CodeStore:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
 
-    def try_turn(self, name: str) -> Turn | None:
+    def try_turn(self, name: str) -> CompileTurn | None:
         """The turn `name`, which one process at a time has; None while another one has it. Where
         files cannot be locked everybody has it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             descriptor = os.open(self.root / f"{_TURN_PREFIX}{name}", flags, 0o600)
         except OSError:
-            return Turn(-1)
+            return CompileTurn(-1)
         if _try_to_lock(descriptor):
-            return Turn(descriptor)
+            return CompileTurn(descriptor)
         os.close(descriptor)
         return None
 
@@ -226,7 +226,7 @@ class CodeStore:
                 num_bytes -= size
 
 
-class Turn:
+class CompileTurn:
     """A turn that this process has until it ends it, or dies."""
 
     def __init__(self, descriptor: int) -> None:

@@ -25,6 +25,7 @@ from phalanx.plan.degree_checks import (
 )
 from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
+from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.precision import require_gpus_multiply, resolve_precision
 from phalanx.plan.search.economics import estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import (
@@ -154,7 +155,11 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     runners_up = tuple(
         replace(other, why_not=explain_why_slower(other, winner)) for other in other_layouts
     )
-    remarks = (*result.remarks, _describe_uncut_alternative(task, planner, winner))
+    remarks = (
+        *result.remarks,
+        _describe_uncut_alternative(task, planner, winner),
+        _describe_unknown_host_memory(task, winner),
+    )
     remarks = tuple(filter(None, remarks))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
@@ -219,6 +224,18 @@ def _add_missing_memory(result: SearchResult, planner: FinalistPlanner) -> Searc
             host_capacity_bytes=host_shortage.capacity_bytes,
         )
     return result
+
+
+def _describe_unknown_host_memory(task: SearchTask, winner: RankedLayout) -> str:
+    """A line where something is offloaded, and nobody says how much host memory a node has; ""
+    elsewhere."""
+    if not winner.memory.host_bytes or task.cluster.host_memory_bytes is not None:
+        return ""
+    needed = count_ranks_of_node(task.cluster, task.num_ranks) * winner.memory.host_bytes
+    return (
+        f"that a node's host memory holds what is offloaded is not known: {format_bytes(needed)}"
+        " are needed, set cluster.host_memory_gib"
+    )
 
 
 def _describe_uncut_alternative(
