@@ -290,3 +290,20 @@ def test_another_batch_is_part_of_the_advice_where_the_layout_alone_is_not_enoug
     remedy = line.partition("; set ")[2]
     assert "--global-batch" in remedy
     assert run(*question, *remedy.split()) == 0
+
+
+def test_the_subject_and_the_advice_of_another_error_are_kept() -> None:
+    keys = ["model.preset=llama3-8b", "cluster.gpu=h100-sxm", "cluster.nodes=2"]
+    keys += ["train.global_batch_size=128", "parallel.cp=4", "train.compile=true"]
+    task = build_search_task(load_job(None, keys))
+    with pytest.raises(LayoutError) as raised:
+        search_layouts(task)
+    explained = explain_contradiction(task, raised.value)
+    assert explained.fix is not None
+    assert "parallel.cp=1" in explained.fix
+    assert "train.compile=false" in explained.fix
+    subject = LayoutError("no module is named so", where="sharding rule 'a'", fix="name one")
+    kept = explain_contradiction(task, subject)
+    assert kept.where == "sharding rule 'a'"
+    assert kept.fix is not None
+    assert "name one" in kept.fix

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.core.errors import UsageError
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
 from phalanx.plan.advice.waterfall import list_memory_phases
@@ -108,6 +109,12 @@ def explain_term_of_plan(advised: AdvisedPlan, term: str) -> tuple[ExplainedTerm
         return _explain_answer_term_of_search(advised, term)
     if term in MEMORY_PHASE_TERMS:
         phases = list_memory_phases(memory, plan.chosen.phases)
+        if phases and term not in phases:
+            raise UsageError(
+                f"what a pipeline's rank has in {term!r} is below its peak, and was not counted",
+                where="--explain",
+                fix=f"one of {', '.join(phases)}",
+            )
         return explain_sum(term, phases.get(term, {}), "bytes"), float(plan.capacity_bytes)
     if term not in MEMORY_FORMULAS:
         return _explain_time_term_of_plan(advised, term)

@@ -60,13 +60,21 @@ class Remedy:
 def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
     """The error for a job of which no layout can be had: the constraint that has no solution, and
     changes that were searched and give one. `error`: the one that the search raised."""
-    if isinstance(error, NoLayoutError):
+    is_found_by_search = isinstance(error, NoLayoutError)
+    if is_found_by_search:
         conflict = find_conflict(task)
     else:
         named = re.findall(r"(?:parallel|train)\.[a-z_]+", error.what)
         conflict = Conflict(error.what, tuple(dict.fromkeys(named)), error.why)
     remedies = list(_find_remedies(task, conflict)) or _find_joint_remedy(task)
-    return LayoutError(conflict.problem, why=conflict.why, fix=_format_remedies(remedies) or None)
+    fixes = [_format_remedies(remedies)]
+    # "nearest: 32" is the value that was searched.
+    is_searched = bool(remedies) and (error.fix or "").startswith("nearest:")
+    if not is_found_by_search and not is_searched:
+        fixes.append(error.fix or "")
+    where = None if is_found_by_search else error.where
+    fix = "; or ".join(filter(None, fixes)) or None
+    return LayoutError(conflict.problem, where=where, why=conflict.why, fix=fix)
 
 
 def _format_remedies(remedies: Sequence[Remedy]) -> str:

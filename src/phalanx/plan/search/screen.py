@@ -27,6 +27,8 @@ from phalanx.plan.workload import Workload, shard_shape
 
 Bytes = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+# Larger numbers are sorted: counting them takes memory in proportion to the largest.
+MAX_COUNTED_VALUE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -359,6 +361,9 @@ def _group_equal_rows(columns: Sequence[Integers]) -> tuple[list[tuple[int, ...]
 
 def _number_values(column: Integers) -> tuple[Integers, Integers]:
     """The different numbers in `column`, in order, and the index of each row's among them."""
+    if column.size and column.max() > MAX_COUNTED_VALUE:
+        values, index = np.unique(column, return_inverse=True)
+        return values, index
     is_there = np.bincount(column) > 0
     index_of_value = np.cumsum(is_there) - 1
     return np.flatnonzero(is_there), index_of_value[column]

@@ -43,7 +43,7 @@ def parse_row_precision(row: Mapping[str, Any]) -> Precision:
         return "bf16"
     if re.search(r"fp16|half|float16", text):
         return "fp16"
-    if re.search(r"fp32|float32|tf32", text):
+    if re.search(r"fp32|float32", text):
         return "fp32"
     _require_unstated(text, "precision")
     return "bf16"
