@@ -18,12 +18,13 @@ from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.plan import Plan
+from phalanx.plan.search.attempts import group_rows_by_family
 from phalanx.plan.search.finalists import (
     apply_job_keys,
     describe_layout_family,
     list_job_keys_of_row,
 )
-from phalanx.plan.search.search import build_search_task, group_rows_by_family, screen_layouts
+from phalanx.plan.search.search import build_search_task, screen_layouts
 from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
 from phalanx.run.plan_time import predict_step_time_of_plan

@@ -14,6 +14,7 @@ from phalanx.core.units import plural
 from phalanx.job.nearest import list_divisors
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.rules import list_legal_tp_degrees
+from phalanx.plan.search.attempts import plan_best_of_families
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys
 from phalanx.plan.search.overrides import (
     ABSENT,
@@ -25,7 +26,6 @@ from phalanx.plan.search.search import (
     NoLayoutError,
     SearchTask,
     build_search_task,
-    plan_best_of_families,
     require_possible_degrees,
     screen_layouts,
 )

@@ -107,11 +107,19 @@ class FinalistPlanner:
     refused: Counter[str] = field(default_factory=Counter)
     smallest_shortage: NoFitError | None = None
     """Of the layouts refused for their memory that which needs least."""
+    num_shortages: int = 0
+    """Layouts refused for their memory: `smallest_shortage` is the least of so many."""
     smallest_host_shortage: HostMemoryError | None = None
     """Of the layouts refused for what they offload that which offloads least to a node."""
+    num_host_shortages: int = 0
+    _refused_keys: set[tuple[tuple[str, Any], ...]] = field(default_factory=set, repr=False)
 
     def plan_layout(self, keys: Mapping[str, Any]) -> RankedLayout | None:
-        """The layout of the job with `keys`; None, and a count more, where a plan refuses it."""
+        """The layout of the job with `keys`; None, and a count more, where a plan refuses it. A
+        layout that was refused counts once, however often it is tried."""
+        identity = tuple(sorted(keys.items()))
+        if identity in self._refused_keys:
+            return None
         job = apply_job_keys(self.job, keys)
         try:
             plan = make_plan(
@@ -124,6 +132,7 @@ class FinalistPlanner:
         except (LayoutError, JobError) as error:
             self._keep_smallest_shortage(error)
             self.refused[_shorten_refusal_reason(error)] += 1
+            self._refused_keys.add(identity)
             return None
         if plan.chosen.zero_stage != keys.get("parallel.zero_stage", plan.chosen.zero_stage):
             self.refused["is planned as another layout"] += 1
@@ -132,10 +141,12 @@ class FinalistPlanner:
 
     def _keep_smallest_shortage(self, error: LayoutError | JobError) -> None:
         if isinstance(error, NoFitError):
+            self.num_shortages += 1
             smallest = self.smallest_shortage
             if smallest is None or error.needed_bytes < smallest.needed_bytes:
                 self.smallest_shortage = error
         elif isinstance(error, HostMemoryError):
+            self.num_host_shortages += 1
             smallest_host = self.smallest_host_shortage
             if smallest_host is None or error.needed_bytes < smallest_host.needed_bytes:
                 self.smallest_host_shortage = error

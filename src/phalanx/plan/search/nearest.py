@@ -12,11 +12,11 @@ from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.host_memory import count_ranks_of_node
+from phalanx.plan.search.attempts import plan_rows
 from phalanx.plan.search.finalists import (
     FinalistPlanner,
     apply_job_keys,
     drop_job_keys,
-    list_job_keys_of_row,
 )
 from phalanx.plan.search.overrides import (
     format_overrides,
@@ -144,11 +144,8 @@ def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | 
     planner = FinalistPlanner(
         change.task.job, change.task.shape, change.task.cluster, change.task.vocab_size
     )
-    for row in range(min(MAX_PLANS_PER_CHANGE, len(screened.rows))):
-        keys = list_job_keys_of_row(change.task.job, screened.rows, row)
-        ranked = planner.plan_layout(keys)
-        if ranked is None:
-            continue
+    members = range(min(MAX_PLANS_PER_CHANGE, len(screened.rows)))
+    for ranked in plan_rows(screened, planner, members):
         num_ranks_of_node = count_ranks_of_node(change.task.cluster, change.task.num_ranks)
         fit = NearestFit(
             change.axis,

@@ -172,6 +172,9 @@ class SearchResult:
     node of the planned one that offloads least; else 0."""
     host_capacity_bytes: int = 0
     """Bytes of host memory of a node then."""
+    num_planned: int = 0
+    """Layouts that were planned and lack that memory, of which the smallest figure is the least; 0
+    in results of before."""
     economics: Mapping[str, Any] = field(default_factory=dict)
     """Goodput, cost and energy of the winner (`phalanx.plan.search.economics`)."""
     remarks: tuple[str, ...] = ()
@@ -198,19 +201,27 @@ class SearchResult:
         """Why there is no winner: the memory that exact plans lack, or else the reason that they
         were refused for most often."""
         if self.smallest_host_bytes:
+            fitting = "fits its GPUs" if self.num_planned == 1 else "fit their GPUs"
             return (
-                f"the layout that fits its GPUs and offloads least takes"
+                f"{self._least_of_planned} that {fitting} needs"
                 f" {format_bytes(self.smallest_host_bytes)} of a node's host memory, and"
                 f" {format_bytes(self.host_capacity_bytes)} are there"
             )
         if self.smallest_bytes:
             return (
-                f"the layout that needs least takes {format_bytes(self.smallest_bytes)} per rank,"
-                f" and {format_bytes(self.capacity_bytes)} are there"
+                f"{self._least_of_planned} needs {format_bytes(self.smallest_bytes)} per rank, and"
+                f" {format_bytes(self.capacity_bytes)} are there"
             )
         if not self.refused:
             return "no layout of the job can be planned"
         return max(self.refused, key=lambda reason: self.refused[reason])
+
+    @property
+    def _least_of_planned(self) -> str:
+        """Of what `failure` is the least: plans are exact, and only some layouts are planned."""
+        if self.num_planned == 1:
+            return "the one layout planned"
+        return f"the least of {self.num_planned} layouts planned"
 
     @property
     def sample_tokens(self) -> int:

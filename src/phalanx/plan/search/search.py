@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,20 @@ from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.precision import require_gpus_multiply, resolve_precision
+from phalanx.plan.search.attempts import (
+    TIE_SHARE_OF_STEP,
+    ScreenedLayouts,
+    choose_smallest_rows,
+    count_mechanisms_by_row,
+    group_rows_by_family,
+    plan_best_of_families,
+    plan_rows,
+)
 from phalanx.plan.search.economics import estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import (
     FinalistPlanner,
     apply_job_keys,
     drop_job_keys,
-    list_job_keys_of_row,
 )
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.screen import MemoryScreen
@@ -46,11 +54,7 @@ from phalanx.plan.search.space import (
 from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
 from phalanx.plan.workload import build_workload
 
-# Of a step: within it the layout with the fewest mechanisms wins. The model of time is not exact
-# enough to tell such layouts apart (docs/planner-validation.md).
-TIE_SHARE_OF_STEP = 0.03
 SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
-MAX_PLANS_PER_FAMILY = 8
 NUM_RUNNERS_UP = 4
 # What cuts a model, and what goes with it.
 MODEL_CUTTING_KEYS = (
@@ -83,18 +87,6 @@ class SearchTask:
         return list_open_keys(
             self.job, self.shape, self.cluster, self.num_ranks, offloads=self.offloads
         )
-
-
-@dataclass(frozen=True)
-class ScreenedLayouts:
-    """Layouts that a screen let through, the fastest first. `seconds` are NaN where time is not
-    predicted."""
-
-    rows: LayoutRows
-    seconds: npt.NDArray[np.float64]
-    num_considered: int
-    smallest: LayoutRows
-    """One row: the layout that needs least by the screen's formulas."""
 
 
 def build_search_task(
@@ -157,7 +149,7 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     )
     remarks = (
         *result.remarks,
-        _describe_uncut_alternative(task, planner, winner),
+        _describe_uncut_alternative(task, winner),
         _describe_unknown_host_memory(task, winner),
     )
     remarks = tuple(filter(None, remarks))
@@ -184,30 +176,6 @@ def find_winner(task: SearchTask) -> RankedLayout | None:
     return _choose_winner(best)[0]
 
 
-def plan_best_of_families(
-    screened: ScreenedLayouts, planner: FinalistPlanner, *, num_families: int
-) -> list[RankedLayout]:
-    """The best layout of each of the first `num_families` families that an exact plan takes.
-
-    Where none is taken, the layout that needs least by the screen's formulas is planned, too: the
-    screen is not exact, and a figure that is shown is a plan's.
-    """
-    best: list[RankedLayout] = []
-    for family in group_rows_by_family(screened):
-        for row in family[:MAX_PLANS_PER_FAMILY]:
-            ranked = planner.plan_layout(list_job_keys_of_row(planner.job, screened.rows, int(row)))
-            if ranked is not None:
-                best.append(ranked)
-                break
-        if len(best) >= num_families:
-            break
-    if not best:
-        ranked = planner.plan_layout(list_job_keys_of_row(planner.job, screened.smallest, 0))
-        if ranked is not None:
-            best.append(ranked)
-    return best
-
-
 def _add_missing_memory(result: SearchResult, planner: FinalistPlanner) -> SearchResult:
     """`result` with the bytes of the planned layout that needs least, and of those it may fill, on
     a rank and in a node's host memory; without them where that is not what layouts were refused
@@ -215,13 +183,17 @@ def _add_missing_memory(result: SearchResult, planner: FinalistPlanner) -> Searc
     shortage, host_shortage = planner.smallest_shortage, planner.smallest_host_shortage
     if shortage is not None:
         result = replace(
-            result, smallest_bytes=shortage.needed_bytes, capacity_bytes=shortage.capacity_bytes
+            result,
+            smallest_bytes=shortage.needed_bytes,
+            capacity_bytes=shortage.capacity_bytes,
+            num_planned=planner.num_shortages,
         )
     if host_shortage is not None:
         result = replace(
             result,
             smallest_host_bytes=host_shortage.needed_bytes,
             host_capacity_bytes=host_shortage.capacity_bytes,
+            num_planned=planner.num_host_shortages,
         )
     return result
 
@@ -238,9 +210,7 @@ def _describe_unknown_host_memory(task: SearchTask, winner: RankedLayout) -> str
     )
 
 
-def _describe_uncut_alternative(
-    task: SearchTask, planner: FinalistPlanner, winner: RankedLayout
-) -> str:
+def _describe_uncut_alternative(task: SearchTask, winner: RankedLayout) -> str:
     """A line where the job cuts the model and whole copies, or shards alone, would fit as well;
     "" where they do not."""
     fixed = task.job.parallel.degrees.degrees_above_one("tp", "pp", "cp", "ep")
@@ -252,24 +222,22 @@ def _describe_uncut_alternative(
         screened = screen_layouts(replace(task, job=opened))
     except LayoutError:
         return ""  # so many data-parallel ranks do not divide the batch
-    planner = replace(planner, job=opened)
+    planner = FinalistPlanner(opened, task.shape, task.cluster, task.vocab_size)
     number = count_mechanisms_by_row(screened.rows)
     # The simplest first: what is asked is whether the cut is needed at all.
     firsts = sorted(
         (int(family[0]) for family in group_rows_by_family(screened)), key=lambda row: number[row]
     )
-    for row in firsts:
-        ranked = planner.plan_layout(list_job_keys_of_row(opened, screened.rows, row))
-        if ranked is None:
-            continue
-        words = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items())
-        text = f"remark  {words} is as the job says; {ranked.family} fits without it"
-        text += f" ({format_bytes(ranked.memory.total_bytes)} per rank"
-        if ranked.step_s is not None and winner.step_s is not None:
-            text += f", {format_seconds(ranked.step_s)} a step instead of"
-            text += f" {format_seconds(winner.step_s)}"
-        return f"{text})"
-    return ""
+    ranked = next(plan_rows(screened, planner, firsts), None)
+    if ranked is None:
+        return ""
+    words = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items())
+    text = f"remark  {words} is as the job says; {ranked.family} fits without it"
+    text += f" ({format_bytes(ranked.memory.total_bytes)} per rank"
+    if ranked.step_s is not None and winner.step_s is not None:
+        text += f", {format_seconds(ranked.step_s)} a step instead of"
+        text += f" {format_seconds(winner.step_s)}"
+    return f"{text})"
 
 
 def screen_layouts(task: SearchTask) -> ScreenedLayouts:
@@ -291,7 +259,8 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     fits = total <= (capacity - groups) * SCREEN_SLACK
     cheapest = keep_cheapest_recompute(rows, fits, len(keys.recompute))
     rows_that_fit = rows.take(cheapest)
-    seconds = _predict_row_seconds(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
+    predict = partial(_predict_row_seconds, task, sequence_parallel=work.cuts_sequence)
+    seconds = predict(rows_that_fit)
     # Without times the simplest are first, and of these the ones that take least memory.
     order = np.lexsort((total[cheapest], count_mechanisms_by_row(rows_that_fit)))
     if not np.isnan(seconds).any():
@@ -300,7 +269,9 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
         rows_that_fit.take(order),
         seconds[order],
         len(rows),
-        rows.take(np.array([np.argmin(total)])),
+        choose_smallest_rows(rows, total),
+        keys.recompute,
+        predict,
     )
 
 
@@ -331,41 +302,6 @@ def count_communicators_by_row(rows: LayoutRows) -> npt.NDArray[np.int64]:
     number += np.where(rows.pp > 2, 4, np.where(rows.pp > 1, 2, 0))
     number = np.where(is_one_axis & (rows.ep == 1) & ~is_hybrid, 1, number)
     return np.where(num_ranks == 1, 0, number)
-
-
-def count_mechanisms_by_row(rows: LayoutRows) -> npt.NDArray[np.int64]:
-    """`RankedLayout.num_mechanisms` of each of `rows`."""
-    number = np.zeros(len(rows), dtype=np.int64)
-    for degree in (rows.tp, rows.pp, rows.cp, rows.ep):
-        number += degree > 1
-    number += (rows.zero_stage > 0).astype(np.int64) + (rows.zero_stage == 3)
-    return number + (rows.recompute > 0) + (rows.offload > 0)
-
-
-def group_rows_by_family(screened: ScreenedLayouts) -> Iterator[npt.NDArray[np.intp]]:
-    """The rows of each family, the best of each first, families by their best."""
-    rows = screened.rows
-    if not len(rows):
-        return
-    hybrid = (rows.zero_stage >= 2) & (rows.dp_replicate > 1)
-    flags = [rows.tp > 1, rows.pp > 1, rows.cp > 1, rows.ep > 1, hybrid, rows.offload > 0]
-    family = rows.zero_stage.copy()
-    for flag in flags:
-        family = 2 * family + flag
-    mechanisms = count_mechanisms_by_row(rows)
-    # Rows are ordered: a family's first row is its best, and families come in that order.
-    _, first = np.unique(family, return_index=True)
-    for start in np.sort(first):
-        members = np.flatnonzero(family == family[start])
-        seconds = screened.seconds[members]
-        if not np.isnan(seconds).any():
-            is_tied = seconds <= (1 + TIE_SHARE_OF_STEP) * seconds[0]
-            # Of equally simple ones those whose shards stay closest together: slow links and
-            # other nodes are what varies.
-            spread = rows.num_zero_shards[members] * rows.tp[members]
-            keys = (seconds, spread * is_tied, mechanisms[members] * is_tied, ~is_tied)
-            members = members[np.lexsort(keys)]
-        yield members
 
 
 def _choose_winner(best: list[RankedLayout]) -> tuple[RankedLayout, list[RankedLayout]]:
