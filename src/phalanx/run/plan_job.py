@@ -16,6 +16,7 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
+from phalanx.plan.precision import resolve_precision
 from phalanx.run.choose_layout import choose_layout
 from phalanx.run.data_counts import count_tokens_and_samples_of_unprepared, describe_data_sources
 from phalanx.run.mixed_rows import find_mixed_rows_warnings
@@ -83,7 +84,10 @@ def plan_job(
 def _plan_with_data_sources(job: Job, tell: TellProgress | None) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
     cluster = choose_cluster_of_job(job)
-    shape, tokens = measure_foreign_shape(job, tell=tell), find_job_tokens(job)
+    # What a microbatch takes is traced in the type that the plan will have: here, "auto" is the
+    # cluster's.
+    shape = measure_foreign_shape(resolve_precision(job, cluster)[0], tell=tell)
+    tokens = find_job_tokens(job)
     is_usual = _is_default_byte_source(job) and tokens.default in ("", BYTE_TOKENIZER_KIND)
     if is_usual or (
         (shape or build_model_shape(job, vocab_size=1)).reads_images and _needs_data_for_plan(job)
