@@ -3,12 +3,14 @@ it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from test_bottleneck import write_run
@@ -16,9 +18,11 @@ from test_pipeline_measured import pipeline
 from test_report import Page
 
 from browser import Browser, open_browser
+from phalanx.core.files import read_bounded_lines
 from phalanx.observe import events
 from phalanx.observe.bus import Bus, build_event_file_path
 from phalanx.plan.layout import Layout
+from phalanx.report import event_log
 from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_table
 from phalanx.report.event_log import EventLogReader
 from phalanx.report.page import render_page, write_report
@@ -382,4 +386,30 @@ def test_a_file_that_can_be_read_again_is_no_gap_of_the_page(run_dir: Path, tmp_
         assert reader.log.unreadable_files == {}, f"{first_read=}"
     assert build_run_json(collect_run_facts(growing, reader.log)) == build_run_json(
         collect_run_facts(growing)
+    )
+
+
+def test_lines_before_a_read_that_the_disk_refuses_are_counted_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def refuse_once(file: BinaryIO) -> Iterator[bytes]:
+        for number, line in enumerate(read_bounded_lines(file)):
+            if number == 3 and file.name not in refused:
+                refused.append(file.name)
+                raise OSError(errno.EIO, "Input/output error")
+            yield line
+
+    monkeypatch.setattr(event_log, "read_bounded_lines", refuse_once)
+    reader = EventLogReader(run_dir)
+    for _ in range(2):
+        # The first of two also asks each file for its first step, which meets the error instead.
+        reader.read_new_events()
+        refused.clear()
+        reader.read_new_events()
+    monkeypatch.undo()
+    reader.read_new_events()
+    assert build_run_json(collect_run_facts(run_dir, reader.log)) == build_run_json(
+        collect_run_facts(run_dir)
     )

@@ -74,3 +74,12 @@ def measure_job(job: Job) -> DrillShape:
 def format_inject(texts: Sequence[str]) -> str:
     """The override that injects faults."""
     return f"resilience.inject={json.dumps(list(texts))}"
+
+
+def list_restart_budget_keys(num_faults: int) -> tuple[str, ...]:
+    """Keys of a job that survives so many faults: each may take two restarts (two ranks that die
+    one after the other) and one return to an earlier checkpoint."""
+    return (
+        f"resilience.max_restarts={2 * num_faults + 3}",
+        f"resilience.max_rollbacks={num_faults + 3}",
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.drills.command import CommandEnd
-from phalanx.drills.job import format_inject
+from phalanx.drills.job import format_inject, list_restart_budget_keys
 from phalanx.drills.judge import Measured
 from phalanx.drills.record import RunRecord
 from phalanx.drills.run_trial import (
@@ -57,9 +57,7 @@ def list_keys_of_shared_run(shape: DrillShape, num_trials: int) -> tuple[str, ..
     """What a run of so many trials sets in the job."""
     return (
         f"train.steps={num_trials * count_steps_of_part(shape)}",
-        # Each may take two restarts: two ranks that die one after the other.
-        f"resilience.max_restarts={2 * num_trials + 3}",
-        f"resilience.max_rollbacks={num_trials + 3}",
+        *list_restart_budget_keys(num_trials),
     )
 
 

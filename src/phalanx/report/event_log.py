@@ -209,17 +209,19 @@ class EventLogReader:
                         tail.add_event(envelope.event)
 
     def _read_new_lines(self, path: Path, with_torn_line: bool) -> Iterator[bytes]:
-        offset, num_torn_bytes = self._offsets.get(path, 0), 0
+        offset = self._offsets.get(path, 0)
         try:
             with open_regular_file(path) as file:
                 if os.fstat(file.fileno()).st_size > offset:
                     file.seek(offset)
                     for line in read_bounded_lines(file):
                         if not with_torn_line and not line.endswith(b"\n"):
-                            num_torn_bytes = len(line)
-                        elif line.strip():
+                            continue
+                        # Before the line is given out: should the disk refuse the next one, the
+                        # next call must not count this one again.
+                        self._offsets[path] = file.tell()
+                        if line.strip():
                             yield line
-                    self._offsets[path] = file.tell() - num_torn_bytes
             # Nothing of it is missing any more, should an earlier read have failed.
             self.log.unreadable_files.pop(path.name, None)
         except FileNotFoundError:

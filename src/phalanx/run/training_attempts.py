@@ -5,23 +5,17 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 
-from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
-from phalanx.checkpoint.stores import Store
-from phalanx.core.errors import CheckpointError
 from phalanx.core.roll_back import RollBack
-from phalanx.launch.launch_spec import describe_checkpoint_that_stands
 from phalanx.launch.slow_ranks import SlowRankWatch
-from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, Event
-from phalanx.observe.tail import read_recorded_events
+from phalanx.observe.events import CheckpointSaved, Event
 from phalanx.run.elastic_layout import ElasticLayout
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload
 from phalanx.run.roll_back_history import RollBackHistory
+from phalanx.run.usable_checkpoints import UsableCheckpoints
 
 
 class TrainingAttempts:
@@ -43,8 +37,7 @@ class TrainingAttempts:
         self._fence, self._slow_ranks = fence, slow_ranks
         self._elastic = ElasticLayout(run)
         self._roll_backs = RollBackHistory(run.run_dir)
-        # Kept up by events: to read all of them anew at each restart took 3.6 s after 50,000 steps.
-        self._unusable_steps = _read_unusable_steps(run.run_dir)
+        self._checkpoints = UsableCheckpoints(run.run_dir, run.store)
 
     @property
     def is_elastic(self) -> bool:
@@ -70,26 +63,16 @@ class TrainingAttempts:
     def note_event(self, event: Event) -> None:
         """Take note of an event of rank 0: a checkpoint that was saved (any layout can go on from
         it, and nothing goes back behind it), or one that ranks could not use."""
-        match event:
-            case CheckpointSaved():
-                self._elastic.note_checkpoint()
-                self._roll_backs.note_checkpoint()
-                # Saved again since: it is a new one.
-                self._unusable_steps.discard(event.step)
-            case CheckpointUnusable():
-                self._unusable_steps.add(event.step)
+        self._checkpoints.note_event(event)
+        if isinstance(event, CheckpointSaved):
+            self._elastic.note_checkpoint()
+            self._roll_backs.note_checkpoint()
 
     def find_newest_step(self) -> int:
-        """The step of the newest checkpoint that ranks could use, or that was written again since;
-        0 without one."""
-        try:
-            steps = {folder.step for folder in self._run.store.folders()}
-        except (OSError, CheckpointError):
-            return 0
-        return max(steps - self._unusable_steps, default=0)
+        return self._checkpoints.find_newest_step()
 
     def describe_what_stands(self) -> str:
-        return describe_newest_checkpoint(self._run.store, self._unusable_steps)
+        return self._checkpoints.describe_newest()
 
     def go_back(self, roll_back: RollBack) -> None:
         self._roll_backs.add(roll_back)
@@ -111,32 +94,3 @@ class TrainingAttempts:
 
     def describe_last_change(self) -> str:
         return self._elastic.describe_last_change()
-
-
-def describe_newest_checkpoint(store: Store, unusable_steps: Container[int]) -> str:
-    """The newest checkpoint of `store` whose manifest can be read, in words, except those that
-    ranks could not use; or that none is there, can be used, or can be seen."""
-    try:
-        folders = store.folders()
-    except (OSError, CheckpointError):
-        return "checkpoints cannot be seen now"
-    for folder in reversed(folders):
-        if folder.step not in unusable_steps:
-            with suppress(OSError, CheckpointError):
-                return describe_checkpoint_that_stands(read_manifest(folder).step)
-    if folders:
-        return "no checkpoint can be used"
-    return describe_checkpoint_that_stands(0)
-
-
-def _read_unusable_steps(run_dir: Path) -> set[int]:
-    """The steps of checkpoints that ranks of an earlier command found unusable, and that were not
-    saved again since."""
-    unusable: set[int] = set()
-    for envelope in read_recorded_events(run_dir, CheckpointSaved, CheckpointUnusable):
-        match envelope.event:
-            case CheckpointUnusable(step=step):
-                unusable.add(step)
-            case CheckpointSaved(step=step):
-                unusable.discard(step)
-    return unusable

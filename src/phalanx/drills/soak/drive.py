@@ -25,7 +25,13 @@ from phalanx.drills.campaign import Circumstances
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.drive import opening_runs_folder, read_job_facts
 from phalanx.drills.fault_code import digest_package_code
-from phalanx.drills.job import DrilledJob, format_inject, load_drilled_job, measure_job
+from phalanx.drills.job import (
+    DrilledJob,
+    format_inject,
+    list_restart_budget_keys,
+    load_drilled_job,
+    measure_job,
+)
 from phalanx.drills.judge import Check, finite_or_none
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.run_trial import compare_final_checkpoints, read_last_line
@@ -285,9 +291,7 @@ def _plan_soak(request: SoakRequest, step_s: float) -> SoakPlan:
     num_strikes = num_steps // gap_steps
     keys = (
         "observe.samples=true",
-        # Each may take two restarts: two ranks that die one after the other.
-        f"resilience.max_restarts={2 * num_strikes + 3}",
-        f"resilience.max_rollbacks={num_strikes + 3}",
+        *list_restart_budget_keys(num_strikes),
         *request.mix.list_overrides(),
     )
     job = _load_soaked_job(request, num_steps, save_every, keys)
