@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING, predict_bubble_of_schedule
 from phalanx.plan.pipeline.closed_forms import closed_form_bubble as closed_form
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
+from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.schedule import save_schedule_csv
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from pipeline_plans import GIB, UNIFORM, pipeline_of, plan, refusal
@@ -532,3 +536,28 @@ def test_bubbles_are_those_of_the_literature() -> None:
         assert found == pytest.approx(float(closed_form(name, 4, 16, per_rank, UNIFORM)))  # type: ignore[arg-type]
     assert predict_bubble_of_schedule("interleaved", 4, 18, 2, [UNIFORM] * 8) is None
     assert predict_bubble_of_schedule("1f1b", 64, 10_000, 1, [UNIFORM] * 64) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved-zero-bubble", 2), ("zb-v", 2)],
+)
+def test_a_long_step_is_estimated_as_it_is_simulated(name: str, stages_per_rank: int) -> None:
+    """Reference: the simulation of all microbatches. Stages are uneven, and a message between two
+    takes up to 0.3 of a forward: with 1f1b ranks wait for each in every microbatch."""
+    generator = random.Random(7)
+    num_ranks, num_microbatches = 16, 320
+    num_stages = num_ranks * stages_per_rank
+    for spread, send_s in ((0.0, 0.0), (0.1, 0.1), (0.3, 0.3)):
+        costs = []
+        for _ in range(num_stages):
+            costs.append(StageCosts(*(1 + spread * generator.random() for _ in range(3))))
+        pipeline = build_named_pipeline(
+            name, num_ranks, num_microbatches, StageCut((1,) * num_stages), costs=tuple(costs)
+        )
+        simulated = simulate_timeline(pipeline.schedule(), costs, send_s)
+        estimated_s = pipeline.estimate_step_s(costs, num_microbatches, send_s)
+        assert estimated_s == pytest.approx(float(simulated.step_s), rel=0.02), (spread, send_s)
+        timeline = pipeline.timeline()
+        assert timeline is not None
+        assert pipeline.estimate_bubble() == pytest.approx(float(timeline.bubble), abs=0.02)

@@ -177,10 +177,7 @@ def collect_hardware_facts(job: Job, plan: Plan, cluster: Cluster) -> HardwareFa
 def _predict_pipeline_bubble(plan: Plan) -> float | None:
     if plan.pipeline is None:
         return None
-    timeline = plan.pipeline.timeline()
-    if timeline is None:
-        return None
-    return float(timeline.bubble)
+    return plan.pipeline.estimate_bubble()
 
 
 def _compute_busiest_rank_ratio(job: Job, plan: Plan) -> float | None:

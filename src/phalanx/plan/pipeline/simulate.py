@@ -191,6 +191,11 @@ class StageCosts:
     backward_weight_s: Seconds
 
     @property
+    def seconds(self) -> Seconds:
+        """Of the forward and both halves of the backward."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+    @property
     def by_kind_s(self) -> dict[ActionKind, Seconds]:
         backward_s = self.backward_input_s + self.backward_weight_s
         return {

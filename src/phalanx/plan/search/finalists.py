@@ -15,6 +15,7 @@ from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.host_memory import HostMemoryError
 from phalanx.plan.layout import Layout
+from phalanx.plan.pipeline.pipeline_plan import count_microbatches_to_simulate
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.predicted_time import predict_step_time
@@ -28,9 +29,6 @@ from phalanx.plan.search.space import (
 
 TOO_MUCH_MEMORY_REASON = "needs more memory than a rank has"
 TOO_MUCH_HOST_MEMORY_REASON = "offloads more than a node's host memory holds"
-# Microbatches in flight do not grow beyond a few times the stages, and a schedule of thousands
-# takes seconds to simulate: longer ones are planned with fewer microbatches.
-MAX_PLANNED_ACTIONS = 4096
 
 
 def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
@@ -206,10 +204,8 @@ def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
         return job
     shares = num_ranks // job.parallel.degrees.model_parallel_size
     number = job.train.global_batch_size // (shares * micro)
-    enough = 2 * pp
-    while pp * stages * enough < MAX_PLANNED_ACTIONS // 4:
-        enough += pp
-    if pp * stages * number <= MAX_PLANNED_ACTIONS or number <= enough:
+    enough = count_microbatches_to_simulate(pp, stages, number)
+    if enough == number:
         return job
     return apply_job_keys(job, {"train.global_batch_size": shares * micro * enough})
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
+from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.timing.step_time import StepTime
 
 # What a rank does in a microbatch: all but what a step has once, and waiting.
@@ -19,36 +19,23 @@ def add_simulated_bubble(
 ) -> StepTime:
     """`time` with the bubble that the schedule of `pipeline` has; the interval moves along.
 
-    A pipeline may be planned with fewer microbatches than its step has. What those left out add is
-    the lead of the busiest rank over the mean one: in a steady state nothing else waits. `send_s`:
-    seconds of one message between stages.
+    A pipeline may be planned with fewer microbatches than the `num_microbatches` of its step.
+    `send_s`: seconds of one message between stages.
     """
     if not pipeline.costs or pipeline.rows:
         return time
     computed_s = sum(time.terms[term] for term in MICROBATCH_TERMS)
     # Stages say how they compare to each other; the terms, how long the mean rank takes in all.
-    costs = [float(sum(_list_stage_seconds(cost))) for cost in pipeline.costs]
-    of_mean_rank = sum(costs) / pipeline.num_ranks
+    of_mean_rank = sum(float(cost.seconds) for cost in pipeline.costs) / pipeline.num_ranks
     if not of_mean_rank or not computed_s:
         return time
     scale = computed_s / num_microbatches / of_mean_rank
-    scaled = [
-        StageCosts(*(part * scale for part in _list_stage_seconds(cost))) for cost in pipeline.costs
-    ]
-    timeline = simulate_timeline(pipeline.schedule(), scaled, send_s)
-    mean_s = of_mean_rank * scale
-    busiest_s = max(
-        sum(costs[stage] for stage in pipeline.stages_of_rank(rank)) * scale
-        for rank in range(pipeline.num_ranks)
-    )
-    idle_s = float(timeline.step_s) - pipeline.num_microbatches * mean_s
-    left_out = num_microbatches - pipeline.num_microbatches
-    bubble_s = max(0.0, idle_s + left_out * (busiest_s - mean_s))
-    return replace_bubble(time, bubble_s)
-
-
-def _list_stage_seconds(cost: StageCosts) -> tuple[float, float, float]:
-    return float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)
+    scaled = []
+    for cost in pipeline.costs:
+        parts = cost.forward_s, cost.backward_input_s, cost.backward_weight_s
+        scaled.append(StageCosts(*(float(part) * scale for part in parts)))
+    step_s = pipeline.estimate_step_s(scaled, num_microbatches, send_s)
+    return replace_bubble(time, max(0.0, step_s - computed_s))
 
 
 def replace_bubble(time: StepTime, bubble_s: float) -> StepTime:
