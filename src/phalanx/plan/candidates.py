@@ -30,6 +30,7 @@ from phalanx.plan.pipeline.memory import (
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.recompute import suggest_recompute
+from phalanx.plan.smaller_work import list_smaller_works
 from phalanx.plan.workload import Workload, shard_shape
 
 # Bytes by category at the highest moment of each phase of a step.
@@ -352,7 +353,7 @@ def _build_no_fit_error(
         fix = (
             _suggest_recompute_that_fits(least, evaluator)
             or suggest_ep_degree(job, evaluator, least)
-            or _suggest_fix_for_largest_category(largest)
+            or _suggest_smaller_work(least, evaluator)
             or _suggest_more_ranks(evaluator)
         )
     return NoFitError(
@@ -367,17 +368,30 @@ def _build_no_fit_error(
 
 def _suggest_recompute_that_fits(candidate: Candidate, evaluator: CandidateEvaluator) -> str:
     """The mode of recompute that would make a candidate fit, or ""."""
-
-    def fits(work: Workload) -> bool:
-        return evaluator.has_room_for(
-            replace(evaluator, work=work).predict_memory(
-                candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
-            )
-        )
-
     return suggest_recompute(
-        evaluator.shape, evaluator.work, fits, evaluator.predict_activation_bytes
+        evaluator.shape,
+        evaluator.work,
+        lambda work: _fits_with(work, candidate, evaluator),
+        evaluator.predict_activation_bytes,
     )
+
+
+def _suggest_smaller_work(candidate: Candidate, evaluator: CandidateEvaluator) -> str:
+    """Keys that would make a candidate fit, counted with them, as a fix; "" if none does."""
+    works = list_smaller_works(
+        evaluator.work, evaluator.shape.num_layers, is_pipeline=evaluator.pipeline is not None
+    )
+    for keys, work in works:
+        if _fits_with(work, candidate, evaluator):
+            return f"set {keys}"
+    return ""
+
+
+def _fits_with(work: Workload, candidate: Candidate, evaluator: CandidateEvaluator) -> bool:
+    memory = replace(evaluator, work=work).predict_memory(
+        candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
+    )
+    return evaluator.has_room_for(memory)
 
 
 def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
@@ -397,22 +411,10 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
                 " model"
             )
     largest = max(memory, key=lambda part: memory[part])
-    remedy = (
-        _suggest_fix_for_largest_category(largest)
-        or "use a smaller model or ranks with more memory"
-    )
     return (
-        f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take"
-        f" {format_bytes(memory[largest])}"
+        f"use a smaller model or ranks with more memory: more ranks do not help, over {more:,} of"
+        f" them {largest} alone take {format_bytes(memory[largest])}"
     )
-
-
-def _suggest_fix_for_largest_category(largest: str) -> str:
-    return {
-        "activations": "use a smaller train.micro_batch_size or train.recompute=full",
-        "loss": "use a smaller train.loss_chunk_tokens",
-        "staging": "use checkpoint.asynchronous=false",
-    }.get(largest, "")
 
 
 def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> Iterator[int]:

@@ -1,9 +1,10 @@
-"""What fits where nothing fits as asked: along each axis the nearest change that does, each planned
-exactly before it is named, with its price."""
+"""What fits where nothing fits as asked: along each axis, or each two together, the nearest change
+that does, each planned exactly before it is named, with its price."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from phalanx.plan.search.search import (
 
 MAX_DEVICE_MULTIPLE = 64
 MAX_PLANS_PER_CHANGE = 16
+MAX_PAIRS = 3  # of axes that only help together
 DATA_PARALLEL_JOB_KEYS = ("parallel.dp_replicate", "parallel.dp_shard")
 # Keys that a search may choose again where the job's own values leave nothing that fits.
 OPENED_KEYS = {
@@ -58,31 +60,55 @@ class _Change:
 
 
 def find_nearest_fits(task: SearchTask) -> tuple[NearestFit, ...]:
-    """The fastest layout that fits along each axis where one change of the job makes one fit;
-    cheapest first, by the device-seconds of a step."""
-    fits = []
-    for make_change in (_list_axis_changes, _list_offload_change):
-        fits += [
-            fit for change in make_change(task) if (fit := _find_best_fit_of_change(task, change))
-        ]
-    more = _find_fewest_more_devices(task)
-    if more is not None:
-        fits.append(more)
+    """The fastest layout that fits along each axis where one change of the job makes one fit, and
+    of each two axes where only both together do; cheapest first, by the device-seconds of a step.
+
+    Where neither does, the fastest with everything left open.
+    """
+    fits: list[NearestFit] = []
+    helpless = []  # axes that do not help alone
+    for axis in _list_axes(task):
+        fit = _find_best_fit_of_change(task, _open_axes(task, axis))
+        if fit is None:
+            helpless.append(axis)
+        else:
+            fits.append(fit)
+    pairs = [_open_axes(task, *pair) for pair in itertools.combinations(helpless, 2)]
+    fits += _keep_cheapest(filter(None, (_find_best_fit_of_change(task, pair) for pair in pairs)))
+    if not fits and len(helpless) > 2:
+        fits += filter(None, [_find_best_fit_of_change(task, _open_all_axes(task))])
+    fits += _find_fewest_more_devices(task, helpless)
     if not fits:
-        fits += [
-            fit
-            for change in _list_change_of_all_keys(task)
-            if (fit := _find_best_fit_of_change(task, change))
-        ]
+        fits += filter(None, [_find_best_fit_of_change(task, _open_all_axes(task, offloads=True))])
     return _add_relative_prices(fits)
 
 
-def _list_axis_changes(task: SearchTask) -> Iterator[_Change]:
-    """Each axis that the job fixes, left open."""
-    for axis, keys in OPENED_KEYS.items():
-        if not any(_is_key_in_job(task, key) for key in keys):
-            continue
-        yield _Change(axis, replace(task, job=drop_job_keys(task.job, *keys)))
+def _list_axes(task: SearchTask) -> list[str]:
+    """The axes that a search could choose for, and does not: what the job fixes, and offload."""
+    axes = [
+        axis for axis, keys in OPENED_KEYS.items() if any(_is_key_in_job(task, key) for key in keys)
+    ]
+    if task.job.parallel.offload == "none":
+        axes.append("offload")
+    return axes
+
+
+def _open_axes(task: SearchTask, *axes: str) -> _Change:
+    """The axes left open."""
+    keys = [key for axis in axes for key in OPENED_KEYS.get(axis, ())]
+    offloads = "offload" in axes
+    if offloads:
+        keys.append("parallel.offload")
+    job = drop_job_keys(task.job, *keys)
+    return _Change(" + ".join(axes), replace(task, job=job, offloads=offloads))
+
+
+def _open_all_axes(task: SearchTask, *, offloads: bool = False) -> _Change:
+    """All keys that the job fixes, left open at once: where no two are enough."""
+    job = drop_job_keys(task.job, *(key for keys in OPENED_KEYS.values() for key in keys))
+    if offloads:
+        job = drop_job_keys(job, "parallel.offload")
+    return _Change("layout", replace(task, job=job, offloads=offloads))
 
 
 def _is_key_in_job(task: SearchTask, key: str) -> bool:
@@ -90,29 +116,25 @@ def _is_key_in_job(task: SearchTask, key: str) -> bool:
     return name in getattr(task.job, section).model_fields_set
 
 
-def _list_offload_change(task: SearchTask) -> Iterator[_Change]:
-    if task.job.parallel.offload == "none":
-        job = drop_job_keys(task.job, "parallel.offload")
-        yield _Change("offload", replace(task, job=job, offloads=True))
+def _keep_cheapest(fits: Iterable[NearestFit]) -> list[NearestFit]:
+    """The MAX_PAIRS cheapest of `fits`."""
+    return sorted(fits, key=_get_device_seconds)[:MAX_PAIRS]
 
 
-def _list_change_of_all_keys(task: SearchTask) -> Iterator[_Change]:
-    """All keys that the job fixes, left open at once: where no single one is enough."""
-    keys = {key for group in OPENED_KEYS.values() for key in group}
-    job = drop_job_keys(task.job, *keys, "parallel.offload")
-    yield _Change("layout", replace(task, job=job))
-    yield _Change("layout", replace(task, job=job, offloads=True))
-
-
-def _find_fewest_more_devices(task: SearchTask) -> NearestFit | None:
-    """The fewest times as many devices, doubled, over which the job fits."""
-    times = 2
-    while times <= MAX_DEVICE_MULTIPLE:
-        fit = _find_best_fit_of_change(task, _build_more_devices_change(task, times))
-        if fit is not None:
-            return fit
-        times *= 2
-    return None
+def _find_fewest_more_devices(task: SearchTask, helpless: Sequence[str]) -> list[NearestFit]:
+    """The fewest times as many devices, doubled, over which the job fits; where it fits on none, it
+    fits there with one of `helpless` left open, too. Empty where that is not enough."""
+    for axes in ((), *((axis,) for axis in helpless if axis != "offload")):
+        opened = replace(task, job=_open_axes(task, *axes).task.job)
+        times = 2
+        while times <= MAX_DEVICE_MULTIPLE:
+            change = _build_more_devices_change(opened, times)
+            change = replace(change, axis=" + ".join((change.axis, *axes)))
+            fit = _find_best_fit_of_change(task, change)
+            if fit is not None:
+                return [fit]
+            times *= 2
+    return []
 
 
 def _build_more_devices_change(task: SearchTask, times: int) -> _Change:
@@ -209,14 +231,16 @@ def _add_overrides(
 def _add_relative_prices(fits: list[NearestFit]) -> tuple[NearestFit, ...]:
     """`fits` with their device-seconds beside the cheapest one's, in this order."""
 
-    def device_seconds(fit: NearestFit) -> float:
-        return (fit.ranked.step_s or 0.0) * fit.num_ranks
-
-    ordered = sorted(_drop_repeated_fits(fits), key=device_seconds)
-    if not ordered or not device_seconds(ordered[0]):
+    ordered = sorted(_drop_repeated_fits(fits), key=_get_device_seconds)
+    if not ordered or not _get_device_seconds(ordered[0]):
         return tuple(ordered)
-    cheapest = device_seconds(ordered[0])
-    return tuple(replace(fit, slowdown=device_seconds(fit) / cheapest) for fit in ordered)
+    cheapest = _get_device_seconds(ordered[0])
+    return tuple(replace(fit, slowdown=_get_device_seconds(fit) / cheapest) for fit in ordered)
+
+
+def _get_device_seconds(fit: NearestFit) -> float:
+    """Seconds of a step times devices; 0 where time is not predicted."""
+    return (fit.ranked.step_s or 0.0) * fit.num_ranks
 
 
 def _drop_repeated_fits(fits: list[NearestFit]) -> list[NearestFit]:
