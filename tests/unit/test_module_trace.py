@@ -29,7 +29,7 @@ from phalanx.nn.module_trace import TracedBatch, trace_module
 from phalanx.nn.objective import CausalOutput, build_logits_cross_entropy, causal_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
-from phalanx.plan.memory import activation_bytes
+from phalanx.plan.memory import activation_bytes, count_segment_bytes
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
 from phalanx.run.search_job import search_layouts_of_job
@@ -256,6 +256,33 @@ def test_tensor_parallelism_divides_what_comes_from_cut_layers(own_model: str) -
     assert half.block(0, work).entering == block.entering
     assert block.saved - 2 * per_token < 2 * half.block(0, work).saved < 2 * block.saved
     assert half.block(0, work).saved < 0.75 * block.saved
+
+
+def test_blocks_that_do_the_same_and_are_cut_otherwise_are_counted_apart(own_model: str) -> None:
+    shape = measure(f"{own_model}:Model")
+    assert len(set(shape.traces[0].points[0].blocks)) == 1
+    work = Workload(2, LENGTH, "fp32", "none", 1024, tp=2)
+
+    def cut_only(holder: Any, block: str) -> Any:
+        if not holder.name.startswith(block) or not holder.name.endswith(("qkv", "up")):
+            return holder
+        return replace(holder, num_outputs=holder.num_outputs // 2)
+
+    everywhere = shape.shard(2, lambda holder: cut_only(holder, "")).activations
+    nowhere = shape.shard(2, lambda holder: holder).activations
+    # A rule names the first block alone: of these two a block may be asked for in any order.
+    first, again = (shape.shard(2, lambda holder: cut_only(holder, "layers.0.")) for _ in "12")
+    assert everywhere is not None
+    assert nowhere is not None
+    assert first.activations is not None
+    assert again.activations is not None
+    expected = [everywhere.block(0, work), nowhere.block(1, work), nowhere.block(2, work)]
+    assert expected[0].saved < expected[1].saved
+    assert [first.activations.block(layer, work) for layer in (0, 1, 2)] == expected
+    assert [again.activations.block(layer, work) for layer in (2, 1, 0)] == expected[::-1]
+    kinds = first.activations.list_block_kinds(work)
+    assert kinds[0] != kinds[1] == kinds[2]
+    assert count_segment_bytes(first, work)[0] == [block.saved for block in expected]
 
 
 def test_a_dataset_of_ones_own_is_not_traced() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
@@ -32,15 +33,35 @@ class TracedActivations:
 
     def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         trace = self._find_trace_for(batch)
-        kind = trace.points[0].blocks[layer]
-        size = (batch.micro_batch_size, batch.seq_len, batch.cp, batch.sequence_parts)
+        kind = self._get_block_kind(trace, layer)
+        size = (batch.micro_batch_size, batch.seq_len, batch.cp, batch.tp, batch.sequence_parts)
         key = (trace.precision, kind, *size)
         if key not in self._blocks:
             self._blocks[key] = self._count_block(layer, batch)
         return self._blocks[key]
 
-    def list_block_kinds(self, batch: RankMicrobatch) -> Sequence[int]:
-        return self._find_trace_for(batch).points[0].blocks
+    def list_block_kinds(self, batch: RankMicrobatch) -> Sequence[Hashable]:
+        trace = self._find_trace_for(batch)
+        return [self._get_block_kind(trace, layer) for layer in range(self.shape.num_layers)]
+
+    def _get_block_kind(self, trace: ModuleTrace, layer: int) -> tuple[Hashable, ...]:
+        """What decides the bytes of a block: what it does at each point, and which of its layers
+        tensor parallelism cut. Rules go by names, so that blocks that do the same may be cut
+        otherwise."""
+        does = tuple(point.blocks[layer] for point in trace.points)
+        return (*does, self._layers_cut_by_block[layer])
+
+    @cached_property
+    def _layers_cut_by_block(self) -> tuple[frozenset[str], ...]:
+        """The names within each block of its layers that are cut."""
+        return tuple(
+            frozenset(
+                name.removeprefix(f"{block}.")
+                for name in self.shape.column_cut
+                if name.startswith(f"{block}.")
+            )
+            for block in self.shape.block_names
+        )
 
     def _count_block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         cut = _PartCut(self.shape, f"{self.shape.block_names[layer]}.", batch)
