@@ -18,12 +18,11 @@ from phalanx.plan.validation.row_stack import (
     parse_row_schedule,
 )
 from phalanx.plan.validation.row_values import (
-    UNSTATED_PATTERN,
     UnusableRow,
-    get_optional_count,
     get_optional_positive_int,
     get_text,
 )
+from phalanx.plan.validation.row_zero_stage import list_possible_zero_stages
 
 TRIED_MICRO_BATCH_SIZES = (1, 2, 4, 8)  # those tried where a row does not say
 MAX_TRIED_STAGES_PER_RANK = 12  # those tried where a row does not say
@@ -85,27 +84,6 @@ def _parse_model_parallel_degrees(row: Mapping[str, Any], num_gpus: int) -> tupl
     return tp, pp, cp
 
 
-def _list_possible_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ZeRO stages that a row leaves possible; several where it does not say."""
-    stage = get_optional_count(row, "zero_stage")
-    words = get_text(row, "dp_mode").lower()
-    if stage is not None:
-        if stage > 3:
-            raise UnusableRow("absurd zero_stage")
-        return (stage,)
-    if re.search(r"fsdp|zero-?3|full", words):
-        return (3,)
-    if re.search(r"zero-?2|grad_op", words):
-        return (2,)
-    if re.search(r"zero-?1|distributed optimizer|dist", words):
-        return (1,)
-    if re.search(r"ddp|\bdp\b|data.?parallel|all-?reduce|zero-?0|none", words):
-        return (0,)
-    if words and not UNSTATED_PATTERN.search(words):
-        raise UnusableRow("unknown dp_mode")
-    return (0, 1, 3)
-
-
 def _parse_cp_attention(row: Mapping[str, Any]) -> Any:
     words = f"{get_text(row, 'attention_kernel')} {get_text(row, 'cp_mode')}".lower()
     if re.search(r"ulysses|a2a|all-to-all", words):
@@ -152,7 +130,7 @@ def _list_micro_batch_sizes(row: Mapping[str, Any]) -> tuple[int, ...]:
 def _list_zero_stages_and_shards(row: Mapping[str, Any], dp: int) -> list[tuple[int, int]]:
     """ZeRO stages, each with the number of ranks that share one copy of the sharded states."""
     shards = []
-    for stage in _list_possible_zero_stages(row):
+    for stage in list_possible_zero_stages(row):
         sizes = [dp]
         if stage:
             sizes = _list_shard_sizes(row, dp)
