@@ -12,6 +12,8 @@ from phalanx.plan.advice.decision_tables import load_decision_tables, look_up_de
 from phalanx.plan.advice.facts import BatchFacts, HardwareFacts, ModelFacts, PlanFacts
 from phalanx.plan.advice.rule import RuleVerdict, format_measured_value
 from phalanx.plan.layout import Layout
+from phalanx.plan.pipeline.generate import generate_schedule
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 
 GIB = 2**30
 LLAMA_8B = ModelFacts("llama3-8b", 8_030_000_000, 8_030_000_000, 32, 4096, 128_256, 32, 8)
@@ -184,6 +186,29 @@ def test_rules_that_do_not_apply_are_silent_and_unknown_numbers_are_said() -> No
 def test_a_bubble_between_good_and_bad_is_tight() -> None:
     states = [judge("pipeline-bubble", make_facts(PP4, bubble=b)).state for b in (0.08, 0.1, 0.21)]  # type: ignore[union-attr]
     assert states == ["holds", "tight", "fails"]
+
+
+@pytest.mark.parametrize(("stages_per_rank", "name"), [(1, "1f1b"), (2, "interleaved")])
+def test_a_bubble_is_compared_with_one_of_the_same_unit(stages_per_rank: int, name: str) -> None:
+    facts = make_facts(PP4, bubble=0.3, stages_per_rank=stages_per_rank)
+    verdict = judge("pipeline-bubble", facts)
+    assert verdict is not None
+    costs = [StageCosts(1, 1, 1)] * 4 * stages_per_rank
+    schedule = generate_schedule(name, 4, facts.batch.num_microbatches, stages_per_rank)
+    expected = 100 * float(simulate_timeline(schedule, costs).bubble)
+    assert f"would wait for {expected:.1f} % of it" in verdict.consequence
+    assert ("interleaved" in verdict.consequence) is (name == "interleaved")
+
+
+def test_micro_batches_are_those_of_the_plan_whatever_a_rank_has_of_stages() -> None:
+    plain = judge("pipeline-microbatches", make_facts(PP4))
+    verdict = judge("pipeline-microbatches", make_facts(PP4, stages_per_rank=2))
+    assert plain is not None
+    assert verdict is not None
+    assert plain.comparison == "4 micro-batches, at least 16"
+    assert verdict.comparison == "4 micro-batches, at least 8"
+    assert verdict.remedy.startswith("8 micro-batches")
+    assert "4 for each of 4 ranks, divided by 2 stages on each" in verdict.consequence
 
 
 def test_model_parallelism_that_is_faster_is_not_needless() -> None:

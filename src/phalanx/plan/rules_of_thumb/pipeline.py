@@ -16,14 +16,18 @@ def measure_pipeline_bubble(facts: PlanFacts) -> RuleMeasurement | None:
     if pp == 1:
         return None
     v = facts.stages_per_rank
-    ratio = (pp - 1) / (v * batch.num_microbatches)
+    # Of the step, as the measured value is; beside the ideal time it is (p-1)/(v m).
+    equal_stages_bubble = (pp - 1) / (v * batch.num_microbatches + pp - 1)
+    order = "one-forward-one-backward order"
+    if v > 1:
+        order = f"interleaved order of {v} stages on each rank"
     return RuleMeasurement(
         facts.bubble,
         MAX_BUBBLE,
         comfortable=GOOD_BUBBLE,
         consequence=(
-            "ranks wait for each other for that part of a step (idle time over ideal time would be"
-            f" {ratio:.1%} with equal stages in one-forward-one-backward order)"
+            "ranks wait for each other for that part of a step (equal stages in"
+            f" {order} would wait for {100 * equal_stages_bubble:.1f} % of it)"
         ),
         remedy=(
             "more micro-batches (a larger train.global_batch_size or fewer data-parallel ranks),"
@@ -34,16 +38,20 @@ def measure_pipeline_bubble(facts: PlanFacts) -> RuleMeasurement | None:
 
 
 def measure_microbatches_per_rank(facts: PlanFacts) -> RuleMeasurement | None:
-    """Micro-batches, each counted once for every stage of a rank, against four per rank."""
-    pp = facts.layout.pp
+    """Micro-batches of a step, against four for each rank of the pipeline, or so many fewer as each
+    rank has stages."""
+    pp, v = facts.layout.pp, facts.stages_per_rank
     if pp == 1:
         return None
-    need = MICROBATCHES_PER_STAGE * pp
+    need = -(-MICROBATCHES_PER_STAGE * pp // v)
+    reason = f"{MICROBATCHES_PER_STAGE} for each of {pp} ranks"
+    if v > 1:
+        reason += f", divided by {v} stages on each"
     return RuleMeasurement(
-        facts.batch.num_microbatches * facts.stages_per_rank,
+        facts.batch.num_microbatches,
         need,
-        consequence="too few are under way to fill the pipeline",
-        remedy=f"{-(-need // facts.stages_per_rank)} micro-batches, or a smaller parallel.pp",
+        consequence=f"too few are under way to fill the pipeline ({reason})",
+        remedy=f"{need} micro-batches, or a smaller parallel.pp",
     )
 
 
