@@ -18,6 +18,7 @@ from phalanx.core.errors import (
 )
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import summarize_data_sources
+from phalanx.job.checks.ranks import find_problems_of_stated_axes
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
@@ -159,6 +160,7 @@ def select_layout_cases(
     that is too large.
     """
     layout_names = _parse_layout_names(layouts)
+    _require_stated_axes_share_batch(job)
     job_layout = select_axes_set_by_job(job)
     num_ranks = _choose_num_ranks(ranks, job, job_layout)
     axes_of_name = _map_layout_names_to_axes(
@@ -209,6 +211,17 @@ def select_layout_cases(
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+def _require_stated_axes_share_batch(job: Job) -> None:
+    """Raise LayoutError for a batch that the job's own axes cannot share, which its checks leave to
+    the plan where it describes GPUs: none is chosen here."""
+    for finding in find_problems_of_stated_axes(job):
+        raise LayoutError(
+            f"{'.'.join(map(str, finding.path))}: {finding.what}",
+            why="verify judges the axes that the job states; a plan may choose others for its GPUs",
+            fix=finding.fix,
+        )
 
 
 def _shrink_and_describe(

@@ -11,7 +11,7 @@ from phalanx.job.nearest import (
     format_nearest_multiples,
     list_divisors,
 )
-from phalanx.job.schema import Job
+from phalanx.job.schema import Cluster, Job
 
 
 @declare_check(
@@ -221,6 +221,19 @@ def leaves_axes_to_search(job: Job) -> bool:
     the job leaves some of them open."""
     degrees = (job.parallel.tp, job.parallel.pp, job.parallel.cp)
     return job.cluster.has_described_machine and None in degrees
+
+
+def find_problems_of_stated_axes(job: Job) -> list[Finding]:
+    """What is wrong with ranks and batch where no plan chooses the axes that the job leaves open:
+    it runs with those that it states. Empty where the job's own checks have looked already."""
+    if not leaves_axes_to_search(job):
+        return []
+    stated = job.model_copy(update={"cluster": Cluster()})
+    return [
+        finding
+        for check in (check_axes_fill_ranks, check_ranks_divide_batch)
+        for finding in check.run(stated)
+    ]
 
 
 def find_num_ranks(job: Job) -> int | None:
