@@ -137,7 +137,10 @@ def waits_of(case: Case) -> tuple[Counter[str], Counter[str], int]:
     """Of the third step, of an evaluation of two batches after it, and how many there may be in
     a step."""
     batches, a_plan = global_batches(4, documents=case.documents), plan_of(case)
-    with open_mesh(a_plan.layout, device="cpu") as here, second_device() as waits:
+    with (
+        open_mesh(a_plan.layout, device="cpu", collectives="gloo") as here,
+        second_device() as waits,
+    ):
         model = parallelize(module_of(case, a_plan), a_plan, replace(here, device=CUDA), seed=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for microbatches in own(batches[:3], model):
@@ -209,7 +212,7 @@ def used(
         plan(dist.get_world_size() if dist.is_initialized() else 1, 2, **parallel),
     )
     with (
-        open_mesh(a_plan.layout, device="cpu") as here,
+        open_mesh(a_plan.layout, device="cpu", collectives="gloo") as here,
         second_device() if place == "device" else nullcontext(),
     ):
         mesh = replace(here, device=CUDA) if place == "device" else here

@@ -18,6 +18,7 @@ from phalanx.plan.layout import Layout
 from phalanx.verify.plain.compression import (
     find_half_int8_levels,
     plain_int8_excess,
+    plain_powersgd_matrix_error,
     plain_powersgd_step,
     plain_topk_excess,
 )
@@ -79,14 +80,17 @@ def _judge_hooks(rank: int) -> None:
             largest = kept.abs().max() / full.abs().max()
             assert 0 < excess_of(3 * kept, 2) < 3 * largest
         first, second = _reduce_twice(mesh, powersgd.build(OPTIONS))
-        sent, next_q, allowed = plain_powersgd_step(first[1], first[4])
-        assert allowed < 1e-12
-        assert (sent - first[2]).norm() <= allowed * first[1].norm()
-        sent, _, allowed = plain_powersgd_step(second[1], next_q)
-        assert (sent - second[2]).norm() <= allowed * second[1].norm()
+        for full, mean, arrived, _, q in (first, second):
+            rank_norm = float(mesh.all_reduce_sum(full.norm()) / mesh.world_size)
+            sent, allowed = plain_powersgd_step(mean, q, rank_norm)
+            assert allowed < 1e-12
+            assert (sent - arrived).norm() <= allowed * mean.norm()
         # With the first step's matrix something else would be sent.
-        cold, _, _ = plain_powersgd_step(second[1], first[4])
+        cold, _ = plain_powersgd_step(second[1], first[4], 1.0)
         assert (cold - second[2]).norm() > 0.1 * second[1].norm()
+        # The matrix that the first step leaves is the one with which the second begins.
+        assert plain_powersgd_matrix_error(first[2], second[4]) < 1e-12
+        assert plain_powersgd_matrix_error(first[2], first[4]) > 0.1
 
 
 def _average_half_levels(mesh: Mesh, full: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,27 @@ def test_scores_with_fewer_digits_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(1e-4 < fault.error < 1e-2 for fault in faults)
 
 
+@pytest.mark.parametrize("model", [{"preset": "small-mixtral", "experts_per_token": 1}, DEEPSEEK])
+def test_scores_that_only_decide_the_choice_are_looked_at(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the one chosen expert counts in full, whatever its score."""
+    own = Router.forward
+
+    def choose_by_rounded(self: Router, x_BTD: torch.Tensor) -> Routing:
+        choose = self.choose
+        self.choose = lambda scores_BTE, per_token: choose(scores_BTE.bfloat16().float(), per_token)
+        try:
+            return own(self, x_BTD)
+        finally:
+            self.choose = choose
+
+    monkeypatch.setattr(Router, "forward", choose_by_rounded)
+    faults = find_faults(model=model)
+    assert faults is not None
+    assert len(faults) == 2
+
+
 def test_rows_in_narrow_types_say_whose_arithmetic_they_share() -> None:
     _, plan = plan_one_process("bfloat16", {"preset": "small-mixtral"})
     trace = replace(TRACE, dtype="bfloat16", initial_faults=())

@@ -42,9 +42,16 @@ class StepStatistics:
             for index, buffer in enumerate(buffers)
         ]
         self._marks, self._has_seen_step = marks, True
-        if self._places_never_saved is None:
+        if self._places_never_saved is None or self._has_registered_more():
             self._places_never_saved = self._model.list_places_never_saved()
         self._never_saved = _read_buffers(self._places_never_saved)
+
+    def _has_registered_more(self) -> bool:
+        """True if a forward has registered or removed a buffer that is not saved, as those that
+        make their tables when they need them: listing all anew takes ten times as long."""
+        assert self._places_never_saved is not None
+        number = sum(len(part._non_persistent_buffers_set) for part in self._model.module.modules())
+        return number != len(self._places_never_saved)
 
     @property
     def why_not_restorable(self) -> str:

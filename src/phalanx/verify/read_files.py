@@ -1,5 +1,7 @@
-"""The files that a rank reads while layouts are judged: its modules, configurations, weights and
-data, wherever they lie. Rows of a stopped command hold for these alone.
+"""The files that rank 0 opens through Python while layouts are judged: modules, configurations, and
+weights and data read by `open`, wherever they lie. Rows of a stopped command hold for these alone.
+
+A library that opens a file without Python's `open`, as safetensors does, is not seen.
 
 Torch-free.
 """
@@ -55,7 +57,9 @@ class ReadFileRecorder:
         if not isinstance(path, str | bytes | os.PathLike) or not isinstance(flags, int):
             return
         name = os.path.abspath(os.fsdecode(path))
-        if name.startswith((*_IGNORED_PATHS, os.path.join(self.directory, ""))):
+        ignored = *_IGNORED_PATHS, os.path.join(self.directory, "")
+        # Somebody may have put weights or data into memory.
+        if name.startswith(ignored) and not name.startswith("/dev/shm/"):
             return
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self._written_paths.add(name)

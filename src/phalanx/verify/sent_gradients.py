@@ -4,7 +4,6 @@ add up, and yet the wrong part be sent."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import torch
 
@@ -15,6 +14,7 @@ from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN
 from phalanx.verify.plain.compression import (
     find_half_int8_levels,
     plain_int8_excess,
+    plain_powersgd_matrix_error,
     plain_powersgd_step,
     plain_topk_excess,
 )
@@ -38,8 +38,8 @@ class SentGradientChecker:
         self._mesh = model.mesh
         self._fraction = model.plan.parallel.compress_fraction
         self._compress = model.plan.parallel.compress
-        # Its own, step after step: the layout's is what is judged.
-        self._plain_q: dict[str, torch.Tensor] = {}
+        # By parameter: the matrix as the step before has left it.
+        self._left_q: dict[str, torch.Tensor] = {}
         if model.compression is not None and self._compress in JUDGED_BY_PLAIN:
             self._hook: Hook = model.compression.surround_hook(self)
 
@@ -54,26 +54,37 @@ class SentGradientChecker:
         """Reduce them by the hook. Collective."""
         before = [gradient.tensor.clone() for gradient in gradients]
         means = self._average_over_ranks(before)
-        half_levels: Sequence[torch.Tensor] = []
+        half_levels: Sequence[torch.Tensor | None] = [None] * len(before)
         if self._compress == "int8":
             num_ranks = self._mesh.world_size
             half_levels = self._average_over_ranks(
                 [find_half_int8_levels(full, num_ranks) for full in before]
             )
-        # What the first step begins with is drawn, and the same on all ranks.
+        norms = self._average_over_ranks([full.norm() for full in before])
+        found_q = {}
         for gradient in gradients:
             if POWERSGD_MATRIX in gradient.slots:
-                self._plain_q.setdefault(gradient.name, gradient.slots[POWERSGD_MATRIX].clone())
+                found_q[gradient.name] = gradient.slots[POWERSGD_MATRIX].clone()
         residuals = self._hook.reduce(gradients, wire)
-        judged = zip_longest(gradients, before, means, half_levels, residuals)
-        for gradient, full, mean, half_level, rest in judged:
+        judged = zip(gradients, before, means, norms, half_levels, residuals, strict=True)
+        for gradient, full, mean, norm, half_level, rest in judged:
             # An overflow is judged in runs of the trainer.
             if not bool(mean.isfinite().all()):
-                continue
-            excess = self._find_excess(gradient, full, mean, half_level, rest)
-            if excess > 0:
+                excess = 0.0
+            elif self._compress == "topk":
+                excess = plain_topk_excess(full, rest, self._fraction)
+            elif half_level is not None:
+                excess = plain_int8_excess(full, mean, half_level, rest, self._mesh.world_size)
+            else:
+                q = found_q.get(gradient.name)
+                excess = self._find_powersgd_excess(gradient, mean, q, float(norm))
+            # NaN is above any.
+            if not excess <= 0:
                 words = JUDGED_BY_PLAIN[self._compress].fault
                 self.faults.append((self._step, gradient.name, excess, words))
+        for gradient in gradients:
+            if POWERSGD_MATRIX in gradient.slots:
+                self._left_q[gradient.name] = gradient.slots[POWERSGD_MATRIX].clone()
         return residuals
 
     def _average_over_ranks(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,37 +95,35 @@ class SentGradientChecker:
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _find_excess(
-        self,
-        gradient: Gradient,
-        full: torch.Tensor,
-        mean: torch.Tensor,
-        half_level: torch.Tensor | None,
-        rest: torch.Tensor,
+    def _find_powersgd_excess(
+        self, gradient: Gradient, mean: torch.Tensor, q: torch.Tensor | None, rank_norm: float
     ) -> float:
-        """By how much the reduction of a gradient is worse than its definition; at most 0 where it
-        is not."""
-        if self._compress == "topk":
-            return plain_topk_excess(full, rest, self._fraction)
-        if half_level is not None:
-            return plain_int8_excess(full, mean, half_level, rest, self._mesh.world_size)
-        return self._find_powersgd_excess(gradient, mean)
+        """How far what was sent is from the definition's, which begins with the matrix `q` that the
+        hook has found; 0 within rounding. A gradient that is not compressed must be the mean.
 
-    def _find_powersgd_excess(self, gradient: Gradient, mean: torch.Tensor) -> float:
-        """How far what was sent is from the definition's, which begins where its own step before
-        has ended; a gradient that is not compressed must be the mean."""
+        From step to step the matrix is judged by itself: roundings of a step before are then none
+        of this one.
+        """
         size = float(mean.double().norm())
-        expected, allowed = mean.double(), 0.0
-        if gradient.name in self._plain_q:
-            sent, next_q, allowed = plain_powersgd_step(
-                mean.flatten(1), self._plain_q[gradient.name]
-            )
-            self._plain_q[gradient.name] = next_q
-            expected = sent.view_as(mean)
         if not size:
             return float(gradient.tensor.abs().max())
-        error = float((gradient.tensor.double() - expected).norm()) / size
+        expected, allowed = mean.double(), 0.0
+        if q is not None:
+            left = self._left_q.get(gradient.name)
+            if left is not None and not torch.equal(left, q):
+                return float((left - q).double().norm() / left.double().norm())
+            sent, allowed = plain_powersgd_step(mean.flatten(1), q, rank_norm)
+            expected = sent.view_as(mean)
         dtype = str(mean.dtype).removeprefix("torch.")
-        if error <= max(TOLERANCE_OF_DTYPE[dtype], allowed):
+        allowed = max(TOLERANCE_OF_DTYPE[dtype], allowed)
+        errors = [float((gradient.tensor.double() - expected).norm()) / size]
+        if q is not None:
+            errors.append(
+                plain_powersgd_matrix_error(
+                    gradient.tensor.flatten(1), gradient.slots[POWERSGD_MATRIX]
+                )
+            )
+        # NaN is above any.
+        if all(error <= allowed for error in errors):
             return 0.0
-        return error
+        return max(errors)

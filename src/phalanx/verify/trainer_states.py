@@ -155,7 +155,9 @@ class StateComparator:
         none."""
         reference = record.get_step_record(ranks[0].step)
         sums = [observed.tensors.get(BUFFER, {}) for observed in ranks]
-        return next(iter(self._errors.find_wrong_tensors(sums, reference, BUFFER, ())), "")
+        # A record of its own: what a row says of its errors ends at the first difference.
+        errors = ErrorRecord(self._errors.tolerance)
+        return next(iter(errors.find_wrong_tensors(sums, reference, BUFFER, ())), "")
 
     def _explain_wrong_weight(
         self,

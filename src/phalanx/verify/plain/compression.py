@@ -8,8 +8,6 @@ import torch
 MAX_INT8_LEVEL = 127
 ELEMENTS_PER_INT8_SCALE = 256
 ROUNDING_MARGIN = 1e-3  # relative: scales travel in float32
-# A step's P is known to so many roundings times its condition number.
-POWERSGD_ROUNDINGS = 100
 
 
 def plain_topk_excess(gradient: torch.Tensor, residual: torch.Tensor, fraction: float) -> float:
@@ -77,18 +75,33 @@ def find_half_int8_levels(gradient: torch.Tensor, num_ranks: int) -> torch.Tenso
 
 
 def plain_powersgd_step(
-    mean: torch.Tensor, q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(what is sent of the matrix `mean` [n, m], the matrix [m, rank] with which the next step
-    begins, how far rounding may take what is sent, relative to it), in float64.
+    mean: torch.Tensor, q: torch.Tensor, rank_norm: float
+) -> tuple[torch.Tensor, float]:
+    """(what is sent of the matrix `mean` [n, m], how far rounding may take it, relative to `mean`),
+    in float64.
 
-    One step of power iteration from `q`: `mean` projected on the span of mean q (Vogels et al.
-    2019, algorithm 1). `mean`: of the gradients of all ranks, with what each kept before.
+    One step of power iteration from `q` [m, rank]: `mean` projected on the span of mean q (Vogels
+    et al. 2019, algorithm 1). `mean`: of the gradients of all ranks, with what each kept before;
+    `rank_norm`: the mean of the ranks' norms, more than that of `mean` where they cancel.
     """
-    wide = mean.double()
-    basis, singular, _ = torch.linalg.svd(wide @ q.double(), full_matrices=False)
-    next_q = wide.T @ basis
-    sent = basis @ next_q.T
-    smallest = float(singular.min())
-    condition = float(singular.max()) / smallest if smallest else float("inf")
-    return sent, next_q, POWERSGD_ROUNDINGS * torch.finfo(mean.dtype).eps * condition
+    wide, wide_q = mean.double(), q.double()
+    basis, singular, _ = torch.linalg.svd(wide @ wide_q, full_matrices=False)
+    sent = basis @ (wide.T @ basis).T
+    smallest, size = float(singular.min()), float(wide.norm())
+    if not smallest or not size:
+        return sent, float("inf")
+    # Ranks round their parts of mean q, and of the second product. By norms, so that it is what
+    # rounding may do at worst: what it did was a sixteenth of this, or less.
+    roundings = rank_norm * (float(wide_q.norm()) / smallest + 1 / size)
+    return sent, torch.finfo(mean.dtype).eps * roundings
+
+
+def plain_powersgd_matrix_error(sent: torch.Tensor, next_q: torch.Tensor) -> float:
+    """The part of `sent` [n, m], relative to it, that lies outside the span of `next_q` [m, rank]:
+    none if that is the matrix from which the next step has to begin."""
+    wide = sent.double()
+    size = float(wide.norm())
+    if not size:
+        return 0.0
+    basis, _ = torch.linalg.qr(next_q.double())
+    return float((wide - (wide @ basis) @ basis.T).norm()) / size
