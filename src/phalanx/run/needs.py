@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import cast
 
+from phalanx.core.cpp_compiler import find_why_compiler_fails
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.registry import import_object_of_kind, is_foreign
 from phalanx.job.hugging_face import list_transformers_modules
@@ -86,11 +85,10 @@ def require_packages(job: Job, device: str) -> None:
         require_observer_can_start(job)
     if job.precision.compute == "fp8":
         _refuse_fp8_where_unsupported(device)
-    compiler = os.environ.get("CXX") or "g++"
-    if job.train.compile and device == "cpu" and not shutil.which(compiler):
+    if job.train.compile and device == "cpu" and (why := find_why_compiler_fails()):
         raise EnvironmentProblem(
-            f"train.compile needs a C++ compiler and there is no {compiler}",
-            fix="install g++ or set train.compile=false",
+            f"train.compile needs a C++ compiler, and {why}",
+            fix="install g++, let CXX name a compiler that works, or set train.compile=false",
         )
 
 
