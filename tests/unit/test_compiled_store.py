@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 
 from phalanx.mesh.compiled.bundle import pack_folder, unpack_into_folder
 from phalanx.mesh.compiled.store import CodeStore, StoreUnusableError, find_store_root, hash_file
+from phalanx.mesh.compiled.work_folders import identify_host
 
 LONG_AGO_S = 2 * 3600
 is_root = os.geteuid() == 0
@@ -152,9 +155,9 @@ def test_a_full_disk_leaves_the_entry_before_and_no_part(store: CodeStore) -> No
 
 def test_what_killed_processes_left_goes_and_what_lives_stays(store: CodeStore) -> None:
     long_ago_s = time.time() - LONG_AGO_S
-    with store.making_work_folder() as living:
+    with store.work_folders.making() as living:
         (living / "code").write_text("")
-        dead = store.root / "work-dead"
+        dead = store.root / f"work-{identify_host()}-dead"
         (dead / "sub").mkdir(parents=True)
         partial, just_begun = store.root / "new-partial", store.root / "new-just-begun"
         for path in (partial, just_begun):
@@ -191,6 +194,77 @@ def test_one_process_has_a_turn_until_it_dies(store: CodeStore) -> None:
     assert store.try_turn("t") is not None
 
 
+def test_a_turn_that_has_ended_is_not_held_by_a_child_forked_meanwhile(store: CodeStore) -> None:
+    turn = store.try_turn("t")
+    assert turn is not None
+    # What it inherits is the same lock, as in a child that only forks.
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[turn._descriptor],
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    turn.end()
+    assert store.try_turn("t") is not None
+    child.communicate()
+
+
+def test_a_turn_is_waited_for_no_longer_than_told(store: CodeStore) -> None:
+    held = store.try_turn("t")
+    assert held is not None
+    assert store.await_turn("t", 0.05) is None
+    held.end()
+    turn = store.await_turn("t", 0.05)
+    assert turn is not None
+    turn.end()
+
+
+def test_only_one_process_merges_at_a_time(store: CodeStore) -> None:
+    program = (
+        "import sys; from pathlib import Path; from phalanx.mesh.compiled.store import CodeStore;"
+        "store = CodeStore(Path(sys.argv[1]))\n"
+        "for _ in range(50):\n"
+        "  with store.merging():\n"
+        "    store.write('a', (store.read('a') or b'') + b'x')"
+    )
+    mergers = [subprocess.Popen([sys.executable, "-c", program, str(store.root)]) for _ in range(3)]
+    assert [merger.wait() for merger in mergers] == [0, 0, 0]
+    assert store.read("a") == b"x" * 150
+
+
+def test_without_a_home_directory_there_is_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def find_no_entry(user: int) -> object:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_entry)
+    with pytest.raises(StoreUnusableError, match="no home directory"):
+        CodeStore.open(find_store_root())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_copied_where_it_cannot_be_linked(
+    store: CodeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "large").write_bytes(b"header" * 1000)
+    checksum = store.keep_file("large", tmp_path / "large")
+    assert store.link_file("large", tmp_path / "given", 6000, checksum)
+    assert (tmp_path / "given").read_bytes() == b"header" * 1000
+    assert (tmp_path / "given").stat().st_ino != (tmp_path / "large").stat().st_ino
+    assert [path.name for path in store.root.iterdir()] == ["code-large"]
+
+
 def test_writers_at_once_leave_one_of_their_entries_whole(store: CodeStore) -> None:
     program = (
         "import sys; from pathlib import Path; from phalanx.mesh.compiled.store import CodeStore;"
@@ -209,11 +283,11 @@ def test_writers_at_once_leave_one_of_their_entries_whole(store: CodeStore) -> N
 
 
 def test_a_kept_file_is_given_back_if_it_is_the_same(store: CodeStore, tmp_path: Path) -> None:
-    with store.making_work_folder() as folder:
+    with store.work_folders.making() as folder:
         (folder / "large").write_bytes(b"header" * 1000)
         checksum = store.keep_file("large", folder / "large")
         assert checksum == hash_file(folder / "large")
-    with store.making_work_folder() as folder:
+    with store.work_folders.making() as folder:
         given = folder / "given"
         assert store.link_file("large", given, 6000, checksum)
         assert given.read_bytes() == b"header" * 1000

@@ -22,10 +22,25 @@ from phalanx.core.digest import digest
 from phalanx.mesh.compilations import watching_compilations
 from phalanx.mesh.compiled import inductor
 from phalanx.mesh.compiled.bundle import pack_folder, unpack_into_folder
-from phalanx.mesh.compiled.store import CodeStore, CompileTurn, StoreUnusableError, find_store_root
-from phalanx.mesh.compiled.toolchain import Toolchain, compute_toolchain_key
+from phalanx.mesh.compiled.safe_path import find_why_unsafe
+from phalanx.mesh.compiled.store import (
+    TURN_POLL_INTERVAL_S,
+    CodeStore,
+    CompileTurn,
+    StoreUnusableError,
+    find_store_root,
+)
+from phalanx.mesh.compiled.toolchain import (
+    Toolchain,
+    compute_toolchain_key,
+    describe_device_of_code,
+)
+from phalanx.mesh.compiled.work_folders import WorkFolders
 
-_POLL_INTERVAL_S = 0.02
+# A rank that has waited this long for another one compiles by itself: no supervisor may be there to
+# end one that hangs.
+WAIT_LIMIT_S = 600.0
+_TEMPORARY_PREFIX = "phalanx-compiled-"
 # What torch writes beside the code.
 _NOT_KEPT_FOLDERS = ("locks/", f"{inductor.HEADERS_FOLDER}/")
 
@@ -44,14 +59,22 @@ class CompilationCounts:
 
 class CodeReuse:
     """Compiles the graphs of one rank, with `store` as what is kept between runs (None: nothing
-    is). `key`: of code that is the same; `run`: of the ranks that wait for each other."""
+    is). `key`: of code that is the same; `run`: of the ranks that wait for each other, at most
+    `wait_limit_s`."""
 
     def __init__(
-        self, store: CodeStore | None, key: str, run: str, folder: Path, toolchain: Toolchain
+        self,
+        store: CodeStore | None,
+        key: str,
+        run: str,
+        folder: Path,
+        toolchain: Toolchain,
+        wait_limit_s: float = WAIT_LIMIT_S,
     ) -> None:
         self.counts = CompilationCounts()
         self._store, self._key, self._folder, self._toolchain = store, key, folder, toolchain
         self._code_turn, self._prepare_turn = f"{run}-code", f"{run}-prepare"
+        self._wait_limit_s = wait_limit_s
         self._version, self._has_missed, self._is_compiling = "", False, False
 
     @property
@@ -64,7 +87,8 @@ class CodeReuse:
         self._take_newer_code()
         if not prepares_cpp:
             return
-        self._toolchain.load(verify=not self.is_known)
+        is_verified_later = self.is_known and inductor.CAN_WATCH_CPP_COMPILER
+        self._toolchain.load(verify=not is_verified_later)
         if self._toolchain.is_complete or self._store is None:
             self._toolchain.begin_preparing()
         elif (turn := self._store.try_turn(self._prepare_turn)) is not None:
@@ -83,9 +107,9 @@ class CodeReuse:
             try:
                 turn = self._await_turn_or_code()
                 self._await_toolchain()
-                num_before = inductor.count_compiled_graphs()
+                before = inductor.count_graphs()
                 compiled = compile_graph(*args, **kwargs)
-                self._count(inductor.count_compiled_graphs() > num_before)
+                self._count(before, inductor.count_graphs())
                 return compiled
             finally:
                 self._is_compiling = False
@@ -105,13 +129,15 @@ class CodeReuse:
             self._store.end_turns(self._code_turn)
             self._store.end_turns(self._prepare_turn)
 
-    def _count(self, has_compiled: bool) -> None:
+    def _count(self, before: inductor.GraphCounts, after: inductor.GraphCounts) -> None:
         self.counts.num_graphs += 1
-        if has_compiled:
+        has_compiled = after.num_compiled > before.num_compiled
+        # Where torch counts neither it has not looked for code.
+        if not has_compiled and after.num_found > before.num_found:
+            self.counts.num_taken += 1
+        else:
             self._has_missed = True
             self._keep_code()
-        else:
-            self.counts.num_taken += 1
 
     def _await_turn_or_code(self) -> CompileTurn | None:
         """This rank's turn to compile; None where there is code that it may need, or nobody keeps
@@ -120,11 +146,14 @@ class CodeReuse:
         if self._store is None or is_content or self.counts.why_not_kept:
             return None
         has_waited = False
+        end_s = time.monotonic() + self._wait_limit_s
         while not self._take_newer_code():
             turn = self._store.try_turn(self._code_turn)
             if turn is None:
                 has_waited = True
-                time.sleep(_POLL_INTERVAL_S)
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(TURN_POLL_INTERVAL_S)
                 continue
             is_new = self._take_newer_code()
             if not is_new and not has_waited:
@@ -139,9 +168,9 @@ class CodeReuse:
         toolchain.wait_until_checked()
         if self._store is None or toolchain.is_complete or toolchain.is_being_prepared:
             return
-        while (turn := self._store.try_turn(self._prepare_turn)) is None:
-            time.sleep(_POLL_INTERVAL_S)
-        turn.end()
+        turn = self._store.await_turn(self._prepare_turn, self._wait_limit_s)
+        if turn is not None:
+            turn.end()
         toolchain.load(verify=True)
 
     def _take_newer_code(self) -> bool:
@@ -167,9 +196,11 @@ class CodeReuse:
         try:
             # Whoever gets the code looks for what was prepared for it, too.
             self._toolchain.wait_until_kept()
-            self._take_newer_code()
-            self._store.write(self._key, pack_folder(self._folder, _is_kept))
-            self._version = self._store.find_version(self._key)
+            # Ranks that compile at once would each drop what the others have put there meanwhile.
+            with self._store.merging():
+                self._take_newer_code()
+                self._store.write(self._key, pack_folder(self._folder, _is_kept))
+                self._version = self._store.find_version(self._key)
         except OSError as error:
             self.counts.why_not_kept = f"{self._store.root}: {error.strerror or error}"
 
@@ -181,20 +212,24 @@ def reusing_compiled_code(
     """In the body code is taken that was compiled under equal `job_facts` (JSON), torch, CPU and
     compiler. Ranks of one host wait for each other, by `run_dir`.
 
-    Where the user's cache folder cannot be used, or TORCHINDUCTOR_CACHE_DIR names another one,
-    torch does what it does by itself, and `counts` says why nothing is kept.
+    Where the user's cache folder cannot be used, torch's caches are off, or TORCHINDUCTOR_CACHE_DIR
+    names another one, torch does what it does by itself, in its own folder, and `counts` says why
+    nothing is kept.
     """
     toolchain_key = compute_toolchain_key(device)
     # Kernels are made for a number of threads.
-    code_key = digest([toolchain_key, torch.get_num_threads(), job_facts])
-    run = digest([str(run_dir.resolve()), socket.gethostname()])
+    device_facts = describe_device_of_code(device)
+    code_key = digest([toolchain_key, torch.get_num_threads(), device_facts, job_facts])
+    run = digest([str(run_dir.resolve()), socket.gethostname(), device_facts])
     with contextlib.ExitStack() as stack:
         store, folder, why = _open_store(stack)
-        toolchain = Toolchain(store, toolchain_key, folder)
+        keeps_headers = store is not None and inductor.has_movable_headers()
+        toolchain = Toolchain(store, toolchain_key, folder, keeps_headers)
         reuse = CodeReuse(store, code_key, run, folder, toolchain)
         reuse.counts.why_not_kept = why
         stack.enter_context(watching_compilations(reuse.note_time))
         stack.enter_context(inductor.remembering_vector_checks(toolchain.checks))
+        stack.enter_context(inductor.watching_cpp_compiler(toolchain.verify_headers))
         stack.enter_context(inductor.wrapping_inductor(reuse.wrap))
         stack.callback(reuse.end)
         reuse.begin(prepares_cpp=device.type == "cpu")
@@ -202,22 +237,34 @@ def reusing_compiled_code(
 
 
 def _open_store(stack: contextlib.ExitStack) -> tuple[CodeStore | None, Path, str]:
-    """The store (None: there is none, because of the text), and the folder of this process's code;
-    torch compiles in it until `stack` is closed."""
+    """The store (None: there is none, because of the text), and the folder in which this process
+    compiles, until `stack` is closed: without a store torch's own, which keeps code, too."""
     chosen = inductor.find_chosen_folder()
     if chosen:
         return None, Path(chosen), f"{inductor.CACHE_VARIABLE} is set"
-    store, why = None, ""
-    try:
-        store = CodeStore.open(find_store_root())
-        folder = stack.enter_context(store.making_work_folder())
-    except (StoreUnusableError, OSError) as error:
-        store, why = None, str(error)
-    if store is None or os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        # What may not run there may run where torch puts it by itself.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-compiled-")))
-    stack.enter_context(inductor.keeping_code_in(folder))
-    return store, folder, why
+    why = inductor.find_why_no_cache()
+    if not why:
+        try:
+            store = CodeStore.open(find_store_root())
+            folder = stack.enter_context(_find_work_folders(store).making())
+            stack.enter_context(inductor.keeping_code_in(folder))
+            return store, folder, ""
+        except (StoreUnusableError, OSError) as error:
+            why = str(error)
+    return None, Path(inductor.find_default_folder()), why
+
+
+def _find_work_folders(store: CodeStore) -> WorkFolders:
+    """Where processes compile whose code `store` keeps. Raises StoreUnusableError and OSError."""
+    if not os.statvfs(store.root).f_flag & os.ST_NOEXEC:
+        return store.work_folders
+    # What may not run there may run where torch puts it by itself.
+    parent = Path(tempfile.gettempdir())
+    if why := find_why_unsafe(parent):
+        raise StoreUnusableError(f"{store.root}: programs may not run there, and {why}")
+    folders = WorkFolders(parent, _TEMPORARY_PREFIX)
+    folders.remove_abandoned()
+    return folders
 
 
 def _is_kept(name: str) -> bool:

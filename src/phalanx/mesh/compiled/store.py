@@ -2,13 +2,14 @@
 
 Each entry is one file with its own checksum that appears whole: whoever reads it needs no lock, and
 a run that is killed leaves nothing that another would take. Whatever is damaged, not this user's,
-or writable by others is no entry. Code that is loaded from here runs: so the folder is this user's
-alone.
+or writable by others is no entry. Code that is loaded from here runs, and by its path: so the
+folder is this user's alone, and nobody else may rename it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -16,10 +17,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.core.files import SAFE_NAME_PATTERN, open_regular_file_descriptor
+from phalanx.mesh.compiled.safe_path import find_why_unsafe, make_private_parents
+from phalanx.mesh.compiled.work_folders import WorkFolders, try_to_lock
 
 MAX_STORE_BYTES = 1 << 30
 MAX_ENTRY_BYTES = 64 << 20
@@ -32,6 +35,12 @@ _BEGUN_PREFIXES = (_NEW_PREFIX, _TURN_PREFIX)
 # Longer than a process writes an entry.
 _BEGUN_S = 600.0
 _CHUNK_BYTES = 1 << 20
+_MERGE_LOCK = "merging.lock"
+# Reading and writing an entry takes a fraction of a second.
+MERGE_LIMIT_S = 30.0
+TURN_POLL_INTERVAL_S = 0.02
+# Of another file system, or of one that has no links.
+_NO_LINK_ERRORS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class StoreUnusableError(Exception):
@@ -51,12 +60,18 @@ class CodeStore:
 
     def __init__(self, root: Path, max_bytes: int = MAX_STORE_BYTES) -> None:
         self.root, self._max_bytes = root, max_bytes
+        self.work_folders = WorkFolders(root, _WORK_PREFIX)
 
     @classmethod
     def open(cls, root: Path, max_bytes: int = MAX_STORE_BYTES) -> CodeStore:
         """The store in `root`, which is made where there is none. Raises StoreUnusableError."""
+        if not root.is_absolute():
+            # Not the working directory of whoever starts a run: it may be anybody's.
+            raise StoreUnusableError("this user has no home directory (XDG_CACHE_HOME is not set)")
         try:
-            root.parent.mkdir(parents=True, exist_ok=True)
+            make_private_parents(root)
+            if why := find_why_unsafe(root.parent):
+                raise StoreUnusableError(why)
             with contextlib.suppress(FileExistsError):
                 root.mkdir(mode=0o700)
             found = os.lstat(root)
@@ -123,15 +138,20 @@ class CodeStore:
         self._remove_least_used(keep=name)
 
     def keep_file(self, name: str, path: Path) -> str:
-        """Keep the file at `path`, of the same file system, as `name` without a copy; returns its
+        """Keep the file at `path` as `name`, without a copy where the file system can; returns its
         checksum, which the caller keeps in an entry. Raises OSError."""
         checksum = hash_file(path)
         partial = self.root / f"{_NEW_PREFIX}{os.getpid()}-{name}"
         os.chmod(path, 0o600)
-        os.link(path, partial)
-        os.replace(partial, self._path(name))
-        # Where both were one file, the rename did nothing.
-        partial.unlink(missing_ok=True)
+        try:
+            _link_or_copy(path, partial)
+            # Not always read again before it is used, as entries are: a power cut must leave no
+            # zeros under the name.
+            _sync_file(partial)
+            os.replace(partial, self._path(name))
+        finally:
+            # Where both were one file, the rename did nothing.
+            partial.unlink(missing_ok=True)
         self._remove_least_used(keep=name)
         return checksum
 
@@ -147,32 +167,53 @@ class CodeStore:
                 os.unlink(kept)
                 return False
             path.unlink(missing_ok=True)
-            os.link(kept, path)
+            _link_or_copy(kept, path)
             os.utime(kept)
         except OSError:
             return False
         return True
 
+    def remove_file(self, name: str) -> None:
+        """Remove the kept file `name`, which is damaged."""
+        with contextlib.suppress(OSError):
+            self._path(name).unlink()
+
     @contextlib.contextmanager
-    def making_work_folder(self) -> Iterator[Path]:
-        """A new empty folder for this process, which is removed after the body, or by a later run
-        if this process is killed."""
-        folder, descriptor = self._make_locked_folder()
+    def merging(self) -> Iterator[None]:
+        """In the body no other process merges what it has into an entry; not so after MERGE_LIMIT_S
+        of waiting, or where files cannot be locked."""
+        # Not a turn: its file would be removed while others wait for it.
+        turn = self._await(lambda: self._try_to_lock_file(_MERGE_LOCK), MERGE_LIMIT_S)
         try:
-            yield folder
+            yield
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
+            if turn is not None:
+                turn.end()
+
+    def await_turn(self, name: str, limit_s: float) -> CompileTurn | None:
+        """The turn `name` as soon as no other process has it; None after `limit_s` seconds."""
+        return self._await(lambda: self.try_turn(name), limit_s)
+
+    def _await(
+        self, try_once: Callable[[], CompileTurn | None], limit_s: float
+    ) -> CompileTurn | None:
+        end_s = time.monotonic() + limit_s
+        while (turn := try_once()) is None and time.monotonic() < end_s:
+            time.sleep(TURN_POLL_INTERVAL_S)
+        return turn
 
     def try_turn(self, name: str) -> CompileTurn | None:
         """The turn `name`, which one process at a time has; None while another one has it. Where
         files cannot be locked everybody has it."""
+        return self._try_to_lock_file(f"{_TURN_PREFIX}{name}")
+
+    def _try_to_lock_file(self, name: str) -> CompileTurn | None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            descriptor = os.open(self.root / f"{_TURN_PREFIX}{name}", flags, 0o600)
+            descriptor = os.open(self.root / name, flags, 0o600)
         except OSError:
             return CompileTurn(-1)
-        if _try_to_lock(descriptor):
+        if try_to_lock(descriptor):
             return CompileTurn(descriptor)
         os.close(descriptor)
         return None
@@ -186,26 +227,15 @@ class CodeStore:
         assert SAFE_NAME_PATTERN.fullmatch(name), name
         return self.root / f"code-{name}"
 
-    def _make_locked_folder(self) -> tuple[Path, int]:
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=self.root))
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                # Who removes leftovers may have come in between.
-                if _try_to_lock(descriptor) and folder.exists():
-                    return folder, descriptor
-                os.close(descriptor)
-
     def _remove_leftovers(self) -> None:
         """Remove what killed processes began. Raises OSError where nothing can be written."""
         old_s = time.time() - _BEGUN_S
         with tempfile.TemporaryFile(dir=self.root):
             pass
+        self.work_folders.remove_abandoned()
         for path in self.root.iterdir():
             with contextlib.suppress(OSError):
-                if path.name.startswith(_WORK_PREFIX):
-                    _remove_unlocked_folder(path)
-                elif path.name.startswith(_BEGUN_PREFIXES) and os.lstat(path).st_mtime < old_s:
+                if path.name.startswith(_BEGUN_PREFIXES) and os.lstat(path).st_mtime < old_s:
                     path.unlink()
 
     def _remove_least_used(self, keep: str) -> None:
@@ -235,7 +265,11 @@ class CompileTurn:
     def end(self) -> None:
         """Let the next one have it."""
         if self._descriptor >= 0:
+            # A child that was forked meanwhile has the same lock: closing would leave it locked.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def hash_file(path: Path) -> str:
@@ -247,30 +281,34 @@ def hash_file(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Raises OSError."""
+    try:
+        os.link(source, target)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINK_ERRORS:
+            raise
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        shutil.copyfile(source, partial)
+        os.chmod(partial, 0o600)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = open_regular_file_descriptor(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _make_header(data: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
 def _is_own(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-def _remove_unlocked_folder(path: Path) -> None:
-    """Remove a folder that no living process has. Raises OSError where locks do not tell."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
-def _try_to_lock(descriptor: int) -> bool:
-    """False if another process has the lock; True, too, where there are no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
