@@ -85,5 +85,12 @@ def test_nothing_is_left_in_the_cache_but_code(compiled: Path) -> None:
     kept = {
         path.name for path in CodeStore.open(compiled / "cache/phalanx/compiled").root.iterdir()
     }
-    assert all(name.startswith("code-") for name in kept), kept
-    assert len([name for name in kept if not name.startswith("code-toolchain-")]) == 1
+    assert all(name.startswith("code-") for name in kept - {"merging.lock"}), kept
+    assert len(kept) - len([name for name in kept if name.startswith("code-toolchain-")]) == 2
+
+
+def test_a_compiler_that_fails_is_one_line_before_a_rank_starts(compiled: Path) -> None:
+    done = train(compiled, "refused", CXX="/bin/false")
+    assert done.code == 6
+    assert "/bin/false does not compile a small program" in done.problem
+    assert not (compiled / "refused" / "events").exists()

@@ -86,10 +86,12 @@ def _describe_source(reuse: CodeReuse) -> str:
 
 
 class _FirstStepReport:
-    """Records what was compiled once the forwards and backwards of the first step are done."""
+    """Records what was compiled once the forwards and backwards of the first step are done, and
+    why it is not kept where that became known only then."""
 
     def __init__(self, counts: CompilationCounts, bus: Bus, source: str, is_said: bool) -> None:
         self._counts, self._bus, self._source, self._is_said = counts, bus, source, is_said
+        self._was_kept = not counts.why_not_kept
         self._is_recorded = False
 
     def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None:
@@ -108,13 +110,20 @@ class _FirstStepReport:
         if not counts.num_graphs:
             return
         source = self._source if counts.num_taken == counts.num_graphs else ""
-        facts: JsonObject = {
+        facts: dict[str, object] = {
             "seconds": counts.seconds,
             "graphs": counts.num_graphs,
             "taken": counts.num_taken,
         }
-        if self._is_said:
-            graphs = plural(counts.num_graphs, "graph")
-            why = f"{graphs}{source} in {format_seconds(counts.seconds)}"
-            facts = {**facts, "why": why}
-        self._bus.emit(Note("compiled", dict(facts)))
+        graphs = plural(counts.num_graphs, "graph")
+        why = f"{graphs}{source} in {format_seconds(counts.seconds)}"
+        is_said = self._is_said
+        if counts.why_not_kept:
+            facts["not_kept"] = counts.why_not_kept
+        if counts.why_not_kept and self._was_kept:
+            # Also by another rank than the first: it alone may have compiled.
+            is_said = True
+            why += f"; the code is not kept for later runs: {counts.why_not_kept}"
+        if is_said:
+            facts["why"] = why
+        self._bus.emit(Note("compiled", facts))
