@@ -31,6 +31,7 @@ from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes, count_segment_bytes
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.search import build_search_task, search_layouts
 from phalanx.plan.workload import Workload
 from phalanx.run.search_job import search_layouts_of_job
 
@@ -98,6 +99,12 @@ GPT2: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+MIXTRAL: dict[str, Any] = LLAMA | {
+    "model_type": "mixtral",
+    "intermediate_size": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 VIT: dict[str, Any] = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -148,7 +155,7 @@ def predict(shape: MeasuredModule, batch: int, length: int, precision: str = "fp
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, pytest.param(GPT2, marks=pytest.mark.long)],
+    [LLAMA, MIXTRAL, pytest.param(GPT2, marks=pytest.mark.long)],
     ids=lambda config: config["model_type"],
 )
 def test_activations_are_those_that_autograd_saves(config: dict[str, Any], tmp_path: Path) -> None:
@@ -162,9 +169,38 @@ def test_activations_are_those_that_autograd_saves(config: dict[str, Any], tmp_p
         loss = shape.activations.count_loss_bytes(
             Workload(batch, length, precision, "none", 1024)
         ).waiting  # type: ignore[union-attr]
+        wide = shape.list_wide_products(2 if precision == "bf16" else 4)
+        assert bool(wide) is (precision == "bf16" and config is MIXTRAL)
         assert saved - loss == pytest.approx(
             predict(shape, batch, length, precision), abs=0.03 * saved + hidden
         )
+
+
+def test_experts_of_transformers_are_counted_as_experts(tmp_path: Path) -> None:
+    kind = write_config(tmp_path, MIXTRAL)
+    shape, module = measure(kind, ("bf16",)), resolve_model_factory(kind)()
+    assert not shape.why_untraced
+    assert shape.num_params == sum(parameter.numel() for parameter in module.parameters())
+    work = shape.work(LENGTH)
+    assert work is not None
+    block = work.blocks[0]
+    assert (block.num_experts, block.experts_per_token, block.routed_dim) == (8, 2, 32)
+    assert block.num_routed_params == 8 * 3 * 32 * 64
+    experts = [matmul for matmul in block.matmuls if matmul.num_experts > 1]
+    # Gate and up in one; a token visits two of eight.
+    assert [(m.inputs, m.outputs, m.num_experts, m.visited) for m in experts] == [
+        (32, 128, 8, 2),
+        (64, 32, 8, 2),
+    ]
+    assert sum(matmul.num_params for matmul in experts) == block.num_routed_params
+    # Autocast does not reach them, and ZeRO 3 casts their weights: a plan says what it counts.
+    assert shape.list_wide_products(2) == ("mlp.experts",)
+    keys = [f"model.kind={kind}", "cluster.gpu=h100-sxm", f"data.seq_len={LENGTH}"]
+    job = load_job(None, [*keys, "parallel.ranks=2", "parallel.zero_stage=3"])
+    plan = make_plan(job, shape=shape)
+    assert any("mlp.experts are counted in fp32" in reason for reason in plan.reasons)
+    result = search_layouts(build_search_task(job, shape=shape))
+    assert any("mlp.experts are counted in fp32" in remark for remark in result.remarks)
 
 
 def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:

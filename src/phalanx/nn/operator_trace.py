@@ -24,6 +24,7 @@ BEFORE, AFTER, LOSS = "before", "after", "loss"
 # What a block got from the one before it, or from the embedding.
 ENTERING = "entering"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 ATTENTION = "_scaled_dot_product_"
 ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "mish", "elu", "leaky_relu", "softplus")
 
@@ -171,7 +172,10 @@ class OperatorRecorder(TorchDispatchMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
+        if func is GROUPED_PRODUCT:
+            outputs = _make_result_of_grouped_product(*args, **(kwargs or {}))
+        else:
+            outputs = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         inputs = list(iterate_tensors_of_tree((args, kwargs or {})))
         results = list(iterate_tensors_of_tree(outputs))
@@ -278,8 +282,25 @@ class OperatorRecorder(TorchDispatchMode):
         return {number for number in numbers if number is not None}
 
 
+def _make_result_of_grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **_: Any
+) -> torch.Tensor:
+    """The result of torch's product of groups of rows, without numbers: torch itself refuses it on
+    fake tensors of another type than bf16, and computes it on a CPU in any."""
+    if left.ndim == right.ndim == 2:
+        # The groups are parts of what is summed over: a gradient of each group's weight.
+        assert offs is not None
+        return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+    if left.ndim == right.ndim == 3:
+        return left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+    return left.new_empty(left.shape[-2], right.shape[-1])
+
+
 def count_operator_flops(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
     """FLOPs of one operator as torch counts them; 0 for one without a formula."""
+    if func is GROUPED_PRODUCT:
+        # Each row meets the weight of its own group alone.
+        return 2 * int(outputs.numel()) * int(args[0].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0

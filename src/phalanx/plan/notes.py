@@ -15,6 +15,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
 from phalanx.plan.cluster import Cluster, choose_headroom, count_communicators, rank_memory_bytes
 from phalanx.plan.communication import (
@@ -67,6 +68,8 @@ def list_plan_notes(
             " that it"
             " fits is not known"
         )
+    if chosen.zero_stage >= 2:
+        notes.append(describe_wide_products(shape, work.compute_bytes))
     notes.append(_describe_staging_copy(evaluator))
     notes.append(_describe_offload_host_memory(chosen))
     notes += list_compression_notes(job, shape, evaluator.num_ranks)
@@ -104,6 +107,18 @@ def _explain_untraced_module(shape: ModelCosts) -> str:
     if why:
         return f" ({why})"
     return ""
+
+
+def describe_wide_products(shape: ModelCosts, compute_bytes: int) -> str:
+    """What the memory of a traced module with grouped experts does not know; "" for others."""
+    names = shape.list_wide_products(compute_bytes) if isinstance(shape, MeasuredModule) else ()
+    if not names:
+        return ""
+    return (
+        f"activations of {', '.join(names)} are counted in fp32, in which torch multiplies groups"
+        " of rows by fp32 weights; with ZeRO 2 and 3 these weights are in 16 bits, and about half"
+        " is kept"
+    )
 
 
 def _list_tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:

@@ -16,6 +16,7 @@ from phalanx.job.shapes.stored_keys import complete_stored_keys
 from phalanx.job.shapes.traced import (
     ModuleTrace,
     count_part_flops,
+    find_trace_of_precision,
     format_traces_json,
     parse_traces,
 )
@@ -100,6 +101,20 @@ class MeasuredModule:
             if holder.name == name:
                 return holder.kind
         return ""
+
+    def list_wide_products(self, compute_bytes: int) -> tuple[str, ...]:
+        """The layers of blocks whose products stay in fp32 where the rest computes in 16 bits, as
+        traced: torch's product of groups of rows takes no part in autocast."""
+        trace = find_trace_of_precision(self.traces, compute_bytes)
+        if trace is None or trace.precision == "fp32":
+            return ()
+        names = [
+            product.holder
+            for kind in trace.points[0].kinds
+            for product in kind.products
+            if product.output_bytes >= 4 * product.rows * product.outputs
+        ]
+        return tuple(dict.fromkeys(names))
 
     @property
     def heads(self) -> AttentionHeads | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.job.module_names import matches_module
@@ -23,8 +24,10 @@ def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
     traced_tokens = module.count_sample_tokens(point.length)
     blocks = []
     for layer, (name, num_params) in enumerate(module.blocks):
-        cuts = _find_layer_cuts(module, f"{name}.", point.block(layer))
-        blocks.append(build_block_work(point, layer, tokens, traced_tokens, num_params, cuts))
+        part = point.block(layer)
+        cuts = _find_layer_cuts(module, f"{name}.", part)
+        work = build_block_work(point, layer, tokens, traced_tokens, num_params, cuts)
+        blocks.append(_add_experts(work, part, _list_expert_params(module, f"{name}.", part)))
     dim, head = 0, Matmul("head", 0, 0)
     if point.head is not None:
         rows, dim = point.head
@@ -64,6 +67,48 @@ def _find_layer_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> d
                 cuts[product.holder] = "column" if kind == "column" else "row"
                 break
     return cuts
+
+
+def _list_expert_params(
+    module: MeasuredModule, prefix: str, part: TracedPart
+) -> dict[str, tuple[int, int]]:
+    """(parameters, number of experts) of each layer of a block that holds several matrices in one:
+    more elements than its products, one of each, multiply a row by."""
+    elements: dict[str, int] = {}
+    for product in part.products:
+        elements[product.holder] = elements.get(product.holder, 0) + (
+            product.inputs * product.outputs
+        )
+    num_params = {holder.name: holder.num_params for holder in module.holders}
+    experts = {}
+    for name, size in elements.items():
+        held = num_params.get(f"{prefix}{name}", 0)
+        if size and held >= 2 * size:
+            experts[name] = (held, held // size)
+    return experts
+
+
+def _add_experts(
+    work: BlockWork, part: TracedPart, experts: Mapping[str, tuple[int, int]]
+) -> BlockWork:
+    """`work` with the matrices of which a row meets one, where a row of tokens is several."""
+    matmuls, visited = [], 0
+    for matmul in work.matmuls:
+        if matmul.name in experts and matmul.visited > 1:
+            matmul = replace(matmul, num_experts=experts[matmul.name][1])
+            visited = max(visited, matmul.visited)
+        matmuls.append(matmul)
+    if not visited:
+        return work
+    routed = next(product for product in part.products if product.holder in experts)
+    return replace(
+        work,
+        matmuls=tuple(matmuls),
+        num_routed_params=sum(num_params for num_params, _ in experts.values()),
+        routed_dim=routed.inputs,
+        num_experts=max(number for _, number in experts.values()),
+        experts_per_token=visited,
+    )
 
 
 def build_block_work(

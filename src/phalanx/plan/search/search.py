@@ -26,6 +26,7 @@ from phalanx.plan.degree_checks import (
 from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.host_memory import count_ranks_of_node
+from phalanx.plan.notes import describe_wide_products
 from phalanx.plan.precision import require_gpus_multiply, resolve_precision
 from phalanx.plan.search.attempts import (
     TIE_SHARE_OF_STEP,
@@ -396,7 +397,7 @@ def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchR
         tokens_per_sample=task.shape.count_sample_tokens(job.data.seq_len),
         sample_noun=task.shape.get_sample_noun(of_own_data=is_own_dataset(job.data.source)),
         num_fitting=len(screened.rows),
-        remarks=_describe_slow_precision(task),
+        remarks=(*_describe_slow_precision(task), *_describe_wide_products(task)),
         precision=job.precision.compute,
     )
 
@@ -408,6 +409,13 @@ def _describe_slow_precision(task: SearchTask) -> tuple[str, ...]:
     if not task.precision_reason:
         return ()
     return (f"remark  {task.precision_reason}",)
+
+
+def _describe_wide_products(task: SearchTask) -> tuple[str, ...]:
+    """A line where sharded layouts keep less of a traced module than is counted."""
+    compute_bytes = 4 if task.job.precision.compute == "fp32" else 2
+    words = describe_wide_products(task.shape, compute_bytes)
+    return (f"remark  {words}",) if words else ()
 
 
 def _list_defaults_of_step_size(task: SearchTask) -> tuple[str, ...]:
