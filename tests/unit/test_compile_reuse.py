@@ -192,6 +192,8 @@ def test_torch_remembers_no_path_of_a_body(
             with reusing_compiled_code({}, tmp_path, CPU):
                 inside.append(codecache._precompile_header)
                 assert codecache.CppPythonBindingsCodeCache.cache == {}
+                measured_times = codecache.CacheBase.get_local_cache_path()
+                assert str(measured_times).startswith(os.environ[inductor.CACHE_VARIABLE])
                 codecache.CppPythonBindingsCodeCache.cache["kernel"] = lambda: None  # type: ignore[assignment,return-value]
                 # The user's own choice is his.
                 chosen = os.environ.get(inductor.TRITON_VARIABLE)

@@ -111,21 +111,24 @@ def _set_header_folders(headers: str | None, locks: str | None) -> None:
 
 @contextlib.contextmanager
 def _remembering_no_paths() -> Iterator[None]:
-    """Torch remembers for the life of a process where it has put a header, and which kernels it has
-    loaded. In the body it begins anew, and after it has what it had before: each time the files lie
-    in another folder, and those of the body are gone after it.
+    """Torch remembers for the life of a process where it has put a header or measured times, and
+    which kernels it has loaded. In the body it begins anew, and after it has what it had before:
+    each time the files lie in another folder, and those of the body are gone after it.
 
     Put in their place, not cleared: a thread that still prepares the compiler then would remember
     the folder of the body.
     """
     header = getattr(codecache, "_precompile_header", None)
     function = getattr(header, "__wrapped__", None)
+    tuned = getattr(getattr(codecache, "CacheBase", None), "get_local_cache_path", None)
+    forget_tuned = getattr(tuned, "cache_clear", lambda: None)
     kernels = getattr(codecache, "CppPythonBindingsCodeCache", None)
     loaded = getattr(kernels, "cache", None)
     if function is not None:
         codecache._precompile_header = functools.cache(function)
     if isinstance(loaded, dict):
         setattr(kernels, "cache", {})  # noqa: B010 (a torch may have no such class)
+    forget_tuned()
     try:
         yield
     finally:
@@ -133,6 +136,7 @@ def _remembering_no_paths() -> Iterator[None]:
             codecache._precompile_header = header
         if isinstance(loaded, dict):
             setattr(kernels, "cache", loaded)  # noqa: B010
+        forget_tuned()
 
 
 # A torch without it: what is compiled is not seen, so what it needs is verified before.
