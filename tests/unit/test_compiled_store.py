@@ -234,6 +234,22 @@ def test_only_one_process_merges_at_a_time(store: CodeStore) -> None:
     assert store.read("a") == b"x" * 150
 
 
+def test_a_disk_that_has_no_room_for_compilers_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail where they find none, and the run with them."""
+    real = os.statvfs(tmp_path)
+    for num_blocks, is_used in ((300 << 20 >> 12, True), (200 << 20 >> 12, False)):
+        fields = (4096, 4096, *real[2:4], num_blocks, *real[5:])
+        status = os.statvfs_result(fields)
+        monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
+        if is_used:
+            CodeStore.open(tmp_path / "compiled")
+            continue
+        with pytest.raises(StoreUnusableError, match="less than 256 MiB free"):
+            CodeStore.open(tmp_path / "compiled")
+
+
 def test_without_a_home_directory_there_is_no_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

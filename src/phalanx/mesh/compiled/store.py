@@ -26,6 +26,8 @@ from phalanx.mesh.compiled.work_folders import WorkFolders, try_to_lock
 
 MAX_STORE_BYTES = 1 << 30
 MAX_ENTRY_BYTES = 64 << 20
+# The header of 150 MB, and what compilers write beside it: one that finds no room fails the run.
+MIN_FREE_BYTES = 256 << 20
 _MAGIC = b"phalanx compiled code 1 "
 _HEADER_BYTES = len(_MAGIC) + 64 + 1
 _WORK_PREFIX = "work-"
@@ -82,6 +84,9 @@ class CodeStore:
             if stat.S_IMODE(found.st_mode) != 0o700:
                 os.chmod(root, 0o700)
             store = cls(root, max_bytes)
+            status = os.statvfs(root)
+            if status.f_bavail * status.f_frsize < MIN_FREE_BYTES:
+                raise StoreUnusableError(f"{root} has less than 256 MiB free")
             # Also what says that the disk is read-only.
             store._remove_leftovers()
         except OSError as error:
