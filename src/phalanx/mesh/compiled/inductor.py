@@ -145,8 +145,8 @@ CAN_WATCH_CPP_COMPILER = hasattr(codecache, "_worker_compile_cpp")
 
 @contextlib.contextmanager
 def watching_cpp_compiler(tell: Callable[[], None]) -> Iterator[None]:
-    """In the body `tell` is called each time before the C++ compiler runs, by the thread that runs
-    it."""
+    """Call `tell`, in the body, each time before the C++ compiler runs, in the thread that
+    runs it."""
     if not CAN_WATCH_CPP_COMPILER:
         yield
         return
@@ -174,7 +174,7 @@ class GraphCounts:
 
 
 def count_graphs() -> GraphCounts:
-    """What torch has counted so far. It counts nothing where its caches are off."""
+    """Returns what torch has counted so far. It counts nothing where its caches are off."""
     counts = counters["inductor"]
     return GraphCounts(
         counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"],

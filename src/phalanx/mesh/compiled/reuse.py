@@ -255,7 +255,10 @@ def _open_store(stack: contextlib.ExitStack) -> tuple[CodeStore | None, Path, st
 
 
 def _find_work_folders(store: CodeStore) -> WorkFolders:
-    """Where processes compile whose code `store` keeps. Raises StoreUnusableError and OSError."""
+    """The folders in which processes compile whose code `store` keeps.
+
+    Raises StoreUnusableError and OSError.
+    """
     if not os.statvfs(store.root).f_flag & os.ST_NOEXEC:
         return store.work_folders
     # What may not run there may run where torch puts it by itself.

@@ -185,8 +185,8 @@ class CodeStore:
 
     @contextlib.contextmanager
     def merging(self) -> Iterator[None]:
-        """In the body no other process merges what it has into an entry; not so after MERGE_LIMIT_S
-        of waiting, or where files cannot be locked."""
+        """Keep other processes from merging what they have into an entry, during the body; not so
+        after MERGE_LIMIT_S of waiting, or where files cannot be locked."""
         # Not a turn: its file would be removed while others wait for it.
         turn = self._await(lambda: self._try_to_lock_file(_MERGE_LOCK), MERGE_LIMIT_S)
         try:

@@ -54,8 +54,8 @@ def compute_toolchain_key(device: torch.device) -> str:
 
 
 def describe_device_of_code(device: torch.device) -> list[Any]:
-    """What code depends on besides the kind of device: torch's keys have the index of the GPU, so
-    that ranks of one host have code of their own there."""
+    """The part of a device that code depends on besides its kind: torch's keys have the index of
+    the GPU, so that ranks of one host have code of their own there."""
     if device.type != "cuda":
         return []
     return [torch.cuda.current_device() if device.index is None else device.index]
@@ -197,8 +197,8 @@ class Toolchain:
         self._is_complete = is_complete
 
     def _keep_headers(self, store: CodeStore) -> dict[str, Any]:
-        """What an entry says of the headers in the folder of this process; empty where none was
-        precompiled."""
+        """Keep the headers in the folder of this process; returns what an entry says of them, empty
+        where none was precompiled."""
         headers: dict[str, Any] = {}
         for path in sorted(self._header_path("").glob(f"*{_PRECOMPILED_SUFFIX}")):
             source = path.with_suffix("")
