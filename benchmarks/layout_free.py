@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from phalanx.nn.build import build_model, build_objective
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 
+OPEN_MESHES = ExitStack()
 NUM_RANKS = 2
 BATCH = 16
 NUM_WARM_UP = 4
@@ -100,7 +102,8 @@ def _build_step(rank: int, micro: int, way: str) -> Callable[[], float]:
     )
     plan = phalanx.make_plan(job, num_ranks=NUM_RANKS, vocab_size=256)
     # The group stays open: it was before.
-    mesh = open_mesh(plan.layout, device="cpu").__enter__()
+    # Open until the process ends: what closes it must not be collected before.
+    mesh = OPEN_MESHES.enter_context(open_mesh(plan.layout, device="cpu"))
     torch.set_num_threads(1)
     model = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=0)
     optimizer = build_optimizer(model, job.optim)

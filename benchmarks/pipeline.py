@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,7 @@ from phalanx.plan.planner import make_plan
 
 NUM_RANKS, CHUNK = 2, 2048
 RATE, BETAS, DECAY, CLIP = 3e-3, (0.9, 0.95), 0.1, 1.0
+OPEN_MESHES = ExitStack()
 TORCH: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "gpipe": ScheduleGPipe,
@@ -107,7 +109,8 @@ def fresh(options: argparse.Namespace) -> Decoder:
 def ours(options: argparse.Namespace, schedule: str) -> Step:
     """What `phalanx train` does in a step, without its events."""
     plan = pipelined(options, schedule)
-    mesh = open_mesh(plan.layout, device="cpu").__enter__()
+    # Open until the process ends: what closes it must not be collected before.
+    mesh = OPEN_MESHES.enter_context(open_mesh(plan.layout, device="cpu"))
     model = parallelize(fresh(options), plan, mesh, seed=0)
     optimizer = build_optimizer(model, job_of(options, {"ranks": 1}).optim)
     objective = causal_cross_entropy(CHUNK)

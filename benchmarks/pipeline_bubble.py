@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,7 @@ from phalanx.plan.planner import make_plan
 
 NUM_RANKS, DIM, VOCAB, SEQ_LEN = 4, 8, 16, 4
 EVEN, UNEVEN = "even", "uneven"
+OPEN_MESHES = ExitStack()
 BLOCKS_OF_STAGE = {EVEN: (2,), UNEVEN: (2, 3, 1, 2)}  # over and over
 Batch = dict[str, torch.Tensor]
 
@@ -241,7 +242,8 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
         module.blocks[begin].is_first_of_stage = True
     for parameter in module.parameters():
         nn.init.constant_(parameter, 0.5)
-    mesh = open_mesh(plan.layout, device="cpu").__enter__()
+    # Open until the process ends: what closes it must not be collected before.
+    mesh = OPEN_MESHES.enter_context(open_mesh(plan.layout, device="cpu"))
     model = parallelize(module, plan, mesh, seed=0)
     inputs = torch.arange(options.microbatches * SEQ_LEN).view(-1, 1, SEQ_LEN) % VOCAB
     microbatches = [{"inputs": row} for row in inputs]

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -56,6 +57,7 @@ from phalanx.plan.planner import make_plan
 
 NUM_RANKS, VOCAB, SEQ_LEN, CHUNK = 2, 4096, 256, 2048
 RATE, BETAS, DECAY, CLIP = 3e-3, (0.9, 0.95), 0.1, 1.0
+OPEN_MESHES = ExitStack()
 LAYOUTS: dict[str, dict[str, int]] = {
     "ddp": {"dp_replicate": 2},
     "zero1": {"dp_shard": 2, "zero_stage": 1},
@@ -90,7 +92,8 @@ def ours(options: argparse.Namespace, parallel: dict[str, int]) -> Step:
     """What `phalanx train` does in a step, without its events."""
     job = job_of(options, parallel)
     plan = make_plan(job, cluster=Cluster("cpu", NUM_RANKS, 64 * 2**30), vocab_size=VOCAB)
-    mesh = open_mesh(plan.layout, device="cpu").__enter__()
+    # Open until the process ends: what closes it must not be collected before.
+    mesh = OPEN_MESHES.enter_context(open_mesh(plan.layout, device="cpu"))
     model = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=0)
     optimizer = build_optimizer(model, job.optim)
     objective = causal_cross_entropy(CHUNK)

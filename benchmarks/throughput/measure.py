@@ -165,9 +165,9 @@ def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[
             if (
                 now >= next_s
             ):  # seldom: it takes a while, of which the rank's own page faults would wait
-                elsewhere[rank] = memory.measure_bytes_shared_with_others() or elsewhere.get(
-                    rank, 0
-                )
+                others = memory.measure_bytes_of_others()
+                if others is not None and others.all_bytes:
+                    elsewhere[rank] = others.all_bytes
             if (found := memory.read()) is not None:
                 peaks[rank] = max(peaks.get(rank, 0), found.peak_bytes - elsewhere.get(rank, 0))
         if memories and now >= next_s:

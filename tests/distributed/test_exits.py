@@ -119,5 +119,5 @@ def test_ranks_whose_collectives_differ_stop_and_are_not_started_again(folder: P
     (line,) = (line for line in done.err.splitlines() if "the ranks differ in #" in line)
     assert "rank 1 calls all_reduce sum of float32 [5] in step 3 at " in line
     assert "user_code_diverging.py:" in line
-    assert ", rank 0 calls all_reduce of float32" in line
+    assert ", rank 0 calls all_reduce avg of float32" in line
     assert not list((folder / "differ" / "blackbox").glob("calls-*"))

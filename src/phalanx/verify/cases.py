@@ -10,12 +10,14 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.checks.pipeline import check_pipeline_has_no_conflicts
+from phalanx.job.checks.training import check_layout_free_is_proven
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.leaf_tree import LAYOUT_FREE
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision, replace_precision
@@ -76,11 +78,13 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     can divide."""
     body = job.to_json()
     rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
+    is_layout_free = job.train.deterministic == LAYOUT_FREE
     body["train"] |= {
         "global_batch_size": rows_per_rank
         * num_ranks
         * pipelines.find_batch_multiple(job.parallel, rows_per_rank),
-        "micro_batch_size": None,
+        # The leaves of its tree are microbatches of one size in every layout.
+        "micro_batch_size": ROWS_PER_RANK if is_layout_free else None,
     }
     body["precision"]["compute"] = "fp32"
     body["optim"]["lr_scaling"] = "none"
@@ -89,7 +93,20 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
         length, chunks = min(job.data.seq_len, MAX_SHRUNK_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
+    window = _find_window(job)
+    if window >= body["data"]["seq_len"]:
+        # Else no token is outside of it.
+        body["model"]["sliding_window"] = max(1, body["data"]["seq_len"] // 4)
     return _build_job_from_dict(body)
+
+
+def _find_window(job: Job) -> int:
+    """The sliding window of a built-in model; 0 without one, and where another model has its
+    own."""
+    if job.model.is_foreign:
+        return 0
+    shape = build_model_shape(job, SHRUNK_VOCAB_SIZE)
+    return shape.sliding_window if isinstance(shape, DecoderShape) else 0
 
 
 def make_narrow_dtype_job(job: Job, dtype: str) -> Job:
@@ -136,6 +153,8 @@ def describe_job_changes(requested_job: Job, verified: Job) -> str:
             verified.train.global_batch_size,
         ),
         ("data.seq_len", requested_job.data.seq_len, verified.data.seq_len),
+        ("optim.lr_scaling", requested_job.optim.lr_scaling, verified.optim.lr_scaling),
+        ("model.sliding_window", _find_window(requested_job), _find_window(verified)),
     )
     changes = [f"{key} {before} -> {after}" for key, before, after in keys if before != after]
     if requested_job.train.micro_batch_size is not None:
@@ -364,8 +383,11 @@ def plan_layout_cases(
 
     def make_case_plan(body: Mapping[str, Any]) -> Plan:
         vocab_size = (shape.vocab_size if shape else 0) or SHRUNK_VOCAB_SIZE
+        case_job = _build_job_from_dict(body)
+        for finding in check_layout_free_is_proven.run(case_job):
+            raise LayoutError(finding.what)
         return make_plan(
-            _build_job_from_dict(body),
+            case_job,
             cluster=cluster,
             vocab_size=vocab_size,
             num_ranks=num_ranks,

@@ -8,6 +8,7 @@ difference of its rounding.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -254,6 +255,8 @@ def wrap_objective_to_record_means(objective: Objective, means: list[float]) -> 
     """The objective, which also keeps each microbatch's own mean: what a mean of means would be
     made of."""
 
+    # With its marks: by them a layout chooses in which form it hands over a head's outputs.
+    @functools.wraps(objective)
     def call_and_record(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
         # A pipeline's shape inference has no gradients, and its loss is none.

@@ -19,6 +19,7 @@ from phalanx.verify.cases import Case, plan_layout_cases
 PLAIN_LOOP_OPTIMIZERS = ("adamw", "sgd")
 """The optimizers that `verify/plain/training.py` has written out."""
 NUM_STEPS = 10
+WSD_DECAY_FRACTION = 0.23
 WARMUP_STEPS = 2
 # Good steps, of which the last finds what a skipped one left, follow each of both.
 OVERFLOW_STEP, NO_TARGETS_STEP = 4, 7
@@ -93,6 +94,8 @@ def make_trainer_job(job: Job) -> Job:
     passed."""
     body = job.to_json()
     body["train"]["steps"] = NUM_STEPS
+    # In steps no whole number: one rounded up is another one.
+    body["optim"]["decay_fraction"] = WSD_DECAY_FRACTION
     body["optim"]["warmup_steps"] = WARMUP_STEPS
     body["eval"] |= {"every_steps": EVAL_EVERY, "keep_best": False, "metric": "loss", "mode": None}
     body["checkpoint"] |= {

@@ -37,6 +37,7 @@ class SecondLoopStep(JsonRecord):
     tokens_seen: int
     loss_scale: float
     evaluation: float | None
+    evaluated_targets: int
     sizes: Mapping[str, Mapping[str, float]]
 
     def scale(self, kind: str, name: str) -> float:
@@ -113,8 +114,8 @@ class AttemptObservation(JsonRecord):
     """One attempt of a run on one rank.
 
     `name` says what it is, in words. `end`: why it ended, of the trainer. `evaluations`: step ->
-    loss, of rank 0. `error`: what all ranks raised alike. `held`: name -> the part of it that the
-    rank has.
+    loss, of rank 0, as `evaluated_targets` of these. `error`: what all ranks raised alike. `held`:
+    name -> the part of it that the rank has.
     """
 
     name: str
@@ -125,6 +126,7 @@ class AttemptObservation(JsonRecord):
     states: tuple[StateObservation, ...] = ()
     steps: tuple[StepObservation, ...] = ()
     evaluations: dict[str, float] = field(default_factory=dict)
+    evaluated_targets: dict[str, int] = field(default_factory=dict)
     checkpoints: tuple[int, ...] = ()
 
 

@@ -225,6 +225,7 @@ def _make_step_record(step: PlainStep, start: Tensors) -> SecondLoopStep:
         tokens_seen=step.tokens_seen,
         loss_scale=step.loss_scale,
         evaluation=step.evaluation,
+        evaluated_targets=step.evaluated_targets,
         sizes=sizes,
     )
 

@@ -118,7 +118,10 @@ class TrainerRun:
                 observation.error = f"{type(error).__name__}: {error}"
             finally:
                 bus.close()
-            observation.evaluations = _read_evaluation_losses(self.run_dir, mesh.rank, attempt)
+            if mesh.rank == 0:
+                for event in _read_evaluations(self.run_dir, attempt):
+                    observation.evaluations[str(event.step)] = event.loss
+                    observation.evaluated_targets[str(event.step)] = event.num_targets
             return observation
 
     def _run_trainer_attempt_in_mesh(
@@ -406,13 +409,8 @@ def _view_blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:
         yield shard.tensor[slices], box
 
 
-def _read_evaluation_losses(run_dir: Path, rank: int, attempt: int) -> dict[str, float]:
-    """Step -> loss of the evaluations that rank 0 has recorded in an attempt."""
-    losses: dict[str, float] = {}
-    if rank != 0:
-        return losses
+def _read_evaluations(run_dir: Path, attempt: int) -> Iterator[EvalFinished]:
+    """The evaluations that rank 0 has recorded in an attempt."""
     for envelope in read_recorded_events(run_dir, EvalFinished):
-        event = envelope.event
-        if envelope.attempt == attempt and isinstance(event, EvalFinished):
-            losses[str(event.step)] = event.loss
-    return losses
+        if envelope.attempt == attempt and isinstance(envelope.event, EvalFinished):
+            yield envelope.event

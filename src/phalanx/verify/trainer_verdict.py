@@ -196,6 +196,12 @@ class RunComparator:
             yield make_number_difference("evaluation loss", step, math.nan, cause)
         if actual is None or expected is None:
             return
+        num_more = attempt.evaluated_targets[str(step)] - reference.evaluated_targets
+        if num_more:
+            cause = (
+                "the evaluation counts other targets than its sources have, or some more than once"
+            )
+            yield make_number_difference("evaluation's targets", step, float(num_more), cause)
         error = relative_error(actual, expected)
         self._errors.note("evaluation", error)
         if not error <= self._errors.tolerance:

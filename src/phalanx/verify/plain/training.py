@@ -167,7 +167,7 @@ class PlainStep:
 
     `skipped`: "" if it was applied, else "no_targets" or "not_finite". `grad_norm` is before
     clipping, `gradients` are after it (none of a skipped step). `evaluation`: loss per target after
-    the step, by source weights, None where nothing was evaluated.
+    the step, by source weights, None where nothing was evaluated; `evaluated_targets` of it.
     """
 
     step: int
@@ -184,6 +184,7 @@ class PlainStep:
     buffers: Tensors
     states: Mapping[str, Tensors]
     evaluation: float | None
+    evaluated_targets: int
 
 
 def find_decayed_parameters(module: nn.Module) -> set[str]:
@@ -245,9 +246,9 @@ def train_by_definition(
             # Routers move their biases by the load of the step.
             if hasattr(module, "after_step"):
                 module.after_step()
-        evaluation = None
+        evaluation, evaluated_targets = None, 0
         if number in run.evaluated:
-            evaluation = evaluate_by_definition(module, loss_sum, run.held_out)
+            evaluation, evaluated_targets = evaluate_by_definition(module, loss_sum, run.held_out)
         yield PlainStep(
             step=number,
             loss=loss / max(1, count),
@@ -263,6 +264,7 @@ def train_by_definition(
             buffers=_list_persistent_buffers(module),
             states=states,
             evaluation=evaluation,
+            evaluated_targets=evaluated_targets,
         )
 
 
@@ -322,12 +324,12 @@ def _update_parameters(
 @torch.no_grad()
 def evaluate_by_definition(
     module: nn.Module, loss_sum: LossSum, held_out: Mapping[str, HeldOutSource]
-) -> float:
-    """Loss per target in evaluation mode: the mean of the sources' own, by their weights. A source
-    without targets has none."""
+) -> tuple[float, int]:
+    """(loss per target in evaluation mode, targets): the mean of the sources' own losses, by their
+    weights. A source without targets has none."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
-    weighted, weights = 0.0, 0.0
+    weighted, weights, num_targets = 0.0, 0.0, 0
     for source in held_out.values():
         loss, count = 0.0, 0
         for batch in source.batches:
@@ -336,9 +338,10 @@ def evaluate_by_definition(
         if count:
             weighted += source.weight * loss / count
             weights += source.weight
+            num_targets += count
     for part, mode in modes:
         part.training = mode
-    return weighted / weights
+    return weighted / weights, num_targets
 
 
 def _compute_l2_norm(tensors: Tensors) -> float:
