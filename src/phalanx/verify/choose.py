@@ -28,6 +28,7 @@ from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
+    PLAIN,
     SECOND_IMPLEMENTATIONS,
     SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
@@ -177,6 +178,7 @@ def select_layout_cases(
     dtypes = resolve_dtype_names(types, compute)
     left_out = list_settings_not_judged(job, dtypes)
     omissions = [f"not judged: {setting}" for setting in left_out]
+    omissions.append(_describe_parts_without_a_row(job, axes_of_name))
     requested_job, job = job, make_verified_job(job, num_ranks)
     notes.append(f"changed {describe_job_changes(requested_job, job)}")
     _require_data_files_exist(job)
@@ -207,6 +209,7 @@ def select_layout_cases(
     plans = [case.plan for case in cases if case.plan is not None]
     if plans:
         notes.append(_describe_selection(selection, plans, num_ranks))
+    notes += [_describe_asked_layout(case) for case in cases if case.name == "asked" and case.plan]
     if device == "cuda":
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
@@ -397,6 +400,25 @@ def _describe_selection(selection: Selection, plans: Sequence[Plan], num_ranks: 
         f" {plural(selection.num_steps, 'step')} of {plan.global_batch_size} samples in"
         f" {_describe_microbatch_counts(plans)}"
     )
+
+
+def _describe_asked_layout(case: Case) -> str:
+    """The job's own layout, as it was planned."""
+    assert case.plan is not None
+    layout, zero_stage = case.plan.layout, case.plan.chosen.zero_stage
+    sharding = f", ZeRO-{zero_stage}" if zero_stage else ""
+    return f"asked   {layout}{sharding}"
+
+
+def _describe_parts_without_a_row(job: Job, layout_names: Iterable[str]) -> str:
+    """The parts of training that no row of these names looks at."""
+    names = set(layout_names)
+    parts = ["which samples and targets the data gives"]
+    if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
+        parts.append(f"the trainer's skips, saves and resumes (rows {TRAINER_ROW_PREFIX}*)")
+    if not job.model.is_foreign and PLAIN not in names:
+        parts.append(f"the model's own arithmetic, which the reference shares (row {PLAIN})")
+    return f"not judged: {'; '.join(parts)}"
 
 
 def _describe_microbatch_counts(plans: Sequence[Plan]) -> str:
