@@ -23,6 +23,8 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import AXES
 from phalanx.verify.cases import (
+    MANY_MICROBATCHES,
+    MANY_MICROBATCHES_SUFFIX,
     NUM_MICROBATCHES,
     OPTION_KEYS,
     list_all_layouts,
@@ -83,6 +85,8 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
         pp = case.plan.layout.pp
         if pp > 1:
             assert case.plan.num_microbatches >= 2 * pp
+        elif case.name.endswith(MANY_MICROBATCHES_SUFFIX):
+            assert case.plan.num_microbatches == MANY_MICROBATCHES
         else:
             assert case.plan.num_microbatches == NUM_MICROBATCHES
         for key, value in case.parallel.items():

@@ -3,6 +3,7 @@ any."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,6 +79,15 @@ def resplit_steps_into_microbatches(
         ]
 
     return [split(step) for step in steps]
+
+
+def join_steps(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:
+    """The microbatches of `steps` in fewer steps, of `num_microbatches` each; where there are not
+    enough for one step, they come again."""
+    microbatches = list(itertools.chain.from_iterable(steps))
+    num_steps = max(1, len(microbatches) // num_microbatches)
+    endless = itertools.cycle(microbatches)
+    return [list(itertools.islice(endless, num_microbatches)) for _ in range(num_steps)]
 
 
 def truncate_sequences(

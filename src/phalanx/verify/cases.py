@@ -37,6 +37,12 @@ TRAINER_ROW_PREFIX = "trainer-"
 # No layouts: phalanx's own module in one process, beside a second implementation of it.
 PLAIN, HUGGING_FACE = "plain", "hugging-face"
 SECOND_IMPLEMENTATIONS = (PLAIN, HUGGING_FACE)
+# Of the rows that have several steps' microbatches in one; and what their names end with.
+MANY_MICROBATCHES = 3 * NUM_MICROBATCHES
+MANY_MICROBATCHES_SUFFIX = f"-{MANY_MICROBATCHES}-microbatches"
+# As large as several steps: how large these are is known when there is a job.
+LARGER_BATCH = "train.global_batch_size"
+JOINED_STEPS_OVERRIDE: dict[str, Any] = {LARGER_BATCH: "several steps"}
 # A prime: some rank has less of the embedding than the others.
 SHRUNK_VOCAB_SIZE = 251
 MAX_SHRUNK_SEQ_LEN = 64
@@ -69,8 +75,13 @@ class Case:
 
 
 def is_judged_in_float64_only(name: str) -> bool:
-    """True for what is judged in float64 alone: it is no layout."""
-    return name in SECOND_IMPLEMENTATIONS or name.startswith(TRAINER_ROW_PREFIX)
+    """True for what is judged in float64 alone: it is no layout, or a layout whose rounding other
+    rows judge."""
+    return (
+        name in SECOND_IMPLEMENTATIONS
+        or name.startswith(TRAINER_ROW_PREFIX)
+        or name.endswith(MANY_MICROBATCHES_SUFFIX)
+    )
 
 
 def make_verified_job(job: Job, num_ranks: int) -> Job:
@@ -288,6 +299,7 @@ def list_all_layouts(
                 yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE_OVERRIDE}
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
+        yield f"one{MANY_MICROBATCHES_SUFFIX}", dict(JOINED_STEPS_OVERRIDE)
         return
     yield from list_recompute_layouts(num_ranks)
     yield from list_data_parallel_variants(num_ranks)
@@ -343,6 +355,7 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
     at a time."""
     zero = {stage: {"dp_shard": num_ranks, "zero_stage": stage} for stage in (1, 2, 3)}
     yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
+    yield f"ddp{MANY_MICROBATCHES_SUFFIX}", {"dp_replicate": num_ranks, **JOINED_STEPS_OVERRIDE}
     yield (
         "ddp-unused-offload-optimizer",
         {"dp_replicate": num_ranks, "unused_parameters": "allow", "offload": "optimizer"},
@@ -399,6 +412,11 @@ def plan_layout_cases(
     for name, axes in layouts:
         parallel = pipelines.resolve_uneven_stage_blocks(axes, num_blocks)
         parallel = pipelines.resolve_odd_sequence_override(parallel, job.data.seq_len, num_ranks)
+        num_microbatches = NUM_MICROBATCHES
+        if LARGER_BATCH in parallel:
+            num_microbatches = MANY_MICROBATCHES
+            num_joined = num_microbatches // NUM_MICROBATCHES
+            parallel[LARGER_BATCH] = num_joined * job.train.global_batch_size
         body = job.to_json()
         # What a layout does not name has its default here, not what the job asks for.
         body["parallel"] |= _DEFAULT_AXES | {"compress": "none"} | _DEFAULT_OPTIONS
@@ -413,8 +431,8 @@ def plan_layout_cases(
                 body["parallel"] |= dict.fromkeys(pipelines.MODEL_STAGE_KEYS, ())
             # A first plan says how many microbatches there are, the second has their size.
             first = make_case_plan(body)
-            count = pipelines.num_microbatches(first) or NUM_MICROBATCHES
-            body["train"]["micro_batch_size"] = job.train.global_batch_size // (
+            count = pipelines.num_microbatches(first) or num_microbatches
+            body["train"]["micro_batch_size"] = first.global_batch_size // (
                 count * first.layout.data_parallel_size
             )
             cases.append(Case(name, parallel, make_case_plan(body)))

@@ -397,7 +397,8 @@ def _describe_selection(selection: Selection, plans: Sequence[Plan], num_ranks: 
     ranks = plural(num_ranks, f"{selection.device} rank")
     return (
         f"judged  {selection.model_name}, {plan.num_params:,} parameters, on {ranks}:"
-        f" {plural(selection.num_steps, 'step')} of {plan.global_batch_size} samples in"
+        f" {plural(selection.num_steps, 'step')} of"
+        f" {selection.job.train.global_batch_size} samples in"
         f" {_describe_microbatch_counts(plans)}"
     )
 

@@ -44,7 +44,7 @@ from phalanx.verify.batches import (
     move_steps_to_device,
     select_rank_rows,
 )
-from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
+from phalanx.verify.cases import LARGER_BATCH, PLAIN, SECOND_IMPLEMENTATIONS
 from phalanx.verify.compressed_gradients import (
     choose_compression_tolerance,
     describe_compression_tolerance,
@@ -127,12 +127,15 @@ def run_verify_cases(payload: VerifyPayload) -> None:
 
 def _find_plan_of_whole_sequences(payload: VerifyPayload) -> Plan:
     """The plan that the reference is of: what one process computes is of the job's own sequences,
-    also where the layouts that come first have shorter ones."""
+    also where the layouts that come first have shorter ones, or a larger batch."""
     for case in payload.cases:
-        if SHORTER_SEQUENCE not in case.parallel:
+        if SHORTER_SEQUENCE not in case.parallel and LARGER_BATCH not in case.parallel:
             return case.plan
-    # All have shorter ones, which only models of tokens have.
-    return replace(payload.cases[0].plan, seq_len=payload.job.data.seq_len)
+    plan, job = payload.cases[0].plan, payload.job
+    if SHORTER_SEQUENCE in payload.cases[0].parallel:
+        # Only models of tokens have these.
+        plan = replace(plan, seq_len=job.data.seq_len)
+    return replace(plan, global_batch_size=job.train.global_batch_size)
 
 
 def _build_row_of_case(

@@ -26,6 +26,7 @@ from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
+    join_steps,
     resplit_steps_into_microbatches,
     truncate_sequences,
 )
@@ -68,6 +69,7 @@ from phalanx.verify.trace import AppliedTraceGradients, TraceWriter
 from phalanx.verify.trace_facts import TRACE_FILE_NAME, Trace, read_trace
 
 MAX_NUDGE_ROUNDINGS = 4  # roundings
+JOINED_STEPS_SUFFIX = "-joined"  # in the name of a reference whose steps have several's rows
 # Not one over a number of ranks or microbatches, so that a clip that is missing is told from them.
 CLIP, MOVE = 0.3, 0.01
 
@@ -90,12 +92,19 @@ class ReferenceTraces:
     def find_trace_for_plan(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
         """(the trace, or why there is none; the microbatches of each step). Collective.
 
-        Pipelines have more microbatches, of the same rows. Only a module whose rows see each other,
-        or that counts its calls, knows the difference: it then has a reference of its own.
+        A layout with a larger batch has the microbatches of several steps in one, and a reference
+        of its own. Pipelines have more microbatches, of the same rows. Only a module whose rows
+        see each other, or that counts its calls, knows the difference: it then has a reference of
+        its own.
         """
         usual_steps = self._select_steps_of_seq_len(plan.seq_len)
         if isinstance(usual_steps, str):
             return usual_steps, self.steps
+        if plan.global_batch_size != self.plan.global_batch_size:
+            steps = join_steps(usual_steps, plan.num_microbatches)
+            return self._open_or_write_trace(
+                plan.num_microbatches, plan.seq_len, steps, suffix=JOINED_STEPS_SUFFIX
+            ), steps
         usual = self._open_or_write_trace(len(usual_steps[0]), plan.seq_len, usual_steps)
         count = num_microbatches(plan)
         if isinstance(usual, str) or count in (0, len(usual_steps[0])):
@@ -115,14 +124,14 @@ class ReferenceTraces:
         return steps
 
     def _open_or_write_trace(
-        self, count: int, seq_len: int, steps: list[list[Batch]]
+        self, count: int, seq_len: int, steps: list[list[Batch]], *, suffix: str = ""
     ) -> Trace | str:
-        name = self._name_reference_directory(self.dtype, count, seq_len)
+        name = self._name_reference_directory(self.dtype, count, seq_len, suffix)
         if name not in self._traces:
             directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE_FILE_NAME).exists():
-                leader = self._find_trace_to_follow(count, seq_len)
+                leader = self._find_trace_to_follow(count, seq_len, suffix)
                 failure, _ = _write_reference(
                     directory, self.job, self.plan, self.dtype, steps, leader=leader
                 )
@@ -132,11 +141,12 @@ class ReferenceTraces:
             self._steps_of[directory] = steps
         return self._traces[name]
 
-    def _find_trace_to_follow(self, count: int, seq_len: int) -> Trace | None:
+    def _find_trace_to_follow(self, count: int, seq_len: int, suffix: str) -> Trace | None:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
         for dtype in WIDE_DTYPES[: 2 if is_narrow_dtype(self.dtype) else 1]:
-            directory = self.run_dir / self._name_reference_directory(dtype, count, seq_len)
+            name = self._name_reference_directory(dtype, count, seq_len, suffix)
+            directory = self.run_dir / name
             if dtype != self.dtype and (directory / TRACE_FILE_NAME).exists():
                 trace = read_trace(directory)
                 if trace.leader is None:
@@ -144,9 +154,9 @@ class ReferenceTraces:
                 return read_trace(trace.leader)
         return None
 
-    def _name_reference_directory(self, dtype: str, count: int, seq_len: int) -> str:
-        suffix = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
-        return f"reference-{dtype}-{count}{suffix}"
+    def _name_reference_directory(self, dtype: str, count: int, seq_len: int, suffix: str) -> str:
+        length = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
+        return f"reference-{dtype}-{count}{length}{suffix}"
 
     def replay_trace_with_choices(
         self, trace: Trace, steps: list[list[Batch]], choices: ChosenExperts

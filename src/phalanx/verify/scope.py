@@ -10,6 +10,7 @@ import math
 from phalanx.core.units import plural
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.plan.plan import Plan
+from phalanx.verify.cases import MANY_MICROBATCHES
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
@@ -28,6 +29,8 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         "evaluation loss",
         "that ranks which hold the same part hold the same bits",
     ]
+    if plan.num_microbatches == MANY_MICROBATCHES and plan.pipeline is None:
+        judged.append(f"gradients summed over {plan.num_microbatches} microbatches")
     if trace.initial_faults is not None:
         judged.append("mean, width and shape of the distribution of initial weights")
     if trace.arithmetic_faults is not None:
