@@ -83,6 +83,8 @@ class HuggingFaceImplementation:
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
     judged = JUDGED_PARTS
+    # Its rotations are in float32.
+    takes_far_positions = False
     # `compare_with_hugging_face` finds it once something differs.
     cause = ""
 

@@ -42,6 +42,10 @@ class PlainImplementation:
     notes = ()
 
     @property
+    def takes_far_positions(self) -> bool:
+        return isinstance(self.settings, PlainSettings) and self.settings.positions == "rope"
+
+    @property
     def judged(self) -> tuple[str, ...]:
         if isinstance(self.settings, VisionSettings):
             return ("loss", "gradients")

@@ -29,6 +29,8 @@ from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 RELATIVE_STEP_SIZE = 0.01  # of each weight's norm, by a step
 # So few that some experts get none.
 NUM_SHORT_TOKENS = 2
+# Of a long sequence: few tokens of it are enough.
+FAR_POSITION = 5003
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -59,7 +61,8 @@ class SecondImplementation(Protocol):
     """Computes a step of phalanx's module by other code.
 
     `judged` and `not_judged`: what of it is compared, in words. `cause`: what a difference may
-    come from. `notes`: sentences for its row.
+    come from. `notes`: sentences for its row. `takes_far_positions`: its numbers agree in float64
+    also thousands of tokens behind a sequence's begin.
     """
 
     @property
@@ -73,6 +76,9 @@ class SecondImplementation(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def takes_far_positions(self) -> bool: ...
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         """The result of a step from the weights and buffers of `module`, which stay as they
@@ -100,7 +106,10 @@ def compare_with_second_implementation(
     order = list_parameters_in_forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
-    for number, (microbatches, sizes) in enumerate(_choose_microbatches_and_block_sizes(steps)):
+    # A rotation's angle in float32 has lost three digits there.
+    is_far = second.takes_far_positions and dtype == "float64"
+    chosen = _choose_microbatches_and_block_sizes(steps, FAR_POSITION if is_far else 0)
+    for number, (microbatches, sizes) in enumerate(chosen):
         try:
             other = second.compute(module, microbatches)
         except WeightsError as error:
@@ -146,14 +155,21 @@ def divide_gradients_by_targets(parameters: Tensors, count: int) -> dict[str, to
 
 
 def _choose_microbatches_and_block_sizes(
-    steps: Sequence[Sequence[Batch]],
+    steps: Sequence[Sequence[Batch]], far_position: int
 ) -> Iterator[tuple[Sequence[Batch], BlockSizes]]:
     """The microbatches of each judged step, and the sizes of blocks with which phalanx's module
-    computes it."""
+    computes it. In the second step sequences begin at `far_position`."""
     # A small model reaches loops over blocks with small blocks alone, and what is computed at once
     # (attention's one mask) with the usual ones.
-    yield from zip(steps, (shrink_block_sizes(), BlockSizes()), strict=False)
+    yield steps[0], shrink_block_sizes()
+    yield [_move_positions(batch, far_position) for batch in steps[1]], BlockSizes()
     yield [_truncate_to_short_sequence(steps[0][0])], BlockSizes()
+
+
+def _move_positions(batch: Batch, by: int) -> Batch:
+    if "positions" not in batch:
+        return batch
+    return {**batch, "positions": batch["positions"] + by}
 
 
 def _truncate_to_short_sequence(batch: Batch) -> Batch:
