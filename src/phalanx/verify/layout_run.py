@@ -23,6 +23,7 @@ from phalanx.verify.begin import replace_learning_rate
 from phalanx.verify.compare_steps import RankObservations, train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import LayoutOutputs
+from phalanx.verify.reduction_types import ReductionTypes, watching_reduction_types
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 
@@ -60,28 +61,38 @@ class LayoutRun:
         model, notes = self._build_parallel_model(trace, mesh)
         watch.attach(model)
         outputs = LayoutOutputs(model)
-        observations = train_beside_reference(
-            model,
-            objective,
-            steps,
-            trace,
-            lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
-            seed=self.job.run.seed,
-        )
+        with watching_reduction_types(self.plan, mesh, trace.dtype) as reductions:
+            observations = train_beside_reference(
+                model,
+                objective,
+                steps,
+                trace,
+                lambda lr: self._build_watched_optimizer(model, lr, reductions),
+                seed=self.job.run.seed,
+            )
         # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
         with use_block_sizes(BlockSizes()):
-            return self._gather_result(trace, mesh, observations, outputs, watch, notes)
+            return self._gather_result(trace, mesh, observations, reductions, outputs, watch, notes)
+
+    def _build_watched_optimizer(
+        self, model: ParallelModel, lr: float, reductions: ReductionTypes
+    ) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model, replace_learning_rate(self.job.optim, lr))
+        optimizer.register_step_post_hook(reductions.count_update)
+        return optimizer
 
     def _gather_result(
         self,
         trace: Trace,
         mesh: Mesh,
         observations: RankObservations,
+        reductions: ReductionTypes,
         outputs: LayoutOutputs,
         watch: LayoutRouting,
         notes: tuple[str, ...],
     ) -> LayoutResult:
-        all_observations = mesh.gather_json(observations.to_json())
+        own_observations = observations.to_json() | {"narrow_reductions": reductions.narrow}
+        all_observations = mesh.gather_json(own_observations)
         tolerance = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(trace.dtype)]
         # Where a forward begins to go wrong is asked of a loss that is off: it takes as long as a
         # step. All ranks have the same observations.

@@ -61,6 +61,7 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
 from phalanx.verify.read_files import recording_read_files
+from phalanx.verify.reduction_types import REDUCTIONS_JUDGED, are_reduction_types_judged
 from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.rerouted import ReroutedReference, compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
@@ -308,6 +309,7 @@ def _build_judged_row(
         judged=(
             *list_compared_quantities(plan, reference, optimizer),
             *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
+            *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),
         ),
         not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,

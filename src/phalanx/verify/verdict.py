@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
 from phalanx.verify.diagnosis import FEW_DIGITS_CAUSE, MIXED_ROWS_CAUSE, DifferenceDiagnosis
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.number_types import parameter_dtype_of_row
+from phalanx.verify.number_types import EPSILON_OF_DTYPE, FP8, parameter_dtype_of_row
 from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
@@ -95,6 +95,7 @@ class LayoutComparator:
             yield from self._compare_dropout_masks(step)
             yield from self._compare_routing(train_phase_of_step(step))
             yield from self._compare_scalar("loss", "losses", "loss", step)
+            yield from self._compare_reduction_types(step)
             yield from self._compare_tensors("gradient", name_gradients_set(step), step)
             yield from self._compare_sent_gradients(step)
             yield from self._compare_scalar("gradient norm", "norms", "grad_norm", step)
@@ -178,6 +179,24 @@ class LayoutComparator:
                 error = abs(num_targets - num_expected) / num_expected
                 yield Difference("number of targets", "", step, error, rank, (rank,), "", cause)
                 return
+
+    def _compare_reduction_types(self, step: int) -> Iterator[Difference]:
+        """The first kind of reduction of gradients in a narrow type that begins in a step."""
+        seen: dict[int, tuple[str, str, int]] = {}
+        for rank, observation in enumerate(self._observations):
+            for first_step, words, dtype, num_ranks in observation.get("narrow_reductions", ()):
+                if first_step == step:
+                    seen.setdefault(rank, (words, dtype, num_ranks))
+        if not seen:
+            return
+        rank = min(seen)
+        words, dtype, num_ranks = seen[rank]
+        cause = (
+            f"{words} of {num_ranks} ranks adds gradients up in {dtype}, and not in float32: each"
+            " sum is rounded to as few digits, however many ranks there are"
+        )
+        error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
+        yield Difference("gradient reduction", "", step, error, rank, tuple(seen), "", cause)
 
     def _compare_dropout_masks(self, step: int) -> Iterator[Difference]:
         """The dropout layers with wrong masks, in the order in which a forward meets them."""
