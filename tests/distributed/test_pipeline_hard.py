@@ -146,7 +146,6 @@ FSDP_REFUSES = [
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
-@pytest.mark.long
 def test_modules_of_others_with_data_parallelism(zoo_traces: dict[str, Trace]) -> None:
     """Each module with one kind of data parallelism, and each kind with several modules."""
     kinds = list(DATA_PARALLEL.values())

@@ -188,6 +188,9 @@ class UpdatedParameterGather:
 
     @torch.no_grad()
     def gather_updated_parameters(self) -> None:
+        if not self._cut:
+            # A stage without parameters: all ranks of the group have the same stage.
+            return
         transport = find_transport_in_place(self._group)
         if transport is None:
             self._gather_by_buckets()
