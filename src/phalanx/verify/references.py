@@ -24,6 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.adapted_module import compare_adapted_module_once
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
     join_steps,
@@ -250,6 +251,7 @@ class _ReferenceWriter:
             self.job.run.seed,
             is_users_own=self.job.model.is_foreign or self.job.model.objective is not None,
         )
+        adapter = compare_adapted_module_once(self.job, self.plan, self.directory.parent)
         module = self._build_reference_module()
         if self.dtype == FP8:
             activation_dtype = getattr(torch, activation_dtype_of_row(self.dtype))
@@ -284,6 +286,7 @@ class _ReferenceWriter:
             other_directories=self._find_traces_to_compare_with(probed, routes, writer),
             initial_faults=find_initial_faults(self.job, self.plan, initial),
             arithmetic_faults=arithmetic.faults,
+            adapter=adapter,
         )
         return list(routes.reroutes)
 

@@ -35,6 +35,11 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         judged.append("mean, width and shape of the distribution of initial weights")
     if trace.arithmetic_faults is not None:
         judged.append("that routers compute scores in float32, beside their definition")
+    if trace.adapter is not None and not trace.adapter.unjudged:
+        judged.append(
+            f"outputs and gradients of the adapted module beside {trace.adapter.architecture} of"
+            " transformers, called as by its users, in evaluation mode"
+        )
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")
     if trace.has_buffers:
@@ -61,6 +66,11 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
         not_judged.append(
             "how initial weights are distributed: they are compared with one process's, and no"
             " distribution is declared for this module"
+        )
+    if trace.adapter is not None and trace.adapter.unjudged:
+        not_judged.append(
+            f"the adapter of {trace.adapter.architecture}, which transformers does not compute by"
+            f" itself: {trace.adapter.unjudged}"
         )
     if is_narrow_dtype(trace.dtype) and isinstance(plan.model_shape, TransformerShape):
         compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]

@@ -28,6 +28,7 @@ from phalanx.verify.trace_facts import (
     GRADIENT_KIND_PREFIX,
     INITIAL_KIND,
     TRACE_FILE_NAME,
+    AdapterFacts,
     ArithmeticFault,
     InitialFault,
     Trace,
@@ -170,8 +171,9 @@ class TraceWriter:
         other_directories: Sequence[Path],
         initial_faults: Sequence[InitialFault] | None,
         arithmetic_faults: Sequence[ArithmeticFault] | None,
+        adapter: AdapterFacts | None,
     ) -> None:
-        """Write trace.json. `initial_faults` and `arithmetic_faults`: as `Trace` has them.
+        """Write trace.json. `initial_faults`, `arithmetic_faults`, `adapter`: as `Trace` has them.
         `other_directories`: those of the same in float64, or from weights that are rounded
         otherwise, which tell how much of a tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
@@ -195,6 +197,7 @@ class TraceWriter:
             "evaluation": evaluation,
             "initial_faults": _to_json(initial_faults),
             "arithmetic_faults": _to_json(arithmetic_faults),
+            "adapter": None if adapter is None else asdict(adapter),
             **asdict(probed),
         }
         # Last: whoever finds this file finds the others.

@@ -83,6 +83,21 @@ class ArithmeticFault:
 
 
 @dataclass(frozen=True)
+class AdapterFacts:
+    """What phalanx makes of a Hugging Face model beside the model's own class, `architecture`.
+
+    `what`: "output", or "gradient" of the parameter `name`, where it differs by `error`, relative;
+    "" where it does not. `unjudged`: why nothing was compared.
+    """
+
+    architecture: str
+    what: str = ""
+    name: str = ""
+    error: float = 0.0
+    unjudged: str = ""
+
+
+@dataclass(frozen=True)
 class Trace:
     """`sizes`: set -> name -> norm of the tensor, of weights that of their movement; `order`:
     parameters as a forward meets them. `lr`: the learning rate of every update. `leader`: the
@@ -131,6 +146,9 @@ class Trace:
     arithmetic_faults: tuple[ArithmeticFault, ...] | None = None
     """What a narrow type computes in fewer digits than defined; None where nothing was looked
     at."""
+
+    adapter: AdapterFacts | None = None
+    """Of a Hugging Face model alone."""
 
     @property
     def has_buffers(self) -> bool:
@@ -268,6 +286,7 @@ def read_trace(directory: Path) -> Trace:
         evaluation=body["evaluation"],
         initial_faults=_read_initial_faults(body["initial_faults"]),
         arithmetic_faults=_read_arithmetic_faults(body["arithmetic_faults"]),
+        adapter=None if body["adapter"] is None else AdapterFacts(**body["adapter"]),
     )
 
 

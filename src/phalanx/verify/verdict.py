@@ -25,6 +25,12 @@ from phalanx.verify.trace_facts import (
     name_weights_set,
 )
 
+ADAPTER_CAUSE = (
+    "phalanx's adapter makes another call of transformers' {} than its users do: from the same"
+    " weights and tokens, in one process, it gives something else; the reference computes by the"
+    " adapter, and so does every layout"
+)
+
 
 @dataclass(frozen=True)
 class LayoutVerdict:
@@ -88,6 +94,7 @@ class LayoutComparator:
         yield from self._compare_names()
         yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
         yield from self._compare_initial_distributions()
+        yield from self._compare_adapter()
         yield from self._compare_arithmetic()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
@@ -154,6 +161,20 @@ class LayoutComparator:
             yield Difference(
                 "initial distribution", fault.name, 0, fault.error, 0, ranks, part, cause
             )
+
+    def _compare_adapter(self) -> Iterator[Difference]:
+        """What the adapter makes of a Hugging Face model, in one process, and so in every layout,
+        where it is another than that of the model's own class."""
+        facts = self._trace.adapter
+        if facts is None or not facts.what:
+            return
+        ranks = tuple(range(len(self._observations)))
+        what, part = "output of the adapter", ""
+        if facts.name:
+            what = "the adapter's gradient of"
+            part = self._observations[0]["held"].get(facts.name, "nothing")
+        cause = ADAPTER_CAUSE.format(facts.architecture)
+        yield Difference(what, facts.name, 0, facts.error, 0, ranks, part, cause)
 
     def _compare_arithmetic(self) -> Iterator[Difference]:
         """The routers that round more than defined, in one process, and so in every layout."""

@@ -1,0 +1,169 @@
+"""Compares what phalanx makes of a Hugging Face model with that model's own class, called as a user
+of transformers would: a mistake of the adapter is the same in the reference and in every layout."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.job.hugging_face import is_hugging_face, read_model_config
+from phalanx.job.schema import Job
+from phalanx.nn.objective import CausalOutput
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.begin import randomize_constant_parameters
+from phalanx.verify.compare import replace_nan_by_infinity
+from phalanx.verify.float64_casts import NARROW_DTYPES, cast_to_float64
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, AdapterFacts
+
+FACTS_FILE_NAME = "adapter.json"
+NUM_ROWS, MAX_TOKENS = 2, 64
+# transformers' name of an implementation that is written out, and has float64.
+EAGER = "eager"
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: arguments of the adapted module, and what a user gives transformers'."""
+
+    adapted: tuple[torch.Tensor, ...]
+    own: Mapping[str, Any]
+
+
+def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> AdapterFacts | None:
+    """What was found of the job's Hugging Face model; None for any other.
+
+    It is compared once, and kept in `directory`.
+    """
+    if not is_hugging_face(job.model.kind):
+        return None
+    file = directory / FACTS_FILE_NAME
+    if file.exists():
+        return AdapterFacts(**json.loads(file.read_text()))
+    module, _ = build_original_module(job, plan, "float64", materialize=True)
+    randomize_constant_parameters(module)
+    facts = compare_adapted_module(job, plan, module)
+    file.write_text(json.dumps(asdict(facts)))
+    return facts
+
+
+def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFacts:
+    """Compare logits and gradients of `module`, in float64, with those of transformers' class with
+    the same weights; both in evaluation mode."""
+    architecture = type(module).__name__
+    try:
+        own = _build_own_model(job, architecture, module)
+        calls = list(_list_calls(plan, own))
+        with cast_to_float64() as casts:
+            own_outputs = [own(**call.own).logits for call in calls]
+            own_gradients = _compute_gradients(own, own_outputs)
+    # Of transformers, for a model that cannot be had or called so.
+    except Exception as refusal:
+        words = " ".join(str(refusal).split())
+        return AdapterFacts(architecture, unjudged=f"{type(refusal).__name__}: {words}")
+    is_narrow = casts.is_narrowed or any(p.dtype in NARROW_DTYPES for p in own.parameters())
+    with cast_to_float64() as casts:
+        outputs = [_make_logits(module.eval()(*call.adapted)) for call in calls]
+        gradients = _compute_gradients(module, outputs)
+    is_narrow = is_narrow or casts.is_narrowed
+    tolerance = TOLERANCE_OF_DTYPE["float32" if is_narrow else "float64"]
+    error = max(map(_compute_relative_error, outputs, own_outputs))
+    if not error <= tolerance:
+        return AdapterFacts(architecture, error=error, what="output")
+    name, error = _find_worst_gradient(gradients, own_gradients)
+    if not error <= tolerance:
+        return AdapterFacts(architecture, error=error, what="gradient", name=name)
+    return AdapterFacts(architecture)
+
+
+def _build_own_model(job: Job, architecture: str, module: nn.Module) -> Any:
+    """transformers' model of the job's config.json with the weights of `module`."""
+    import transformers
+
+    kind = job.model.kind
+    assert kind is not None
+    values = {**read_model_config(kind), **(job.model.args or {})}
+    config = transformers.AutoConfig.for_model(**values)
+    own = getattr(transformers, architecture)(config).to(torch.float64).eval()
+    if getattr(own.config, "_experts_implementation", None) is not None:
+        own.set_experts_implementation(EAGER)
+    own.load_state_dict(module.state_dict())
+    return own
+
+
+def _list_calls(plan: Plan, own: Any) -> Iterator[_Call]:
+    generator = torch.Generator().manual_seed(0)
+    if own.main_input_name == "pixel_values":
+        shape = plan.model_shape
+        size = NUM_ROWS, shape.num_channels, shape.image_size, shape.image_size
+        pixels = torch.randn(size, generator=generator, dtype=torch.float64)
+        yield _Call((pixels,), {"pixel_values": pixels})
+        return
+    length = min(plan.seq_len, MAX_TOKENS)
+    tokens = torch.randint(plan.vocab_size, (NUM_ROWS, length), generator=generator)
+    positions = torch.arange(length).repeat(NUM_ROWS, 1)
+    known = inspect.signature(type(own).forward).parameters
+    usual: dict[str, Any] = {"input_ids": tokens}
+    # A cache is for generation.
+    usual |= {"use_cache": False} if "use_cache" in known else {}
+    mask = {"attention_mask": torch.ones_like(tokens)} if "attention_mask" in known else {}
+    yield _Call((tokens, positions), {**usual, **mask})
+    if "position_ids" in known:
+        # As of two documents, the second of which begins in the middle.
+        positions = torch.where(positions < length // 2, positions, positions - length // 2)
+        yield _Call((tokens, positions), {**usual, "position_ids": positions})
+
+
+def _make_logits(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, CausalOutput):
+        return nn.functional.linear(outputs.hidden_BTD, outputs.head_VD)
+    logits: torch.Tensor = outputs
+    return logits
+
+
+def _compute_gradients(module: nn.Module, outputs: list[torch.Tensor]) -> Gradients:
+    """The gradients of a sum of all outputs with random weights."""
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for logits in outputs:
+        weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        loss = loss + (logits * weights).sum()
+    loss.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if actual.shape != expected.shape:
+        return math.inf
+    with torch.no_grad():
+        error = float((actual - expected).norm() / expected.norm())
+    return replace_nan_by_infinity(error)
+
+
+def _find_worst_gradient(actual: Gradients, expected: Gradients) -> tuple[str, float]:
+    """(name, relative error) of the gradient that is off most; one that only one of the two has is
+    off by all of it. Small ones by a thousandth of a usual one, as in rows."""
+    usual = math.sqrt(sum(float(g.norm()) ** 2 for g in expected.values()) / len(expected))
+    worst, largest = "", 0.0
+    for name in sorted({*actual, *expected}):
+        found, wanted = actual.get(name), expected.get(name)
+        if found is None or wanted is None:
+            lone = found if wanted is None else wanted
+            assert lone is not None
+            error = math.inf if bool(lone.any()) else 0.0
+        else:
+            scale = max(float(wanted.norm()), 1e-3 * usual)
+            error = replace_nan_by_infinity(float((found - wanted).norm()) / scale)
+        if error > largest:
+            worst, largest = name, error
+    return worst, largest
