@@ -9,6 +9,7 @@ from test_retention import save
 from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, Event
+from phalanx.run.conclude import find_last_done_step
 from phalanx.run.usable_checkpoints import UsableCheckpoints
 
 
@@ -77,6 +78,19 @@ def test_a_store_that_does_not_answer_has_what_was_seen_in_it_before(tmp_path: P
     assert known.find_newest_step() == 20
     known.note_event(unusable(20))
     assert known.find_newest_step() == 10
+
+
+def test_the_last_step_is_none_of_a_checkpoint_that_ranks_went_back_behind(tmp_path: Path) -> None:
+    """As with --fallback: what was done since is what counts."""
+    store = open_store_of_run(tmp_path, None)
+    save(tmp_path, 20)
+    save(tmp_path, 40)
+    write(tmp_path, 0, saved(20), saved(40))
+    assert find_last_done_step(tmp_path, store) == 40
+    write(tmp_path, 1, unusable(40))
+    assert find_last_done_step(tmp_path, store) == 20
+    hide(tmp_path / "checkpoints")
+    assert find_last_done_step(tmp_path, store) == 0
 
 
 def hide(checkpoints: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import CheckpointFolder
-from phalanx.checkpoint.stores import Store, find_newest_readable_step
+from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import build_path_resource_error
 from phalanx.launch.outcome import RunOutcome
@@ -27,6 +27,7 @@ from phalanx.run.baselines import compute_ngram_baseline_losses
 from phalanx.run.next_command import build_next_line_after_training, format_program_command
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
+from phalanx.run.usable_checkpoints import UsableCheckpoints
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,14 @@ def record_and_report_end_of_run(
 
 
 def find_last_done_step(run_dir: Path, store: Store) -> int:
-    """The last step that rank 0 has on record, or a later one that is saved; 0 without either."""
+    """The last step that rank 0 has on record, or a later one that is saved and that ranks could
+    use; 0 without either."""
     recorded = read_last_recorded_step(run_dir, 0, before_attempt=next_attempt_number(run_dir))
-    return max(recorded, find_newest_readable_step(store))
+    try:
+        saved = UsableCheckpoints(run_dir, store).find_newest_readable_step()
+    except (OSError, CheckpointError):
+        return recorded
+    return max(recorded, saved)
 
 
 def _write_page_and_print_conclusion(

@@ -55,12 +55,21 @@ class UsableCheckpoints:
         not use; or that none is there, can be used, or can be seen."""
         try:
             folders = self._store.folders()
+            step = self.find_newest_readable_step()
         except (OSError, CheckpointError):
             return "checkpoints cannot be seen now"
-        for folder in reversed(folders):
+        if folders and not step:
+            return "no checkpoint can be used"
+        return describe_checkpoint_that_stands(step)
+
+    def find_newest_readable_step(self) -> int:
+        """The step of the newest checkpoint whose manifest can be read, except those that ranks
+        could not use; 0 without one.
+
+        Raises OSError or CheckpointError where the store does not answer.
+        """
+        for folder in reversed(self._store.folders()):
             if folder.step not in self._unusable_steps:
                 with suppress(OSError, CheckpointError):
-                    return describe_checkpoint_that_stands(read_manifest(folder).step)
-        if folders:
-            return "no checkpoint can be used"
-        return describe_checkpoint_that_stands(0)
+                    return read_manifest(folder).step
+        return 0
