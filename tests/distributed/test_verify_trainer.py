@@ -229,3 +229,13 @@ def test_a_bug_that_only_some_modules_show_is_found(
     assert row.first.what == what, str(row.first)
     assert load_plant(bug).names_cause(row.first.cause), row.first.cause
     assert row.first.step < NUM_STEPS
+
+
+def test_moments_of_experts_that_ranks_share_out_are_restored() -> None:
+    sections = {"model": {"preset": "small-mixtral"}, **DECODER}
+    case, plant = "trainer-zero3-ep2", "expert_moments_restored_into_a_copy"
+    assert rows_of(case, sections=sections)[case].first is None
+    first = rows_of(case, sections=sections, plant=plant)[case].first
+    assert first is not None, "equal"
+    assert load_plant(plant).names_cause(first.cause), first.cause
+    assert load_plant(plant).names_tensor(first.name), first.name

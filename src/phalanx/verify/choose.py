@@ -451,7 +451,10 @@ def _map_layout_names_to_axes(
     known = dict(
         [*list_all_layouts(num_ranks, experts=True), *list_gradient_compression_layouts(num_ranks)]
     )
-    known |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks))}
+    known |= {
+        key: {}
+        for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks, experts=True))
+    }
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
@@ -462,7 +465,11 @@ def _map_layout_names_to_axes(
                 ]
             )
             chosen |= {
-                key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks))
+                key: {}
+                for key in (
+                    *SECOND_IMPLEMENTATIONS,
+                    *list_trainer_case_names(num_ranks, experts=has_experts),
+                )
             }
         elif name == "asked":
             chosen[name] = job_layout

@@ -14,6 +14,7 @@ from phalanx.verify.cases import MANY_MICROBATCHES
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
+from phalanx.verify.trainer_cases import list_axes_without_trainer_row
 
 
 def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
@@ -66,6 +67,11 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
         not_judged.append(
             "how initial weights are distributed: they are compared with one process's, and no"
             " distribution is declared for this module"
+        )
+    axes = list_axes_without_trainer_row(plan.layout)
+    if axes:
+        not_judged.append(
+            f"saves and resumes in this layout: no row of the trainer has {' or '.join(axes)}"
         )
     if trace.adapter is not None and trace.adapter.unjudged:
         not_judged.append(

@@ -4,7 +4,7 @@ what. Torch-free."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.layout import Layout
 from phalanx.plan.plan import LossScaling, Plan
 from phalanx.verify.cases import TRAINER_ROW_PREFIX as PREFIX
 from phalanx.verify.cases import Case, plan_layout_cases
@@ -47,14 +48,19 @@ class TrainerCase:
     other_plan: Plan
 
 
-def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_trainer_layouts(
+    num_ranks: int, *, experts: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Layouts of `num_ranks` ranks in which the trainer is judged: one for each way in which its
-    state lies in ranks. A run is resumed in its own and in the next one of them."""
+    state lies in ranks; with `experts` those that spread them, too. A run is resumed in its own and
+    in the next one of them."""
     if num_ranks == 1:
         yield "one", {}
         return
     yield "ddp", {"dp_replicate": num_ranks}
     yield "zero3", {"dp_shard": num_ranks, "zero_stage": 3}
+    if experts and num_ranks % 2 == 0:
+        yield "zero3-ep2", {"dp_shard": num_ranks, "zero_stage": 3, "ep": 2}
     rest = num_ranks // 2
     other_degrees: dict[str, Any] = {}
     if rest > 1:
@@ -62,6 +68,8 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
     infix = "-zero3" if other_degrees else ""
     if num_ranks % 2 == 0:
         yield f"tp2{infix}", {**other_degrees, "tp": 2}
+    if num_ranks % 2 == 0 and rest > 1:
+        yield f"hsdp2x{rest}-zero3", {"dp_replicate": 2, **other_degrees}
     yield "zero1", {"dp_shard": num_ranks, "zero_stage": 1}
     if num_ranks % 2 == 0:
         yield f"pp2{infix}-1f1b", {**other_degrees, "pp": 2, "schedule": "1f1b"}
@@ -75,14 +83,36 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
     )
 
 
+def list_axes_without_trainer_row(layout: Layout) -> list[str]:
+    """The axes of a layout that no layout of as many ranks has in which the trainer is judged;
+    dp_replicate and dp_shard together are one of them."""
+    in_rows: set[str] = set()
+    for _, degrees in list_trainer_layouts(layout.world_size, experts=True):
+        in_rows |= _list_used_axes({axis: degrees.get(axis, 1) for axis in _STATE_AXES})
+    used = _list_used_axes({axis: getattr(layout, axis) for axis in _STATE_AXES})
+    return [axis for axis in (*_STATE_AXES, _HSDP) if axis in used - in_rows]
+
+
+# Along which state is copied or cut.
+_STATE_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")
+_HSDP = "dp_replicate with dp_shard"
+
+
+def _list_used_axes(degrees: Mapping[str, int]) -> set[str]:
+    used = {axis for axis, degree in degrees.items() if degree > 1}
+    if {"dp_replicate", "dp_shard"} <= used:
+        used.add(_HSDP)
+    return used
+
+
 LOSS_SCALE_VARIANT = "loss-scale"
 # Keeps what it did not send, as all lossy compressions do, and a matrix besides.
 COMPRESSION_VARIANT = "ddp-powersgd"
 
 
-def list_trainer_case_names(num_ranks: int) -> list[str]:
-    """Names of all cases of so many ranks."""
-    names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks)]
+def list_trainer_case_names(num_ranks: int, *, experts: bool = False) -> list[str]:
+    """Names of all cases of so many ranks; with `experts` those of layouts that spread them."""
+    names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks, experts=experts)]
     names.append(PREFIX + LOSS_SCALE_VARIANT)
     if num_ranks > 1:
         names.append(PREFIX + COMPRESSION_VARIANT)
@@ -149,7 +179,8 @@ def make_trainer_cases(
     """
     planned: list[Case] = []
     cases: list[TrainerCase | Case] = []
-    layouts = list(list_trainer_layouts(num_ranks))
+    # Of a model without experts the plan refuses what spreads them.
+    layouts = list(list_trainer_layouts(num_ranks, experts=True))
     for case in plan_layout_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape):
         if case.plan is None:
             cases.append(replace(case, name=PREFIX + case.name))
