@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from phalanx.core.cpp_compiler import find_why_compiler_fails
 from phalanx.core.errors import (
     EnvironmentProblem,
     LayoutError,
@@ -295,6 +296,10 @@ class _CaseMaker:
             cases = _drop_plans_of_refused_cases(
                 cases, lambda name: name.startswith(TRAINER_ROW_PREFIX), reason
             )
+        compiled = {case.name for case in cases if case.plan is not None and case.plan.compile}
+        if compiled and device == "cpu" and (why := find_why_compiler_fails()):
+            reason = f"train.compile needs a C++ compiler, and {why}"
+            cases = _drop_plans_of_refused_cases(cases, compiled.__contains__, reason)
         return cases
 
     def make_narrow_dtype_cases(self, dtype: str) -> tuple[Case, ...]:
