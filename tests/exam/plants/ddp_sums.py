@@ -1,4 +1,4 @@
-from exam.plant import Edit, Plant
+from exam.plant import DEFAULT_JOB, Edit, Plant
 
 PLANT = Plant(
     axis="data parallel",
@@ -22,4 +22,5 @@ PLANT = Plant(
     shows=("ddp",),
     cause=("summed over the data-parallel ranks", "4 x"),
     clean=("zero3", "tp4"),
+    job=(*DEFAULT_JOB, "parallel.collectives=gloo"),
 )

@@ -1,4 +1,4 @@
-from exam.plant import Edit, Plant
+from exam.plant import DEFAULT_JOB, Edit, Plant
 
 PLANT = Plant(
     axis="data parallel",
@@ -18,4 +18,5 @@ PLANT = Plant(
     shows=("zero1", "zero3"),
     cause=("borders", "stale", "other weights", "order"),
     clean=("ddp",),
+    job=(*DEFAULT_JOB, "parallel.collectives=gloo"),
 )
