@@ -128,10 +128,10 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Do
     return Done(process.returncode, out, err, time.monotonic() - began)
 
 
-def run(*arguments: str, cwd: Path, **options: Any) -> Done:
+def run(*arguments: str, cwd: Path, deadline_s: float = DEADLINE_S, **options: Any) -> Done:
     """Run `phalanx ARGUMENTS` to its end."""
     began = time.monotonic()
-    done = finish(start(*arguments, cwd=cwd, **options))
+    done = finish(start(*arguments, cwd=cwd, **options), deadline_s)
     return Done(done.code, done.out, done.err, time.monotonic() - began)
 
 
