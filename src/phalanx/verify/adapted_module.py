@@ -4,7 +4,6 @@ of transformers would: a mistake of the adapter is the same in the reference and
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Job
 from phalanx.nn.objective import CausalOutput
@@ -49,11 +49,11 @@ def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> Adapte
         return None
     file = directory / FACTS_FILE_NAME
     if file.exists():
-        return AdapterFacts(**json.loads(file.read_text()))
+        return AdapterFacts(**read_json(file))
     module, _ = build_original_module(job, plan, "float64", materialize=True)
     randomize_constant_parameters(module)
     facts = compare_adapted_module(job, plan, module)
-    file.write_text(json.dumps(asdict(facts)))
+    write_json_atomically(file, asdict(facts), durable=False)
     return facts
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import filelock
 
+from phalanx.core.files import open_regular_file
+
 _HEADER_BYTES = 64
 _SUFFIXES = (".so", ".o")
 
@@ -30,7 +32,7 @@ def _ends_too_early(path: Path) -> bool:
     """True for a file that is shorter than its own header says: linkers write the table of sections
     at the end. Files that are no ELF of 64 bits are not known to be."""
     try:
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
             header = file.read(_HEADER_BYTES)
             num_bytes = os.fstat(file.fileno()).st_size
     except OSError:
