@@ -96,8 +96,9 @@ class _RecordedBlockCall:
     replay: AbstractContextManager[Any]
     inputs: list[Any]
     structure: Any
-    # The autograd node that saved the inputs, so that hooks around it (offload) see them, too.
-    node: Any
+    # Its autograd node saved the inputs, so that hooks around it (offload) see them. Its output is
+    # kept: without one torch 2.11 frees what a node has saved.
+    saver: torch.Tensor
     ambient: Callable[[], AbstractContextManager[None]]
 
 
@@ -137,7 +138,7 @@ class _SegmentForward:
         )
         # The dummy needs a gradient: without any such input autograd makes no node, and saves
         # nothing.
-        node = _SaveTensorsFunction.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
+        saver = _SaveTensorsFunction.apply(torch.empty(0, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
         self._calls.append(
             _RecordedBlockCall(
                 block,
@@ -145,7 +146,7 @@ class _SegmentForward:
                 replay,
                 inputs,
                 structure,
-                node,
+                saver,
                 _capture_rng_and_autocast_state(device),
             )
         )
@@ -223,7 +224,7 @@ def _replay_block_call(
     for module in call.block.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    saved = call.node.saved_tensors
+    saved = call.saver.grad_fn.saved_tensors  # type: ignore[union-attr]
     leaves = []
     for leaf in call.inputs:
         if isinstance(leaf, _InputFromPreviousCall | _InputKeptInMemory):
