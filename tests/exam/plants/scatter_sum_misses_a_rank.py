@@ -1,4 +1,4 @@
-from exam.plant import Edit, Plant
+from exam.plant import DEFAULT_JOB, Edit, Plant
 
 PLANT = Plant(
     axis="data parallel",
@@ -18,4 +18,5 @@ PLANT = Plant(
     cause=("rank 2", "not reduced"),
     blamed=(2,),
     clean=("ddp", "tp4"),
+    job=(*DEFAULT_JOB, "parallel.collectives=gloo"),
 )
