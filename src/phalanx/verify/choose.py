@@ -193,7 +193,8 @@ def select_layout_cases(
         cases_of_type[dtype] = maker.make_narrow_dtype_cases(dtype)
         omissions += _note_layouts_left_out(dtype, axes_of_name, cases_of_type[dtype])
         # None of the named layouts is judged in the type that the job computes in.
-        if not cases_of_type[dtype] and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
+        is_judged = any(case.plan is not None for case in cases_of_type[dtype])
+        if not is_judged and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
             left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
     selection = Selection(
         job,
