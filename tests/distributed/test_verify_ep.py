@@ -242,7 +242,7 @@ EXPECTED: dict[Callable[[], None], tuple[int, str, dict[str, Any], str, str, str
         BIAS,
         "load of experts",
         ".moe.router",
-        "counts of some ranks",
+        "only those of one rank",
     ),
     one_rank_keeps_its_bias: (
         2,
