@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import CheckpointFolder
-from phalanx.checkpoint.stores import Store
+from phalanx.checkpoint.stores import Store, find_newest_readable_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import build_path_resource_error
 from phalanx.launch.outcome import RunOutcome
@@ -95,10 +95,12 @@ def find_last_done_step(run_dir: Path, store: Store) -> int:
     """The last step that rank 0 has on record, or a later one that is saved and that ranks could
     use; 0 without either."""
     recorded = read_last_recorded_step(run_dir, 0, before_attempt=next_attempt_number(run_dir))
-    try:
-        saved = UsableCheckpoints(run_dir, store).find_newest_readable_step()
-    except (OSError, CheckpointError):
+    saved = find_newest_readable_step(store)
+    if saved <= recorded:
         return recorded
+    # Perhaps one that ranks could not use, and went back behind: all events tell.
+    with contextlib.suppress(OSError, CheckpointError):
+        saved = UsableCheckpoints(run_dir, store).find_newest_readable_step()
     return max(recorded, saved)
 
 

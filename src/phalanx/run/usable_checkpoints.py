@@ -5,9 +5,11 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import CheckpointError
@@ -55,9 +57,9 @@ class UsableCheckpoints:
         not use; or that none is there, can be used, or can be seen."""
         try:
             folders = self._store.folders()
-            step = self.find_newest_readable_step()
         except (OSError, CheckpointError):
             return "checkpoints cannot be seen now"
+        step = self._find_newest_readable(folders)
         if folders and not step:
             return "no checkpoint can be used"
         return describe_checkpoint_that_stands(step)
@@ -68,7 +70,10 @@ class UsableCheckpoints:
 
         Raises OSError or CheckpointError where the store does not answer.
         """
-        for folder in reversed(self._store.folders()):
+        return self._find_newest_readable(self._store.folders())
+
+    def _find_newest_readable(self, folders: Sequence[CheckpointFolder]) -> int:
+        for folder in reversed(folders):
             if folder.step not in self._unusable_steps:
                 with suppress(OSError, CheckpointError):
                     return read_manifest(folder).step

@@ -26,10 +26,8 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, detect_cluster
-from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
-    PLAIN,
     SECOND_IMPLEMENTATIONS,
     SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
@@ -55,12 +53,17 @@ from phalanx.verify.number_types import (
 )
 from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.row import Row
+from phalanx.verify.selection_words import (
+    ROUNDED_OTHERWISE,
+    describe_asked_layout,
+    describe_judged_work,
+    describe_layouts_left_out,
+    describe_parts_without_a_row,
+)
 from phalanx.verify.trainer_cases import list_trainer_case_names, make_named_trainer_cases
 
 DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")
-ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
-FP8_LAYOUTS = ", and fp8 is for layouts without tp and pp"
 MAX_NAMED_LAYOUTS = 16  # layouts, of a hundred and more, in a message
 # In float64: a copy per rank, and the reference's gradients of each step on disk.
 MIN_LARGE_MODEL_PARAMS = 200_000_000
@@ -179,7 +182,7 @@ def select_layout_cases(
     dtypes = resolve_dtype_names(types, compute)
     left_out = list_settings_not_judged(job, dtypes)
     omissions = [f"not judged: {setting}" for setting in left_out]
-    omissions.append(_describe_parts_without_a_row(job, axes_of_name))
+    omissions.append(describe_parts_without_a_row(job, axes_of_name))
     requested_job, job = job, make_verified_job(job, num_ranks)
     notes.append(f"changed {describe_job_changes(requested_job, job)}")
     _require_data_files_exist(job)
@@ -191,7 +194,7 @@ def select_layout_cases(
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow_dtype(dtype)}
     for dtype in filter(is_narrow_dtype, dtypes):
         cases_of_type[dtype] = maker.make_narrow_dtype_cases(dtype)
-        omissions += _note_layouts_left_out(dtype, axes_of_name, cases_of_type[dtype])
+        omissions += describe_layouts_left_out(dtype, axes_of_name, cases_of_type[dtype])
         # None of the named layouts is judged in the type that the job computes in.
         is_judged = any(case.plan is not None for case in cases_of_type[dtype])
         if not is_judged and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
@@ -210,8 +213,8 @@ def select_layout_cases(
     )
     plans = [case.plan for case in cases if case.plan is not None]
     if plans:
-        notes.append(_describe_selection(selection, plans, num_ranks))
-    notes += [_describe_asked_layout(case) for case in cases if case.name == "asked" and case.plan]
+        notes.append(describe_judged_work(selection, plans, num_ranks))
+    notes += [describe_asked_layout(case) for case in cases if case.name == "asked" and case.plan]
     if device == "cuda":
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
@@ -380,69 +383,6 @@ def _drop_plans_of_refused_cases(
             case = replace(case, plan=None, refused=reason)
         refused.append(case)
     return refused
-
-
-def _note_layouts_left_out(
-    dtype: str, layout_names: Iterable[str], cases: Sequence[Case]
-) -> list[str]:
-    """A line about the layouts that are not judged in a narrow type; none for none."""
-    judged = {case.name for case in cases}
-    missing = [
-        name for name in layout_names if name not in judged and not is_judged_in_float64_only(name)
-    ]
-    if not missing:
-        return []
-    return [
-        f"not judged in {COMPUTE_OF_NARROW_DTYPE[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"
-        f"{FP8_LAYOUTS if dtype == FP8 else ''}"
-    ]
-
-
-def _describe_selection(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
-    plan = plans[0]
-    ranks = plural(num_ranks, f"{selection.device} rank")
-    return (
-        f"judged  {selection.model_name}, {plan.num_params:,} parameters, on {ranks}:"
-        f" {plural(selection.num_steps, 'step')} of"
-        f" {selection.job.train.global_batch_size} samples in"
-        f" {_describe_microbatch_counts(plans)}"
-    )
-
-
-def _describe_asked_layout(case: Case) -> str:
-    """The job's own layout, as it was planned."""
-    assert case.plan is not None
-    layout, zero_stage = case.plan.layout, case.plan.chosen.zero_stage
-    sharding = f", ZeRO-{zero_stage}" if zero_stage else ""
-    return f"asked   {layout}{sharding}"
-
-
-def _describe_parts_without_a_row(job: Job, layout_names: Iterable[str]) -> str:
-    """The parts of training that no row of these names looks at."""
-    names = set(layout_names)
-    parts = ["which samples and targets the data gives"]
-    if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
-        parts.append(f"the trainer's skips, saves and resumes (rows {TRAINER_ROW_PREFIX}*)")
-    if not job.model.is_foreign and PLAIN not in names:
-        parts.append(f"the model's own arithmetic, which the reference shares (row {PLAIN})")
-    return f"not judged: {'; '.join(parts)}"
-
-
-def _describe_microbatch_counts(plans: Sequence[Plan]) -> str:
-    in_pipelines = {plan.num_microbatches for plan in plans if plan.pipeline is not None}
-    elsewhere = {plan.num_microbatches for plan in plans if plan.pipeline is None}
-    parts = []
-    if elsewhere:
-        parts.append(f"{_join_numbers_with_or(elsewhere)} microbatches")
-    if in_pipelines:
-        parts.append(
-            f"{_join_numbers_with_or(in_pipelines)} {'in pipelines' if parts else 'microbatches'}"
-        )
-    return ", ".join(parts)
-
-
-def _join_numbers_with_or(numbers: Iterable[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
 
 
 def _map_layout_names_to_axes(

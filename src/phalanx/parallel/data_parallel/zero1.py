@@ -189,7 +189,8 @@ class UpdatedParameterGather:
     @torch.no_grad()
     def gather_updated_parameters(self) -> None:
         if not self._cut:
-            # A stage without parameters: all ranks of the group have the same stage.
+            # Nothing is trained here, as in a pipeline's stage without parameters: on all ranks of
+            # the group, which have the same part of the model.
             return
         transport = find_transport_in_place(self._group)
         if transport is None:

@@ -1,0 +1,84 @@
+"""What a verification says of itself before any row: what is judged, as what, and what is not.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.core.units import plural
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.verify.cases import PLAIN, TRAINER_ROW_PREFIX, Case, is_judged_in_float64_only
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, FP8
+
+if TYPE_CHECKING:
+    from phalanx.verify.choose import Selection
+
+ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
+FP8_LAYOUTS = ", and fp8 is for layouts without tp and pp"
+
+
+def describe_layouts_left_out(
+    dtype: str, layout_names: Iterable[str], cases: Sequence[Case]
+) -> list[str]:
+    """A line about the layouts that are not judged in a narrow type; none for none."""
+    judged = {case.name for case in cases}
+    missing = [
+        name for name in layout_names if name not in judged and not is_judged_in_float64_only(name)
+    ]
+    if not missing:
+        return []
+    return [
+        f"not judged in {COMPUTE_OF_NARROW_DTYPE[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"
+        f"{FP8_LAYOUTS if dtype == FP8 else ''}"
+    ]
+
+
+def describe_judged_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
+    plan = plans[0]
+    ranks = plural(num_ranks, f"{selection.device} rank")
+    return (
+        f"judged  {selection.model_name}, {plan.num_params:,} parameters, on {ranks}:"
+        f" {plural(selection.num_steps, 'step')} of"
+        f" {selection.job.train.global_batch_size} samples in"
+        f" {_describe_microbatch_counts(plans)}"
+    )
+
+
+def describe_asked_layout(case: Case) -> str:
+    """The job's own layout, as it was planned."""
+    assert case.plan is not None
+    layout, zero_stage = case.plan.layout, case.plan.chosen.zero_stage
+    sharding = f", ZeRO-{zero_stage}" if zero_stage else ""
+    return f"asked   {layout}{sharding}"
+
+
+def describe_parts_without_a_row(job: Job, layout_names: Iterable[str]) -> str:
+    """The parts of training that no row of these names looks at."""
+    names = set(layout_names)
+    parts = ["which samples and targets the data gives"]
+    if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
+        parts.append(f"the trainer's skips, saves and resumes (rows {TRAINER_ROW_PREFIX}*)")
+    if not job.model.is_foreign and PLAIN not in names:
+        parts.append(f"the model's own arithmetic, which the reference shares (row {PLAIN})")
+    return f"not judged: {'; '.join(parts)}"
+
+
+def _describe_microbatch_counts(plans: Sequence[Plan]) -> str:
+    in_pipelines = {plan.num_microbatches for plan in plans if plan.pipeline is not None}
+    elsewhere = {plan.num_microbatches for plan in plans if plan.pipeline is None}
+    parts = []
+    if elsewhere:
+        parts.append(f"{_join_numbers_with_or(elsewhere)} microbatches")
+    if in_pipelines:
+        parts.append(
+            f"{_join_numbers_with_or(in_pipelines)} {'in pipelines' if parts else 'microbatches'}"
+        )
+    return ", ".join(parts)
+
+
+def _join_numbers_with_or(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
