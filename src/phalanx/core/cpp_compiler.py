@@ -18,7 +18,7 @@ _MAX_MESSAGE_CHARS = 200
 
 
 def find_compiler_command() -> str:
-    """What CXX names, else g++."""
+    """The command in CXX, else g++."""
     return os.environ.get("CXX") or _DEFAULT_COMPILER
 
 

@@ -41,7 +41,7 @@ class _Call:
 
 
 def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> AdapterFacts | None:
-    """What was found of the job's Hugging Face model; None for any other.
+    """The comparison of the job's Hugging Face model; None for any other.
 
     It is compared once, and kept in `directory`.
     """

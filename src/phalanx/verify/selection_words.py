@@ -38,6 +38,7 @@ def describe_layouts_left_out(
 
 
 def describe_judged_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
+    """The model, ranks, steps and samples that are judged."""
     plan = plans[0]
     ranks = plural(num_ranks, f"{selection.device} rank")
     return (

@@ -98,7 +98,7 @@ class SentGradientChecker:
     def _find_powersgd_excess(
         self, gradient: Gradient, mean: torch.Tensor, q: torch.Tensor | None, rank_norm: float
     ) -> float:
-        """How far what was sent is from the definition's, which begins with the matrix `q` that the
+        """The distance of what was sent from the definition's, which begins with `q` that the
         hook has found; 0 within rounding. A gradient that is not compressed must be the mean.
 
         From step to step the matrix is judged by itself: roundings of a step before are then none

@@ -84,7 +84,7 @@ class ArithmeticFault:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What phalanx makes of a Hugging Face model beside the model's own class, `architecture`.
+    """A comparison of phalanx's form of a Hugging Face model with its own class, `architecture`.
 
     `what`: "output", or "gradient" of the parameter `name`, where it differs by `error`, relative;
     "" where it does not. `unjudged`: why nothing was compared.

@@ -224,7 +224,7 @@ def leaves_axes_to_search(job: Job) -> bool:
 
 
 def find_problems_of_stated_axes(job: Job) -> list[Finding]:
-    """What is wrong with ranks and batch where no plan chooses the axes that the job leaves open:
+    """Problems of ranks and batch where no plan chooses the axes that the job leaves open:
     it runs with those that it states. Empty where the job's own checks have looked already."""
     if not leaves_axes_to_search(job):
         return []

@@ -192,7 +192,7 @@ class StageCosts:
 
     @property
     def seconds(self) -> Seconds:
-        """Of the forward and both halves of the backward."""
+        """Seconds of the forward and both halves of the backward."""
         return self.forward_s + self.backward_input_s + self.backward_weight_s
 
     @property

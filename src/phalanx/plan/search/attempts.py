@@ -116,7 +116,7 @@ def plan_best_of_families(
 def plan_rows(
     screened: ScreenedLayouts, planner: FinalistPlanner, members: Iterable[int]
 ) -> Iterator[RankedLayout]:
-    """Those of the rows `members` that an exact plan takes, in this order; one that takes more
+    """The layouts of rows `members` that an exact plan takes, in this order; one that takes more
     memory than the screen said comes again with more recomputation, once it is its turn."""
     costs = _get_costs(screened, screened.rows, screened.seconds)
     pending: list[tuple[float, int, LayoutRows, int]] = []
@@ -163,7 +163,7 @@ def _list_stronger_recompute(screened: ScreenedLayouts, row: int) -> LayoutRows:
 def _get_costs(
     screened: ScreenedLayouts, rows: LayoutRows, seconds: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """What rows are ordered by: seconds of a step, or mechanisms where time is not predicted."""
+    """Costs that rows are ordered by: seconds of a step; mechanisms where time is not predicted."""
     if np.isnan(screened.seconds).any():
         return count_mechanisms_by_row(rows).astype(np.float64)
     return seconds
