@@ -326,8 +326,11 @@ def evaluate_by_definition(
     module: nn.Module, loss_sum: LossSum, held_out: Mapping[str, HeldOutSource]
 ) -> tuple[float, int]:
     """(loss per target in evaluation mode, targets): the mean of the sources' own losses, by their
-    weights. A source without targets has none."""
+    weights. A source without targets has none.
+
+    Modes and buffers are left as they were."""
     modes = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     module.eval()
     weighted, weights, num_targets = 0.0, 0.0, 0
     for source in held_out.values():
@@ -341,6 +344,8 @@ def evaluate_by_definition(
             num_targets += count
     for part, mode in modes:
         part.training = mode
+    for buffer, value in buffers:
+        buffer.copy_(value)
     return weighted / weights, num_targets
 
 
