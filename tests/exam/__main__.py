@@ -27,11 +27,12 @@ from typing import Any
 from exam.clean import CleanRun, CleanScore, plan_clean_runs, run_clean
 from exam.curves import plan_short_runs, score_curves, train_short_run
 from exam.generate import generate_variants
-from exam.page import NARROW_TITLE, format_narrow, format_page, replace_section
+from exam.page import Curves, Sat, format_blocks, format_ladder, format_narrow, replace_blocks
 from exam.plant import Plant, find_stale, list_plants
 from exam.results import Results, digest_sources
 from exam.score import Score
 from exam.sit import PROBE_TIMEOUT_S, ClosedError, Processes, sit
+from phalanx.verify.number_types import is_narrow_dtype, resolve_dtype_names
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "build" / "exam" / "results.jsonl", ROOT / "docs" / "exam.md"
@@ -86,37 +87,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         for body in bodies.values():
             print(json.dumps({"schema": SCHEMA, **body}))
-    curves = {
-        plant.name: score_curves(plant, lambda key: results.find(f"{code}/{key}"))
-        for plant in plants
-    }
+    curves = {}
+    for plant in plants:
+        curve = score_curves(plant, lambda key: results.find(f"{code}/{key}"))
+        if curve is not None:
+            curves[plant.name] = curve
+    seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
+    blocks = choose_blocks(options.types, sat, generated, clean, curves, seconds=seconds)
     # What some of the plants are found as does not replace what all of them were.
-    is_whole = options.only == "*" and not options.sample and not options.plants
-    if any(score.narrow for _, score in sat):
-        body = format_narrow(sat, num_plants=len(list_plants()), about=describe_machine())
-        if is_whole:
-            page = PAGE.read_text(encoding="utf-8")
-            PAGE.write_text(replace_section(page, NARROW_TITLE, body), encoding="utf-8")
-        else:
-            print(body, file=sys.stderr)
-    elif is_whole:
-        seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
-        about = describe_machine()
-        text = format_page(
-            sat,
-            generated,
-            clean,
-            curves={name: score for name, score in curves.items() if score is not None},
-            about=about,
-            seconds=seconds,
-            num_plants=len(plants),
-        )
-        PAGE.write_text(text, encoding="utf-8")
+    if options.only == "*" and not options.sample and not options.plants:
+        PAGE.write_text(replace_blocks(PAGE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
+    elif "narrow" in blocks:
+        print(blocks["narrow"], file=sys.stderr)
     num_found = sum(score.is_found for _, score in sat)
     num_alarms = sum(len(run.alarms) for run in clean)
     num_alarms += sum(len(score.false_alarms) for _, score in sat)
     print(f"{num_found} of {len(sat)} plants found, {num_alarms} false alarms", file=sys.stderr)
     return 0
+
+
+def choose_blocks(
+    types: str,
+    sat: Sat,
+    generated: Sat,
+    clean: Sequence[CleanScore],
+    curves: Curves,
+    *,
+    seconds: float,
+) -> dict[str, str]:
+    """The blocks of the page that these results are for: of a run in the types that were asked for
+    those of types, and never the totals, which are of the types that verify takes by itself."""
+    about = describe_machine()
+    if not types:
+        return format_blocks(
+            sat,
+            generated,
+            clean,
+            curves=curves,
+            about=about,
+            seconds=seconds,
+            num_plants=len(sat),
+        )
+    blocks = {}
+    if any(map(is_narrow_dtype, resolve_dtype_names(types, "fp32"))):
+        blocks["narrow"] = format_narrow(sat, num_plants=len(list_plants()), about=about)
+    if generated:
+        blocks["ladder"] = format_ladder(generated, about=about)
+    return blocks
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,7 +1,8 @@
-"""Writes docs/exam.md from the scores of an exam."""
+"""Writes the blocks of docs/exam.md that stand between marks from the scores of an exam."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from exam.clean import CleanScore
@@ -13,16 +14,11 @@ from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
 Sat = Sequence[tuple[Plant, Score]]
 Curves = Mapping[str, CurveScore]
 
-HEAD = """# The exam
+OF_OWN_LAYOUTS = """A plant is **found** if `phalanx verify JOB --json --layouts ... --ranks N`, with the job, the layouts and the ranks that it names, exits with 11"""
 
-How many planted bugs `phalanx verify` finds. Each is a few changed lines of phalanx itself, never of what compares: real
-bugs of other projects (their numbers stand beside them), and some that only reading suggests. A plant names the layouts in which
-it must show, the tensors and ranks that a right answer names, and words of the right cause.
-Written by `make exam`; plants are [tests/exam/plants](../tests/exam/plants), one a file.
-
-A plant is **found** if `phalanx verify --json --layouts ... --ranks 4`, with the layouts that it names, exits with 11 and a row that is not to be
-clean differs. "not run": no process reached an edited line, so nothing examined it (it counts as not found). Tensor, rank and cause
-are those of the first difference of the first row. "loss" and "norm": what a comparison of losses, or of
+MEANING = """ and
+a row that is not to be clean differs, and its bug acted. "not run": no process reached an edited line, so nothing examined it (it counts as not
+found). Tensor, rank and cause are those of the first difference of the first row. "loss" and "norm": what a comparison of losses, or of
 gradient norms, would have seen{curves}
 """
 
@@ -35,22 +31,11 @@ microbatches a rank and more, each process with the edited code. It shows if the
 differ by (at least {SMALLEST:g} relative): more than a person sees, who does not know that figure. Blocks, chunks and buckets have
 their usual sizes there, and nothing is resumed. "not trained": the run is refused or needs what no such run has."""
 
-
-BESIDE_TYPES = """## Beside spmd_types
-
-[spmd_types](https://pypi.org/project/spmd_types/) 0.3.1 types what collectives make of a tensor, and its `rulecheck` compares an autograd
-function with such a type, on ranks that it simulates. `python -m exam.with_spmd_types` (in tests/, after `pip install spmd_types==0.3.1`) writes
-types for the five operations of tensor parallelism: of the 6 plants in them it finds 1 (2026-11-24, torch 2.13.0+cpu). Three are mistakes of a
-backward, which it does not run; one needs a sequence that the ranks do not divide, which it refuses; one rounds on a single rank. The
-other plants it cannot see: gradients that hooks sum after the backward, pipelines, optimizers, models and checkpoints are no typed functions. On
-CPUs of this torch `rulecheck` of partial sums ends in NotImplementedError by itself (`aten::_philox_normal_`); the script goes around that.
-"""
-
-NARROW_TITLE, LADDER_TITLE = "## Narrow types", "## The ladder of sizes"
 OF_VARIANTS = f'"loss" and "norm" are those of the judged steps here, at {VISIBLE:g}.\n'
+OF_LADDER = "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type"
 
 
-def format_page(
+def format_blocks(
     sat: Sat,
     generated: Sat,
     clean: Sequence[CleanScore],
@@ -59,28 +44,37 @@ def format_page(
     about: str,
     seconds: float,
     num_plants: int,
-) -> str:
-    """The page. `curves`: plant -> what curves of 20 steps show; without any, losses and norms of
-    the judged steps stand there. `about`: the machine and versions, in words. `num_plants`: those
-    that there are, of which `sat` may be a part."""
-    parts = [
-        HEAD.format(curves=OF_TWENTY_STEPS if curves else OF_JUDGED_STEPS),
-        f"{len(sat)} of {num_plants} plants sat; {about}; {seconds / 60:.0f} minutes of runs.\n",
-        "## Totals\n",
-        _format_totals(sat, curves),
-        *_format_curve_totals(curves),
-        "## The clean side\n",
-        _format_clean(sat, clean),
-    ]
-    if any(score.narrow for _, score in sat):
-        parts += [f"{NARROW_TITLE}\n", format_narrow(sat, num_plants=num_plants, about=about)]
-    parts.append(BESIDE_TYPES)
+) -> dict[str, str]:
+    """Name -> text of each block of the page that these results say; without clean rows or variants
+    those blocks are missing. `curves`: plant -> what curves of 20 steps show; without any, losses and
+    norms of the judged steps stand there. `about`: the machine and versions, in words. `num_plants`:
+    those that there are, of which `sat` may be a part."""
+    meaning = MEANING.format(curves=OF_TWENTY_STEPS if curves else OF_JUDGED_STEPS)
+    num_jobs = len({plant.job for plant, _ in sat})
+    blocks = {
+        "sat": f"{OF_OWN_LAYOUTS}{meaning}\n{len(sat)} of {num_plants} plants sat, on {num_jobs} jobs;"
+        f" {about}; {seconds / 60:.0f} minutes of runs.\n",
+        "totals": "\n".join([_format_totals(sat, curves), *_format_curve_totals(curves)]),
+        "plants": _format_plants(sat, curves),
+    }
+    if clean:
+        blocks["clean"] = _format_clean(sat, clean, about)
     if generated:
-        parts += [f"{LADDER_TITLE}\n", format_ladder(generated)]
-    parts += ["## Each plant\n", _format_plants(sat, curves)]
-    if generated:
-        parts += ["## Generated variants\n", OF_VARIANTS, _format_plants(generated, {})]
-    return "\n".join(parts)
+        blocks["ladder"] = format_ladder(generated, about=about)
+        blocks["variants"] = f"{about}. {OF_VARIANTS}\n{_format_plants(generated, {})}"
+    return blocks
+
+
+def replace_blocks(page: str, blocks: Mapping[str, str]) -> str:
+    """`page` with each block's text between its two marks; what stands around stays as it is.
+    Raises ValueError for a block that the page lacks."""
+    for name, text in blocks.items():
+        mark = rf"(<!-- {name}: written by make exam -->\n).*?(<!-- end of {name} -->)"
+        pattern = re.compile(mark, re.DOTALL)
+        if not pattern.search(page):
+            raise ValueError(f"the page has no block {name!r}")
+        page = pattern.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page, count=1)
+    return page
 
 
 def _shows_in(curves: Curves, score: Score) -> tuple[bool | None, bool | None]:
@@ -138,7 +132,7 @@ def _count(scores: Iterable[Score], test: Callable[[Score], bool]) -> int:
     return sum(map(test, scores))
 
 
-def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
+def _format_clean(sat: Sat, clean: Sequence[CleanScore], about: str) -> str:
     num_beside = sum(score.num_clean_rows for _, score in sat)
     wrong = [
         f"{score.plant}: {', '.join(score.false_alarms)}" for _, score in sat if score.false_alarms
@@ -146,7 +140,7 @@ def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
     lines = [
         f"{sum(run.num_rows for run in clean)} rows of the unchanged code, over"
         f" {len({run.seed for run in clean})} seeds, had {sum(len(run.alarms) for run in clean)} alarms;"
-        f" {num_beside} rows that a plant must leave alone had {len(wrong)}.",
+        f" {num_beside} rows that a plant must leave alone had {len(wrong)}; {about}.",
         *(f"- {run.name}: {alarm.splitlines()[0]}" for run in clean for alarm in run.alarms),
         *(f"- {line}" for line in wrong),
     ]
@@ -183,20 +177,10 @@ def format_narrow(sat: Sat, *, num_plants: int, about: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_section(page: str, title: str, body: str) -> str:
-    """`page` with `body` below the heading `title`; before the ladder of sizes if it has no such
-    heading yet."""
-    section = f"{title}\n\n{body}\n"
-    before, heading, rest = page.partition(f"{title}\n")
-    if not heading:
-        return page.replace(f"{LADDER_TITLE}\n", f"{section}{LADDER_TITLE}\n", 1)
-    _, next_heading, after = rest.partition("\n## ")
-    return before + section + next_heading.lstrip("\n") + after
-
-
-def format_ladder(generated: Sat) -> str:
+def format_ladder(generated: Sat, *, about: str) -> str:
+    """For each seam and type the variants of each size that were found, of those that acted."""
     lines = [
-        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type.\n",
+        f"{OF_LADDER}; {about}.\n",
         f"| seam | type | {' | '.join(f'{size:g}' for size in SIZES)} | always found from |",
         f"|---|---|{'---|' * len(SIZES)}---:|",
     ]

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-import exam.__main__
-from exam.__main__ import list_sittings, main
 from exam.curves import ShortRun, measure_difference, plan_short_runs, score_curves, train_short_run
 from exam.generate import SEAMS, SIZES, generate_variants
-from exam.page import format_narrow, format_page
+from exam.page import format_blocks, format_narrow
 from exam.plant import (
     PACKAGE,
     Edit,
@@ -28,7 +26,7 @@ from exam.plant import (
     list_plants,
     load_plant,
 )
-from exam.results import Results, digest_sources
+from exam.results import Results
 from exam.score import Score, score_rows
 from exam.short_run import NUM_STEPS, ONE_PROCESS
 from exam.sit import MODULES, Processes, sit
@@ -290,8 +288,8 @@ def test_without_curves_of_the_unchanged_code_nothing_is_said() -> None:
     score = score_curves(PLANT, _find_curves(curves | {"edited": []}))
     assert score is not None
     assert score.message == "failed"
-    page = format_page(
-        [(PLANT, Score(PLANT.name, "found"))],
+    blocks = format_blocks(
+        [(PLANT, Score(PLANT.name, "found", acted=True))],
         [],
         [],
         curves={PLANT.name: score},
@@ -299,8 +297,8 @@ def test_without_curves_of_the_unchanged_code_nothing_is_said() -> None:
         seconds=60.0,
         num_plants=1,
     )
-    assert "Not trained: some (failed)." in page
-    assert "| not trained | not trained |" in page
+    assert "Not trained: some (failed)." in blocks["totals"]
+    assert "| not trained | not trained |" in blocks["plants"]
 
 
 @pytest.mark.parametrize(
@@ -333,20 +331,6 @@ def test_variants_are_those_of_their_seed() -> None:
     variants = list(generate_variants(7))
     assert variants == list(generate_variants(7)) != list(generate_variants(8))
     assert len(variants) == len(SEAMS) * len(SIZES)
-
-
-def test_the_page_has_every_plant() -> None:
-    plants = list_plants()
-    sat = [(plant, Score(plant.name, "found", tensor=True, acted=True)) for plant in plants]
-    generated = [
-        (p, Score(p.name, "found", acted=True, types=("float64",))) for p in generate_variants(0)
-    ]
-    page = format_page(
-        sat, generated, [], curves={}, about="here", seconds=60.0, num_plants=len(plants)
-    )
-    assert all(f"| {plant.name}: " in page for plant in plants)
-    assert "| gradient | float64 | 1/1 |" in page
-    assert f"| **all** | {len(plants)} | {len(plants)} | 0 |" in page
 
 
 # Real runs
@@ -436,21 +420,3 @@ def test_a_plant_runs(plant: Plant) -> None:
     score = sit(plant)
     assert json.loads(json.dumps(score.to_json()))["plant"] == plant.name
     assert score.false_alarms == (), score
-
-
-def test_some_plants_leave_the_page_as_all_of_them_wrote_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Reference: the page before. What one plant is found as in narrow types is printed."""
-    page, results = tmp_path / "exam.md", tmp_path / "results.jsonl"
-    page.write_text("# The exam\n\n## Narrow types\n\nall of them\n\n## The ladder of sizes\n")
-    monkeypatch.setattr(exam.__main__, "PAGE", page)
-    plant = load_plant(SAMPLE[0])
-    (work,) = list_sittings([plant], digest_sources(), Processes(), "float64,bf16")
-    score = Score(plant.name, "found", narrow={"bfloat16": "found"}, bands={"bfloat16": 0.07})
-    Results(results).add(work.key, score.to_json())
-    options = ["--only", plant.name, "--generated", "0", "--clean", "0"]
-    before = page.read_text()
-    assert main([*options, "--types", "float64,bf16", "--results", str(results)]) == 0
-    assert page.read_text() == before
-    assert "| bfloat16 | 1 | 0 | 100 % |" in capsys.readouterr().err
