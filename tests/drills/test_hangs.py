@@ -123,6 +123,21 @@ def test_the_rank_and_the_kind_are_named(
     assert f"rank {rank}" in found.report.splitlines()[0]
 
 
+def test_a_rank_that_freezes_after_its_last_step(folder: Path, straight: Path) -> None:
+    """It is named and killed, and the run, all of which is saved, is finished."""
+    fault = inject("hanging_code:freeze_when_done", 1, STEPS, "forward")
+    done = train(folder, "at the end", fault)
+    assert done.code == 0, done.err
+    run_dir = folder / "at the end"
+    (found,) = events(run_dir, HangFound)
+    assert (found.event.hang_kind, found.event.culprits) == ("frozen", [1]), found.event.report
+    assert found.event.detected_s <= SLACK * LIMIT_S
+    assert not events(run_dir, RankFailed)
+    assert len(events(run_dir, RanksStarted)) == 1
+    assert weights(run_dir) == weights(straight)
+    assert not survivors(run_dir)
+
+
 def test_the_rank_that_leaves_out_a_collective(folder: Path) -> None:
     """Of two ranks in different collectives, which gloo leaves waiting, the one whose call does not
     follow the one before."""

@@ -94,6 +94,7 @@ def judge(
     silent_s: float = LIMIT_S + 0.2,
     finished: frozenset[int] = frozenset(),
     limit: HangLimit = STEP_LIMIT,
+    left: frozenset[int] = frozenset(),
 ) -> tuple[str, tuple[int, ...]]:
     states, quiets = {}, {}
     for rank, (place, looks) in enumerate((first, second)):
@@ -101,7 +102,7 @@ def judge(
         states[rank] = RankState(rank, place, status)
         quiets[rank] = looks
     shares = {0: 1.0, 1: 1.0}
-    evidence = HangEvidence(states, quiets, shares, finished, silent_s, limit, NOW_S)
+    evidence = HangEvidence(states, quiets, shares, finished, silent_s, limit, NOW_S, left)
     culprits = find_culprits(evidence)
     return culprits.kind, culprits.ranks
 
@@ -179,6 +180,45 @@ def test_a_rank_whose_work_is_done_and_that_others_wait_for() -> None:
     assert judge((WAITS, ASLEEP), (BEHIND, ASLEEP), finished=done) == ("", ())
     late = judge((WAITS, ASLEEP), (BEHIND, ASLEEP), finished=done, silent_s=LONG_LIMIT_S + 1)
     assert late == (LEFT_EARLY, (1,))
+
+
+def test_a_rank_that_hangs_while_others_have_done_their_work() -> None:
+    done = frozenset({0})
+    late_s = LONG_LIMIT_S + 1
+    stopped = quiet("TTTTTTTT")
+    assert judge((WAITS, ASLEEP), (BEHIND, stopped), finished=done) == (FROZEN, (1,))
+    ended = judge((WAITS, ASLEEP), (BEHIND, quiet("SSZZZZZZ")), finished=done)
+    assert ended == (GONE, (1,))
+    # A last save or evaluation may hold the lock, compute or sleep for longer than a step may.
+    silent = position("backward", call(1), pulse_s=NOW_S - 50.0)
+    busy = quiet("RRRRRRRR", (1.0, 90.0))
+    for looks, kind in (
+        ((silent, ASLEEP), GIL_HELD),
+        ((BEHIND, busy), SPINNING),
+        ((BEHIND, ASLEEP), WAITING_ELSEWHERE),
+    ):
+        assert judge((WAITS, ASLEEP), looks, finished=done) == ("", ())
+        assert judge((WAITS, ASLEEP), looks, finished=done, silent_s=late_s) == (kind, (1,))
+
+
+def test_a_rank_that_hangs_after_the_work_of_all_is_done() -> None:
+    done = frozenset({0, 1})
+    late_s = LONG_LIMIT_S + 1
+    assert judge((WAITS, ASLEEP), (BEHIND, quiet("TTTTTTTT")), finished=done) == (FROZEN, (1,))
+    silent = position("backward", call(1), pulse_s=NOW_S - 50.0)
+    for looks, kind in (((silent, ASLEEP), GIL_HELD), ((BEHIND, ASLEEP), WAITING_ELSEWHERE)):
+        assert judge((WAITS, ASLEEP), looks, finished=done) == ("", ())
+        assert judge((WAITS, ASLEEP), looks, finished=done, silent_s=late_s) == (kind, (1,))
+    # A long text is sampled, each rank for itself, or sinks are slow, for which nobody waits.
+    sampling = (BEHIND, quiet("RRRRRRRR", (1.0, 600.0)))
+    assert judge((WAITS, ASLEEP), sampling, finished=done, silent_s=600.0) == ("", ())
+    closing = position("backward", call(1), pulse_s=0.0)
+    found = judge((closing, ASLEEP), (closing, ASLEEP), finished=done, silent_s=late_s)
+    assert found == ("", ())
+    # One that left as it should is no process that ended behind anybody's back.
+    gone = quiet("SSZZZZZZ")
+    found = judge((closing, ASLEEP), (BEHIND, gone), finished=done, left=frozenset({1}))
+    assert found == ("", ())
 
 
 def test_the_limit_follows_the_steps_and_what_is_done() -> None:

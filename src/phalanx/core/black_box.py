@@ -232,6 +232,10 @@ class BlackBox:
         """Write that the interpreter runs threads now."""
         layout.PULSE.pack_into(self._map, layout.VITAL_SIGNS_AT, time.monotonic())
 
+    def end_pulse(self) -> None:
+        """Write that no pulse is written from now on, so that nobody misses it."""
+        layout.PULSE.pack_into(self._map, layout.VITAL_SIGNS_AT, 0.0)
+
     def note_work(self) -> None:
         """Write that a part of a long work is done, such as one of an upload."""
         layout.WORK.pack_into(self._map, layout.WORK_AT, time.monotonic())

@@ -34,3 +34,4 @@ def writing_pulse(box: BlackBox) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+        box.end_pulse()

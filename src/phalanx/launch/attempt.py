@@ -237,6 +237,7 @@ class AttemptWatch:
         self._killed_at = math.inf
         self._stacks_until = -math.inf
         self._is_store_needed = True
+        self._killed_as_hung: set[int] = set()
         self._pids: Sequence[int] = ()
         self._oom = OomWatch()
 
@@ -368,14 +369,17 @@ class AttemptWatch:
         has_failed = not math.isinf(min(self._first_failure_at, self._first_report_at))
         if self._progress is None or has_failed or self._stop.signal is not None:
             return
-        finished = self.end.records.keys()
-        if len(finished) == self._num_ranks:
+        hang = self._progress.poll(time.monotonic(), self.end.records.keys(), self.end.exits.keys())
+        if hang is None or not self._killed_as_hung.isdisjoint(hang.culprits):
             return
-        hang = self._progress.poll(time.monotonic(), finished)
-        if hang is None:
-            return
-        self.end.hang = hang
-        self._first_failure_at = time.monotonic()
+        self._killed_as_hung.update(hang.culprits)
+        if self.end.is_complete(self._num_ranks):
+            # All is saved: that fails nothing, and the others end as they do without it.
+            until = time.monotonic() + EXIT_AFTER_DONE_WINDOW_S
+            self._grace_until = min(self._grace_until, until)
+        else:
+            self.end.hang = hang
+            self._first_failure_at = time.monotonic()
         self._server.link.send(KillRanks(hang.culprits))
         self._listener.emit_hang_found(hang)
 

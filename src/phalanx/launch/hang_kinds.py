@@ -7,8 +7,8 @@ Pure: whoever looks at the ranks is elsewhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.core.black_box_reader import LastPosition, RecordedCollective
 from phalanx.launch.hang_limits import LONG_LIMIT_S, HangLimit
@@ -50,7 +50,8 @@ class HangEvidence:
     """The facts about a run without progress for `silent_s`, longer than its limit allows.
 
     `usual_cpu_share`: cores that the training thread of each rank used while the run went on.
-    `finished`: ranks that said that their work is done. `now_s`: monotonic seconds.
+    `finished`: ranks that said that their work is done. `left`: those of them whose processes have
+    ended as they should. `now_s`: monotonic seconds.
     """
 
     states: Mapping[int, RankState]
@@ -60,6 +61,7 @@ class HangEvidence:
     silent_s: float
     limit: HangLimit
     now_s: float
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,16 @@ def find_culprits(evidence: HangEvidence) -> Culprits:
     """The culprits, those that are surest first: what has ended, what is stopped, what holds
     Python's lock, what computes, what sleeps elsewhere, and what is in another collective than the
     others."""
+    if evidence.left:
+        remaining = {rank: q for rank, q in evidence.quiet.items() if rank not in evidence.left}
+        evidence = replace(evidence, quiet=remaining)
+    surest = _judge_ended_ranks(evidence) or _judge_stopped_ranks(evidence)
+    if surest:
+        return surest
     if evidence.finished:
-        return _judge_finished(evidence)
+        return _judge_end_of_work(evidence)
     return (
-        _judge_ended_ranks(evidence)
-        or _judge_stopped_ranks(evidence)
-        or _judge_holders_of_lock(evidence)
+        _judge_holders_of_lock(evidence)
         or _judge_running_ranks(evidence)
         or _judge_waits_for_others(evidence)
         or _judge_sleeping_ranks(evidence)
@@ -138,15 +144,44 @@ def _judge_waits_for_others(evidence: HangEvidence) -> Culprits | None:
     return None
 
 
-def _judge_finished(evidence: HangEvidence) -> Culprits:
-    # The last step's sample or save of some may take longer than those of others.
-    if evidence.silent_s < LONG_LIMIT_S:
+def _judge_end_of_work(evidence: HangEvidence) -> Culprits:
+    """The culprits among ranks of which some have said that their work is done.
+
+    The last save of some, and then the text that all sample, may take longer than a step, and write
+    nothing: only what lasts for longer than other long work may counts.
+    """
+    limit = evidence.limit
+    quiet_s = max(limit.quiet_s, LONG_LIMIT_S)
+    if evidence.silent_s < quiet_s:
         return Culprits("", (), "ranks end their work")
-    waits = find_waits(evidence.states)
-    absent = {rank for wait in waits for rank in wait.absent} & evidence.finished
-    if absent:
-        return Culprits(LEFT_EARLY, tuple(sorted(absent)))
-    return Culprits("", (), "ranks end their work")
+    computes_s = max(limit.computes_s, LONG_LIMIT_S)
+    evidence = replace(evidence, limit=replace(limit, quiet_s=quiet_s, computes_s=computes_s))
+    awaited = {rank for wait in find_waits(evidence.states) for rank in wait.absent}
+    left_early = awaited & evidence.finished
+    if len(evidence.finished) < len(evidence.states):
+        if left_early:
+            return Culprits(LEFT_EARLY, tuple(sorted(left_early)))
+        at_work = {r: q for r, q in evidence.quiet.items() if r not in evidence.finished}
+        evidence = replace(evidence, quiet=at_work)
+        return (
+            _judge_holders_of_lock(evidence)
+            or _judge_running_ranks(evidence)
+            or _judge_waits_for_others(evidence)
+            or _judge_sleeping_ranks(evidence)
+        )
+    # All sample, which may take as long as it likes while it computes.
+    asleep = {rank for rank, quiet in evidence.quiet.items() if not quiet.is_running}
+    return (
+        _judge_holders_of_lock(evidence)
+        or _judge_waits_for_others(evidence)
+        or _name_if_any(WAITING_ELSEWHERE, awaited & asleep)
+        or Culprits("", (), "ranks end their work")
+    )
+
+
+def _name_if_any(kind: str, ranks: Iterable[int]) -> Culprits | None:
+    named = tuple(sorted(ranks))
+    return Culprits(kind, named) if named else None
 
 
 def _is_pulse_silent(evidence: HangEvidence, rank: int) -> bool:

@@ -107,6 +107,7 @@ class ProgressWatch:
         self._pids = tuple(pids)
         self._processors = ProcessorWatch(pids, now_s, self._read_step)
         self._positions = {}
+        self._left: frozenset[int] = frozenset()
         self._quiet = {rank: QuietTime() for rank in range(len(pids))}
         self._usual_cpu_share: dict[int, float] = {}
         self._work: WorkSigns | None = None
@@ -117,9 +118,12 @@ class ProgressWatch:
         self._durations.forget_step()
         self._endless.forget_step()
 
-    def poll(self, now_s: float, finished: Collection[int] = ()) -> HangVerdict | None:
+    def poll(
+        self, now_s: float, finished: Collection[int] = (), left: Collection[int] = ()
+    ) -> HangVerdict | None:
         """Look at the ranks if that is due; the verdict once they hang. `finished`: ranks whose
-        work is done by their own word."""
+        work is done by their own word; `left`: those of them whose processes have ended."""
+        self._left = frozenset(left)
         self._look_at_processors(now_s)
         is_due = now_s >= self._polled_s + POLL_INTERVAL_S
         if not self._pids or not self._settings.is_on or not is_due:
@@ -257,6 +261,7 @@ class ProgressWatch:
                 silent_s,
                 limit,
                 now_s,
+                self._left,
             )
         )
         if not culprits.kind and not culprits.why.startswith("all ranks have posted"):
@@ -269,7 +274,8 @@ class ProgressWatch:
                 culprits = Culprits(LINK_CUT, cut_off)
         self._next_stacks_s = now_s + _NEXT_STACKS_S
         detected_s = now_s - self._progress_s
-        stacks = ask_for_stacks(self._run_dir, states)
+        present = {rank: state for rank, state in states.items() if rank not in self._left}
+        stacks = ask_for_stacks(self._run_dir, present)
         culprits = _refine_by_stacks(culprits, stacks)
         if not culprits.kind:
             return None
@@ -305,7 +311,10 @@ class ProgressWatch:
             sentences.append(sentence + self._describe_reason(culprits.kind, rank, states, now_s))
         silence = f"no rank made progress for {detected_s:.1f} s"
         silence += f" (limit {format_seconds(limit.quiet_s)}: {limit.why})"
-        groups = group_stacks({rank: stacks.get(rank, ()) for rank in states}, first=culprits.ranks)
+        present = [rank for rank in states if rank not in self._left]
+        groups = group_stacks(
+            {rank: stacks.get(rank, ()) for rank in present}, first=culprits.ranks
+        )
         return HangVerdict(
             kind=culprits.kind,
             culprits=culprits.ranks,
