@@ -22,6 +22,7 @@ from phalanx.verify.cases import make_verified_job, shrink_job
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import (
     NUM_STEPS,
+    RESUMED_ELSEWHERE,
     TrainerCase,
     list_trainer_case_names,
     make_trainer_cases,
@@ -108,20 +109,35 @@ def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ..
     assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
     compressed = rows.pop("trainer-ddp-powersgd", None)
     if compressed is not None:
+        assert RESUMED_ELSEWHERE in compressed.not_judged
         kinds = ("loss", "weight", "optim", "evaluation", "rate", "compression")
         assert set(compressed.errors) == set(kinds)
     for row in rows.values():
         kinds = ("loss", "norm", "gradient", "weight", "optim", "evaluation", "rate")
         assert set(row.errors) == set(kinds), row.layout
+        assert RESUMED_ELSEWHERE in row.judged
         # Something was compared: sums in another order round otherwise.
         assert 0 < row.errors["gradient"] < 1e-12
         assert not any("clip" in line for line in row.not_judged), "both kinds of steps"
 
 
-WITH_DROPOUT, WITH_BATCHNORM = (
+WITH_DROPOUT, WITH_BATCHNORM, WITH_STEM = (
     {"model": {"kind": f"exam_models:{name}"}, "data": {"seq_len": 16}}
-    for name in ("WithDropout", "WithBatchNorm")
+    for name in ("WithDropout", "WithBatchNorm", "WithStem")
 )
+
+
+def test_a_layout_is_judged_though_the_next_one_refuses_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(MODULES)
+    rows = rows_of("trainer-zero1", "trainer-pp2-1f1b", sections=WITH_STEM)
+    assert "the blocks" in rows["trainer-pp2-1f1b"].refused
+    row = rows["trainer-zero1"]
+    assert row.ok, row.first or row.refused
+    assert RESUMED_ELSEWHERE not in row.judged
+    (line,) = (line for line in row.not_judged if line.startswith(RESUMED_ELSEWHERE))
+    assert "pp2-1f1b refuses the module" in line
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def _judge(preset: str, **model: Any) -> Row:
 def test_decoders_are_equal(preset: str) -> None:
     row = _judge(preset)
     assert row.ok, row.first
+    assert ("routers' biases" in row.judged) == (preset == "small-deepseek")
     assert 0 < row.errors["gradient"] < row.tolerance
 
 

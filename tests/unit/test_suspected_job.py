@@ -38,6 +38,28 @@ def test_what_does_not_fit_the_machine_is_made_smaller_and_said() -> None:
     assert "small widths" in suspected.changes[-1]
 
 
+def test_sequences_are_as_long_as_the_machine_holds_and_computes_soon() -> None:
+    def choose(cores: int, memory_bytes: int) -> int:
+        cluster = replace(CPU, num_devices=cores, memory_bytes=memory_bytes)
+        overrides = ["data.seq_len=1048576"]
+        return load_reduced_job_of_run(RUN, overrides, cluster=cluster).max_seq_len
+
+    assert choose(64, 2**50) == 1048576
+    assert 64 < choose(1, 2**50) < 1048576
+    assert 64 < choose(64, 2**30) < 1048576
+    assert choose(1, 2**20) == 64
+
+
+def test_on_gpus_a_run_is_judged_on_no_more_ranks_than_there_are(tmp_path: Path) -> None:
+    plan = json.loads((RUN / "plan.json").read_text(encoding="utf-8"))
+    plan["layout"]["dp_shard"] = 8
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "job.json").write_bytes((RUN / "job.json").read_bytes())
+    gpus = replace(CPU, device="cuda", num_devices=2)
+    assert load_reduced_job_of_run(tmp_path, cluster=gpus).num_ranks == 2
+    assert load_reduced_job_of_run(tmp_path, cluster=replace(CPU, num_devices=2)).num_ranks == 8
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run is there"):
         load_reduced_job_of_run(tmp_path)

@@ -166,6 +166,23 @@ def test_what_is_judged_in_float64_alone_is_refused_without_it(types: str) -> No
     assert chosen.required == set(layouts)
 
 
+def test_what_no_row_looks_at_is_said_by_rows_that_run() -> None:
+    layouts = ["ddp", "plain", "trainer-ddp"]
+    for types, is_judged in (("float64", True), ("float32", False)):
+        chosen = select_layout_cases(Job(), layouts, ranks=2, steps=2, shrink=True, types=types)
+        words = " ".join(chosen.not_judged)
+        assert ("resumes" not in words, "own arithmetic" not in words) == (is_judged, is_judged)
+
+
+def test_of_longer_sequences_as_many_tokens_are_judged_as_somebody_asks_for() -> None:
+    job = Job.model_validate({"data": {"seq_len": 256}})
+    for asked, judged in (({}, 64), ({"max_seq_len": 128}, 128), ({"max_seq_len": 512}, 256)):
+        chosen = select_layout_cases(job, ["ddp"], ranks=2, steps=2, shrink=True, **asked)
+        assert chosen.job.data.seq_len == judged
+        said = f"tokens beyond the first {judged} of a sequence"
+        assert (said in " ".join(chosen.not_judged)) == (judged < 256)
+
+
 @pytest.mark.parametrize(
     ("layouts", "shrink", "dim"),
     [("all", None, 32), ("all", False, 128), ("ddp,tp2", None, 128), ("ddp,tp2", True, 32)],
@@ -558,6 +575,23 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
     )
     assert first is not None
     assert words in first.cause
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_rank_that_scales_its_gradients_is_named_alone(clips: bool) -> None:
+    steps = (TraceStep(3.0, 10, 5.0**0.5, 2.0 if clips else None),)
+    factor = 1.002
+    off = {
+        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
+        for n, s in SIZES.items()
+    }
+    seen = [saw(), saw(tensors={name_gradients_set(0): off})]
+    verdict = LayoutComparator(
+        traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10
+    ).compare()
+    assert verdict.first is not None
+    assert "(1.002 x on rank 1)" in verdict.first.cause
+    assert ("clipped by local norms" in verdict.first.cause) == clips
 
 
 def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli._options import JobArguments
-from phalanx.verify.row import NUM_STEPS
+from phalanx.verify.row import MAX_SEQ_LEN, NUM_STEPS
 
 if TYPE_CHECKING:
     from phalanx.run.suspected_job import ReducedRunJob
@@ -62,9 +62,20 @@ def command(
         typer.Option(
             "--types",
             metavar="NAMES",
-            help="Of float64, float32, bf16, fp16; else the first two and the job's own.",
+            help="Of float64, float32, bf16, fp16, fp8; else the first two and the job's own.",
         ),
     ] = "",
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-seq-len",
+            min=1,
+            metavar="N",
+            help="Tokens of longer sequences that are judged; 64, of a run as many as this machine"
+            " holds, and computes in about ten minutes.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(
@@ -93,6 +104,7 @@ def command(
         shrink=shrink,
         steps=steps,
         types=types,
+        max_seq_len=max_seq_len,
         device=device,
         resume=resume,
         as_json=as_json,
@@ -109,6 +121,7 @@ def print_verification(
     shrink: bool | None = None,
     steps: int = NUM_STEPS,
     types: str = "",
+    max_seq_len: int | None = None,
     device: str = "cpu",
     resume: bool = False,
     as_json: bool = False,
@@ -138,11 +151,12 @@ def print_verification(
         ProgressLine("judging", line_s=VERIFY_PROGRESS_INTERVAL_S) as line,
     ):
         if run is not None:
-            suspected = _load_job_of_suspected_run(run, arguments, model, as_json=as_json)
+            suspected = _load_job_of_suspected_run(run, arguments, model, device, as_json=as_json)
             job, ranks = suspected.job, ranks or suspected.num_ranks
+            # As little as the machine allows, whatever layouts are asked for.
             if shrink is None:
-                # As little as the machine allows, whatever layouts are asked for.
                 shrink = suspected.needs_small_widths
+            max_seq_len = max_seq_len or suspected.max_seq_len
         else:
             job_file, overrides = split_job_file_and_overrides(arguments)
             job = load_job(job_file, build_overrides_of_model(model, overrides))
@@ -157,6 +171,7 @@ def print_verification(
             ranks=ranks,
             steps=steps,
             types=types,
+            max_seq_len=max_seq_len or MAX_SEQ_LEN,
             device=device,
             shrink=shrink,
             on_selection=printer.print_selection,
@@ -177,17 +192,19 @@ def print_verification(
 
 
 def _load_job_of_suspected_run(
-    run_dir: Path, arguments: Sequence[str], model: str | None, *, as_json: bool
+    run_dir: Path, arguments: Sequence[str], model: str | None, device: str, *, as_json: bool
 ) -> ReducedRunJob:
     """The job of a run with the overrides of `arguments`; says what is judged otherwise."""
     from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.core.errors import UsageError
     from phalanx.run.suspected_job import load_reduced_job_of_run
+    from phalanx.verify.choose import describe_verify_cluster
 
     if model is not None:
         raise UsageError("--model and --job name two models", fix="give one of them")
     _, overrides = split_job_file_and_overrides(arguments, allow_file=False)
-    suspected = load_reduced_job_of_run(run_dir, overrides)
+    cluster = describe_verify_cluster(device)
+    suspected = load_reduced_job_of_run(run_dir, overrides, cluster=cluster)
     if not as_json:
         for change in suspected.changes:
             print(f"changed {change}")

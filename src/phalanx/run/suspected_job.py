@@ -30,17 +30,29 @@ FLOAT64_BYTES_PER_PARAM = 48
 """Of a parameter in float64: weight, gradient, two moments, and what they are compared with."""
 MAX_PARAMS = 200_000_000
 """As many as `phalanx verify` judges without --shrink."""
+LEAST_SEQ_LEN = 64
+"""Sequences are not cut shorter than this, whatever they take."""
+SEQUENCES_PER_RANK = 2
+"""Of a microbatch."""
+COPIES_OF_A_HIDDEN_STATE = 40
+"""As many hidden states of a token are held for each block until its backward, about."""
+FLOPS_PER_CORE = 10 * 60 * 4e9
+"""Ten minutes of a core, in float64 and small matmuls."""
+PASSES_OF_A_SEQUENCE = 3 * 6 * 2 * 2
+"""Microbatches, steps, types (float64 and float32), and the reference beside the layout."""
 
 
 @dataclass(frozen=True)
 class ReducedRunJob:
     """A run's job as it is judged, on `num_ranks` ranks. `changes`: lines about what is not as in
-    the run; `needs_small_widths`: fewer blocks alone do not make the model fit."""
+    the run; `needs_small_widths`: fewer blocks alone do not make the model fit. `max_seq_len`: so
+    many tokens of a sequence."""
 
     job: Job
     num_ranks: int
     changes: tuple[str, ...]
     needs_small_widths: bool
+    max_seq_len: int
 
 
 def load_reduced_job_of_run(
@@ -48,8 +60,8 @@ def load_reduced_job_of_run(
 ) -> ReducedRunJob:
     """The job of the run in `run_dir` with `overrides` on top.
 
-    `cluster`: the machine that judges; by default this one's CPU. Raises UsageError where there is
-    no run, or one that was never planned.
+    `cluster`: the devices that judge; by default this machine's CPU. Raises UsageError where there
+    is no run, or one that was never planned.
     """
     if not (run_dir / "job.json").is_file():
         raise UsageError(
@@ -66,9 +78,10 @@ def load_reduced_job_of_run(
     plan = Plan.from_json(read_json(run_dir / "plan.json"))
     cluster = cluster or detect_cluster("cpu")
     degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES_IN_HALVING_ORDER}
-    fewer = shrink_degrees_to_ranks(
-        degrees, max(MIN_STARTED_RANKS, RANKS_PER_CORE * cluster.num_devices)
-    )
+    most_ranks = cluster.num_devices
+    if cluster.device == "cpu":
+        most_ranks = max(MIN_STARTED_RANKS, RANKS_PER_CORE * cluster.num_devices)
+    fewer = shrink_degrees_to_ranks(degrees, most_ranks)
     changes = []
     if fewer != degrees:
         changes.append(
@@ -92,7 +105,43 @@ def load_reduced_job_of_run(
             f"{num_params:,} parameters, of which {format_bytes(cluster.memory_bytes)} hold"
             f" {limit:,} on {num_ranks} ranks in float64: small widths"
         )
-    return ReducedRunJob(Job.from_json(body), num_ranks, tuple(changes), num_params > limit)
+    needs_small_widths = num_params > limit
+    max_seq_len = _choose_max_seq_len(
+        int(body["data"]["seq_len"]),
+        # Small widths have next to none.
+        num_params=0 if needs_small_widths else num_params,
+        num_layers=fewest,
+        vocab_size=int(plan.vocab_size),
+        num_ranks=num_ranks,
+        cluster=cluster,
+    )
+    return ReducedRunJob(
+        Job.from_json(body), num_ranks, tuple(changes), needs_small_widths, max_seq_len
+    )
+
+
+def _choose_max_seq_len(
+    seq_len: int,
+    *,
+    num_params: int,
+    num_layers: int,
+    vocab_size: int,
+    num_ranks: int,
+    cluster: Cluster,
+) -> int:
+    """`seq_len`, halved until activations of all ranks and of the reference take a quarter of the
+    memory, and all passes ten minutes, by rough estimates of both; at least LEAST_SEQ_LEN."""
+    # A block of a decoder has about 12 x dim x dim parameters.
+    dim = math.sqrt(num_params / (12 * max(1, num_layers)))
+    bytes_per_token = 8 * (COPIES_OF_A_HIDDEN_STATE * num_layers * dim + 3 * vocab_size)
+    flops_per_token = 6 * num_params * PASSES_OF_A_SEQUENCE
+    while seq_len > LEAST_SEQ_LEN:
+        tokens = SEQUENCES_PER_RANK * seq_len * num_ranks
+        is_held = 2 * tokens * bytes_per_token <= cluster.memory_bytes / 4
+        if is_held and tokens * flops_per_token <= FLOPS_PER_CORE * cluster.num_devices:
+            break
+        seq_len = max(LEAST_SEQ_LEN, seq_len // 2)
+    return seq_len
 
 
 def shrink_degrees_to_ranks(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:

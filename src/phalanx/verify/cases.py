@@ -28,6 +28,7 @@ from phalanx.verify.number_types import (
     LAYOUT_LOSS_SCALE,
     activation_dtype_of_row,
 )
+from phalanx.verify.row import MAX_SEQ_LEN
 
 NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
@@ -45,7 +46,6 @@ LARGER_BATCH = "train.global_batch_size"
 JOINED_STEPS_OVERRIDE: dict[str, Any] = {LARGER_BATCH: "several steps"}
 # A prime: some rank has less of the embedding than the others.
 SHRUNK_VOCAB_SIZE = 251
-MAX_SHRUNK_SEQ_LEN = 64
 OPTION_KEYS = (
     *("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph"),
     *("unused_parameters", "blocks_per_unit"),
@@ -84,9 +84,9 @@ def is_judged_in_float64_only(name: str) -> bool:
     )
 
 
-def make_verified_job(job: Job, num_ranks: int) -> Job:
+def make_verified_job(job: Job, num_ranks: int, *, max_seq_len: int = MAX_SEQ_LEN) -> Job:
     """The job as it is verified: in full precision, with a batch that any layout of the ranks
-    can divide."""
+    can divide, and sequences of at most `max_seq_len` tokens, but for own modules."""
     body = job.to_json()
     rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
     is_layout_free = job.train.deterministic == LAYOUT_FREE
@@ -102,7 +102,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
-        length, chunks = min(job.data.seq_len, MAX_SHRUNK_SEQ_LEN), 2 * num_ranks
+        length, chunks = min(job.data.seq_len, max_seq_len), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
     window = _find_window(job)
     if window >= body["data"]["seq_len"]:
@@ -238,7 +238,7 @@ def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
     if shape.num_experts:
         small |= _shrink_experts(shape)
     if shape.sliding_window:
-        small["sliding_window"] = min(shape.sliding_window, MAX_SHRUNK_SEQ_LEN // 4)
+        small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
     return small
 
 

@@ -52,7 +52,7 @@ from phalanx.verify.number_types import (
     resolve_dtype_names,
 )
 from phalanx.verify.pipelines import count_blocks_for_stages
-from phalanx.verify.row import Row
+from phalanx.verify.row import MAX_SEQ_LEN, Row
 from phalanx.verify.selection_words import (
     ROUNDED_OTHERWISE,
     describe_asked_layout,
@@ -156,6 +156,7 @@ def select_layout_cases(
     shrink: bool | None,
     types: str | Sequence[str] = "",
     device: str = "cpu",
+    max_seq_len: int = MAX_SEQ_LEN,
 ) -> Selection:
     """The selection for `layouts`: "asked", "all", or names (one string with commas, or a
     sequence), in `types`, as `verify_job` has them, on `device`. `shrink` None: where all are
@@ -182,13 +183,12 @@ def select_layout_cases(
     dtypes = resolve_dtype_names(types, compute)
     left_out = list_settings_not_judged(job, dtypes)
     omissions = [f"not judged: {setting}" for setting in left_out]
-    omissions.append(describe_parts_without_a_row(job, axes_of_name))
-    requested_job, job = job, make_verified_job(job, num_ranks)
+    requested_job, job = job, make_verified_job(job, num_ranks, max_seq_len=max_seq_len)
     notes.append(f"changed {describe_job_changes(requested_job, job)}")
     _require_data_files_exist(job)
     shape = _probe_own_module_shape(job, num_ranks)
     maker = _CaseMaker(
-        job, axes_of_name, num_ranks, _describe_verify_cluster(device, num_ranks), shape
+        job, axes_of_name, num_ranks, describe_verify_cluster(device, num_ranks), shape
     )
     cases = maker.make_float64_and_float32_cases("float64" in dtypes, device)
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow_dtype(dtype)}
@@ -199,6 +199,10 @@ def select_layout_cases(
         is_judged = any(case.plan is not None for case in cases_of_type[dtype])
         if not is_judged and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
             left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
+    with_a_plan = [case.name for case in cases if case.plan is not None]
+    omissions.append(
+        describe_parts_without_a_row(job, with_a_plan, asked_seq_len=requested_job.data.seq_len)
+    )
     selection = Selection(
         job,
         tuple(cases),
@@ -352,8 +356,8 @@ def _probe_own_module_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
     return shape
 
 
-def _describe_verify_cluster(device: str, num_ranks: int) -> Cluster:
-    """The cluster that the ranks compute on.
+def describe_verify_cluster(device: str, num_ranks: int = 0) -> Cluster:
+    """The cluster that ranks compute on.
 
     Raises UsageError for another name, and EnvironmentProblem where there is no GPU for each rank.
     """

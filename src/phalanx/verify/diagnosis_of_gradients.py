@@ -149,12 +149,18 @@ class GradientDiagnosis:
             return self._explain_gradients_scaled_alike(factors[0], step)
         if cause := self._explain_gradients_unclipped_on_some_ranks(factors, step):
             return cause
-        first = enumerate(factors[:4])
-        listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in first)
-        return (
-            f"each rank scaled its gradients by a factor of its own ({listed}): clipped by"
-            " local norms"
+        off_ranks = [
+            (rank, factor) for rank, factor in enumerate(factors) if not is_nearly_equal(factor, 1)
+        ]
+        listed = ", ".join(
+            f"{format_factor(factor)} on rank {rank}" for rank, factor in off_ranks[:4]
         )
+        cause = (
+            "clipped by local norms"
+            if self._trace.steps[step].max_norm is not None
+            else "what a rank multiplies them with, or divides them by, is a number of its own"
+        )
+        return f"each rank scaled its gradients by a factor of its own ({listed}): {cause}"
 
     def _explain_gradients_scaled_alike(self, factor: float, step: int) -> str:
         """The cause of gradients that are all off by `factor`, on all ranks."""

@@ -30,7 +30,7 @@ from phalanx.verify.choose import Selection, select_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.progress import RowTimeEstimator, VerifyProgress
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.row import NUM_STEPS, ROWS_FILE_NAME, Row
+from phalanx.verify.row import MAX_SEQ_LEN, NUM_STEPS, ROWS_FILE_NAME, Row
 from phalanx.verify.stopped_work import VerifyWork, count_rows_of_ranks, open_resumable_verify_work
 
 
@@ -43,6 +43,7 @@ def verify_job(
     shrink: bool | None = None,
     types: str | Sequence[str] = "",
     device: str = "cpu",
+    max_seq_len: int = MAX_SEQ_LEN,
     on_selection: Callable[[Selection], None] = lambda selection: None,
     on_row: Callable[[Row], None] = lambda row: None,
     on_progress: Callable[[VerifyProgress], None] = lambda progress: None,
@@ -57,6 +58,7 @@ def verify_job(
     `layouts` is "all". `types`: "float64", "float32", "bf16", "fp16" and "fp8" (one string with
     commas, or a sequence); by default the first two, and the job's own compute type.
     `device`: where layouts compute, "cpu" or "cuda"; the reference is always the CPU's.
+    `max_seq_len`: of longer sequences so many tokens are judged, but for own modules.
 
     `on_selection` is called once, before ranks start; `on_row` with each row as it comes;
     `on_progress` several times a second. Prints nothing. A rank that crashes is a row; a stop by
@@ -67,11 +69,18 @@ def verify_job(
     refuse_during_user_import("verify_job")
     refuse_external_launcher("verify")
     require_job(job)
-    for key, value in (("ranks", ranks), ("steps", steps)):
+    for key, value in (("ranks", ranks), ("steps", steps), ("max_seq_len", max_seq_len)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{key}={value!r}: a number of at least 1 is needed")
     selection = select_layout_cases(
-        job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types, device=device
+        job,
+        layouts,
+        ranks=ranks,
+        steps=steps,
+        shrink=shrink,
+        types=types,
+        device=device,
+        max_seq_len=max_seq_len,
     )
     rows: list[Row] = []
 

@@ -49,7 +49,8 @@ class PlainImplementation:
     def judged(self) -> tuple[str, ...]:
         if isinstance(self.settings, VisionSettings):
             return ("loss", "gradients")
-        return ("loss", "gradients", "routers' biases")
+        biases = ("routers' biases",) if self.settings.balance_bias else ()
+        return ("loss", "gradients", *biases)
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         parameters = {

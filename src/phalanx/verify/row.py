@@ -13,6 +13,8 @@ ROWS_FILE_NAME = "rows.jsonl"
 DEFAULT_DTYPES = WIDE_DTYPES
 # Enough for what begins late, and for moments to have a past.
 NUM_STEPS = 6
+MAX_SEQ_LEN = 64
+"""So many tokens of longer sequences are judged, if nobody asks for more."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         f"{plural(num_trained, 'gradient')} of each step, before clipping",
         f"{plural(len(trace.order), 'weight')} after each update by {optimizer}",
         "evaluation loss",
-        "that ranks which hold the same part hold the same bits",
+        "that ranks which hold the same part hold the same bits: of gradients in each step, of"
+        " weights and buffers after the last",
     ]
     if plan.num_microbatches == MANY_MICROBATCHES and plan.pipeline is None:
         judged.append(f"gradients summed over {plan.num_microbatches} microbatches")

@@ -57,12 +57,20 @@ def describe_asked_layout(case: Case) -> str:
     return f"asked   {layout}{sharding}"
 
 
-def describe_parts_without_a_row(job: Job, layout_names: Iterable[str]) -> str:
-    """The parts of training that no row of these names looks at."""
+def describe_parts_without_a_row(
+    job: Job, layout_names: Iterable[str], *, asked_seq_len: int
+) -> str:
+    """The parts of training that no row of these names looks at. `asked_seq_len`: of the job as it
+    was, which may have longer sequences than `job`, the judged one."""
     names = set(layout_names)
     parts = ["which samples and targets the data gives"]
+    if asked_seq_len > job.data.seq_len:
+        parts.append(f"tokens beyond the first {job.data.seq_len} of a sequence (--max-seq-len)")
     if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
-        parts.append(f"the trainer's skips, saves and resumes (rows {TRAINER_ROW_PREFIX}*)")
+        parts.append(
+            "the optimizer's definition, learning rates, and the trainer's skips, saves and resumes"
+            f" (rows {TRAINER_ROW_PREFIX}*)"
+        )
     if not job.model.is_foreign and PLAIN not in names:
         parts.append(f"the model's own arithmetic, which the reference shares (row {PLAIN})")
     return f"not judged: {'; '.join(parts)}"

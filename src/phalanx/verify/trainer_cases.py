@@ -47,6 +47,16 @@ class TrainerCase:
     other_name: str
     other_plan: Plan
 
+    @property
+    def has_other_layout(self) -> bool:
+        """False if both layouts are the same one."""
+        return self.other_plan.parallel != self.plan.parallel
+
+    def without_other_layout(self) -> TrainerCase:
+        """The case whose first checkpoint its own layout resumes."""
+        own_name = self.name.removeprefix(PREFIX)
+        return replace(self, other_name=own_name, other_plan=self.plan)
+
 
 def list_trainer_layouts(
     num_ranks: int, *, experts: bool = False
@@ -151,8 +161,9 @@ JUDGED_PARTS = (
     "weights and optimizer state after each step",
     "evaluations",
     "a checkpoint saved in the background, and one at a stop",
-    "runs resumed in the same and in another layout",
+    "a run resumed in the same layout",
 )
+RESUMED_ELSEWHERE = "a run resumed in another layout"
 NOT_JUDGED_PARTS = (
     "metrics of an own objective, the best step",
     "saves by the clock",

@@ -15,6 +15,7 @@ from phalanx.verify.trainer_batches import TrainerRunBatches, make_run_batches
 from phalanx.verify.trainer_cases import (
     LOSS_SCALE_VARIANT,
     NOT_JUDGED_PARTS,
+    RESUMED_ELSEWHERE,
     TrainerCase,
     explain_no_trainer_run,
 )
@@ -51,21 +52,28 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
         readers.append(reader)
     run = TrainerRun(job, case, batches, trainer_place.run_dir / case.name, *readers)
     try:
-        observed = run.run()
+        result = run.run()
     except LayoutError as error:
         # About the module, before any step, and the same on every rank.
         return _build_refused_row(case, trainer_place, str(error))
-    gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in observed])
+    gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in result.attempts])
     by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
     comparator = RunComparator(
         by_rank,
         readers[0].recording_phase,
-        readers[1].recording_phase,
+        readers[0 if result.other_refusal else 1].recording_phase,
         batch_size=job.train.global_batch_size,
         is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
         compress=case.plan.parallel.compress,
     )
     first = comparator.find_first_difference()
+    judged, not_judged = list(comparator.list_judged_parts()), comparator.list_untested_parts()
+    reason = result.other_refusal
+    if case.has_other_layout and not reason:
+        judged.append(RESUMED_ELSEWHERE)
+    else:
+        of_other = f": {case.other_name} refuses the module ({reason})" if reason else ""
+        not_judged = (*not_judged, RESUMED_ELSEWHERE + of_other)
     return Row(
         layout=case.name,
         parallel=case.parallel,
@@ -76,8 +84,8 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
         tolerance=comparator.tolerance,
         first=first,
         notes=comparator.notes(),
-        judged=comparator.list_judged_parts(),
-        not_judged=(*comparator.list_untested_parts(), *NOT_JUDGED_PARTS),
+        judged=tuple(judged),
+        not_judged=(*not_judged, *NOT_JUDGED_PARTS),
         compress=case.plan.parallel.compress,
         wall_s=round(time.monotonic() - began, 3),
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.core.errors import CheckpointError, NumericsError
+from phalanx.core.errors import CheckpointError, LayoutError, NumericsError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
@@ -64,6 +64,15 @@ CompressionStates = dict[int, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class TrainerRunResult:
+    """One observation of this rank for each attempt that began. `other_refusal`: why the module
+    cannot be resumed in the other layout; empty if it can."""
+
+    attempts: list[AttemptObservation]
+    other_refusal: str = ""
+
+
+@dataclass(frozen=True)
 class TrainerRun:
     """The attempts of one case. `reference` is that of the case's layout, `other_reference` that
     of the layout it is resumed in: of as many microbatches as those have."""
@@ -76,25 +85,34 @@ class TrainerRun:
     other_reference: SecondLoopReader
     _compression_states: CompressionStates = field(init=False, default_factory=dict)
 
-    def run(self) -> list[AttemptObservation]:
-        """Train until the stop, resume in the same layout, and in the other. Collective; one
-        observation of this rank for each attempt that began."""
+    def run(self) -> TrainerRunResult:
+        """Train until the stop, resume in the same layout, and in the other; where that one refuses
+        the module, in the same layout from the first checkpoint. Collective."""
         case = self.case
         observed = [self._run_trainer_attempt("", case.plan, self.reference, attempt=0)]
         if observed[0].error:
-            return observed
+            return TrainerRunResult(observed)
         resumed = self._run_trainer_attempt(
             SAME_LAYOUT, case.plan, self.reference, attempt=1, from_newest=True
         )
         observed.append(resumed)
-        if not resumed.error:
-            elsewhere = f"resumed in {case.other_name}"
-            observed.append(
-                self._run_trainer_attempt(
-                    elsewhere, case.other_plan, self.other_reference, attempt=2
-                )
-            )
-        return observed
+        if resumed.error:
+            return TrainerRunResult(observed)
+        refusal, reader = "", self.other_reference
+        try:
+            elsewhere = self._resume_from_first_checkpoint(case, reader, attempt=2)
+        except LayoutError as error:
+            # About the module, before any step, and the same on every rank.
+            refusal, reader = str(error), self.reference
+            own_case = case.without_other_layout()
+            elsewhere = self._resume_from_first_checkpoint(own_case, reader, attempt=3)
+        return TrainerRunResult([*observed, elsewhere], refusal)
+
+    def _resume_from_first_checkpoint(
+        self, case: TrainerCase, reader: SecondLoopReader, *, attempt: int
+    ) -> AttemptObservation:
+        name = f"resumed in {case.other_name}"
+        return self._run_trainer_attempt(name, case.other_plan, reader, attempt=attempt)
 
     def _run_trainer_attempt(
         self,

@@ -1,5 +1,5 @@
 """Modules of a user's own that plants and tests need: with dropout, with BatchNorm, with a buffer
-that its forward changes, and images."""
+that its forward changes, with a layer before the blocks, and images."""
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,21 @@ class WithDropout(nn.Module):
 
     def forward(self, tokens):
         hidden = F.dropout(self.embed(tokens), 0.1, self.training)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithStem(nn.Module):
+    """Pipelines refuse it: the stem is used before the blocks, and stands behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(256, 16), nn.ModuleList(Block() for _ in range(2))
+        self.stem, self.head = nn.Linear(16, 16), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.stem(self.embed(tokens))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
