@@ -27,10 +27,18 @@ from typing import Any
 from exam.clean import CleanRun, CleanScore, plan_clean_runs, run_clean
 from exam.curves import plan_short_runs, score_curves, train_short_run
 from exam.generate import generate_variants
-from exam.page import Curves, Sat, format_blocks, format_ladder, format_narrow, replace_blocks
+from exam.page import (
+    Curves,
+    Sat,
+    describe_asked,
+    format_blocks,
+    format_ladder,
+    format_narrow,
+    replace_blocks,
+)
 from exam.plant import Plant, find_stale, list_plants
 from exam.results import Results, digest_sources
-from exam.score import Score
+from exam.score import ALL_LAYOUTS, OWN_LAYOUTS, Score
 from exam.sit import PROBE_TIMEOUT_S, ClosedError, Processes, sit
 from phalanx.verify.number_types import is_narrow_dtype, resolve_dtype_names
 
@@ -71,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = list(plan_clean_runs(options.clean))
     results, processes = Results(options.results), Processes(timeout_s=options.timeout)
     code = digest_sources()
-    works = list_sittings((*plants, *variants), code, processes, options.types)
+    asked = ALL_LAYOUTS if options.natural else OWN_LAYOUTS
+    works = list_sittings((*plants, *variants), code, processes, options.types, asked)
     works += list_runs(runs, code, processes)
     if options.curves:
         works += list_short_runs(plants, code, processes)
@@ -93,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if curve is not None:
             curves[plant.name] = curve
     seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
-    blocks = choose_blocks(options.types, sat, generated, clean, curves, seconds=seconds)
+    blocks = choose_blocks(
+        options.types, sat, generated, clean, curves, seconds=seconds, asked=asked
+    )
     # What some of the plants are found as does not replace what all of them were.
     if options.only == "*" and not options.sample and not options.plants:
         PAGE.write_text(replace_blocks(PAGE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
@@ -114,6 +125,7 @@ def choose_blocks(
     curves: Curves,
     *,
     seconds: float,
+    asked: str,
 ) -> dict[str, str]:
     """The blocks of the page that these results are for: of a run in the types that were asked for
     those of types, and never the totals, which are of the types that verify takes by itself."""
@@ -127,7 +139,9 @@ def choose_blocks(
             about=about,
             seconds=seconds,
             num_plants=len(sat),
+            asked=asked,
         )
+    about = f"{about}, {describe_asked(asked)}"
     blocks = {}
     if any(map(is_narrow_dtype, resolve_dtype_names(types, "fp32"))):
         blocks["narrow"] = format_narrow(sat, num_plants=len(list_plants()), about=about)
@@ -155,6 +169,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     parser.add_argument("--timeout", type=float, default=PROBE_TIMEOUT_S, help="seconds for each")
+    parser.add_argument(
+        "--natural",
+        action="store_true",
+        help="judge each plant in all layouts of its job, and not in those that it names",
+    )
     parser.add_argument("--types", default="", help="of verify: float64,bf16,fp16, say")
     parser.add_argument(
         "--results",
@@ -176,16 +195,24 @@ def choose_plants(plants: Sequence[Plant], names: Sequence[str]) -> list[Plant]:
 
 
 def list_sittings(
-    plants: Sequence[Plant], code: str, processes: Processes, types: str
+    plants: Sequence[Plant],
+    code: str,
+    processes: Processes,
+    types: str,
+    asked: str = OWN_LAYOUTS,
 ) -> list[Work]:
+    """The sitting of each plant in `types`, with the layouts `asked`, as `sit` has them."""
     works = []
     suffix = f"/{types}" if types else ""
+    guess_s = 12.0
+    if asked == ALL_LAYOUTS:
+        suffix, guess_s = f"{suffix}/{ALL_LAYOUTS}", 600.0
     for plant in plants:
 
         def run(plant: Plant = plant) -> dict[str, Any]:
-            return sit(plant, processes, types=types).to_json()
+            return sit(plant, processes, types=types, asked=asked).to_json()
 
-        works.append(Work(plant.name, f"{code}/{plant.digest}{suffix}", run, 12.0))
+        works.append(Work(plant.name, f"{code}/{plant.digest}{suffix}", run, guess_s))
     return works
 
 

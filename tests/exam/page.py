@@ -9,12 +9,24 @@ from exam.clean import CleanScore
 from exam.curves import MULTIPLE, SMALLEST, CurveScore
 from exam.generate import SEAMS, SIZES
 from exam.plant import AXES, Plant
-from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
+from exam.score import (
+    ALL_LAYOUTS,
+    BANDS,
+    NARROW,
+    OUTCOMES,
+    OWN_LAYOUTS,
+    UPDATE_BAND,
+    VISIBLE,
+    Score,
+)
 
 Sat = Sequence[tuple[Plant, Score]]
 Curves = Mapping[str, CurveScore]
 
 OF_OWN_LAYOUTS = """A plant is **found** if `phalanx verify JOB --json --layouts ... --ranks N`, with the job, the layouts and the ranks that it names, exits with 11"""
+OF_ALL_LAYOUTS = """A plant is **found** if `phalanx verify JOB --json --layouts all --ranks N` (`make exam ARGS=--natural`), with the job and the ranks that it names, exits with 11"""
+TYPES = ("float64", "float32", *NARROW)  # in the order in which the ladder shows them
+TYPES_OF_OLD_RESULTS = ("float64", "float32")  # which do not say in which they were judged
 
 MEANING = """ and
 a row that is not to be clean differs, and its bug acted. "not run": no process reached an edited line, so nothing examined it (it counts as not
@@ -44,15 +56,19 @@ def format_blocks(
     about: str,
     seconds: float,
     num_plants: int,
+    asked: str = OWN_LAYOUTS,
 ) -> dict[str, str]:
     """Name -> text of each block of the page that these results say; without clean rows or variants
     those blocks are missing. `curves`: plant -> what curves of 20 steps show; without any, losses and
     norms of the judged steps stand there. `about`: the machine and versions, in words. `num_plants`:
-    those that there are, of which `sat` may be a part."""
+    those that there are, of which `sat` may be a part. `asked`: the layouts of the command, as
+    `Score.asked` has them."""
+    found = OF_ALL_LAYOUTS if asked == ALL_LAYOUTS else OF_OWN_LAYOUTS
+    of_sat = f"{about}, {describe_asked(asked)}"
     meaning = MEANING.format(curves=OF_TWENTY_STEPS if curves else OF_JUDGED_STEPS)
     num_jobs = len({plant.job for plant, _ in sat})
     blocks = {
-        "sat": f"{OF_OWN_LAYOUTS}{meaning}\n{len(sat)} of {num_plants} plants sat, on {num_jobs} jobs;"
+        "sat": f"{found}{meaning}\n{len(sat)} of {num_plants} plants sat, on {num_jobs} jobs;"
         f" {about}; {seconds / 60:.0f} minutes of runs.\n",
         "totals": "\n".join([_format_totals(sat, curves), *_format_curve_totals(curves)]),
         "plants": _format_plants(sat, curves),
@@ -60,9 +76,14 @@ def format_blocks(
     if clean:
         blocks["clean"] = _format_clean(sat, clean, about)
     if generated:
-        blocks["ladder"] = format_ladder(generated, about=about)
-        blocks["variants"] = f"{about}. {OF_VARIANTS}\n{_format_plants(generated, {})}"
+        blocks["ladder"] = format_ladder(generated, about=of_sat)
+        blocks["variants"] = f"{of_sat}. {OF_VARIANTS}\n{_format_plants(generated, {})}"
     return blocks
+
+
+def describe_asked(asked: str) -> str:
+    """Words for the layouts that the command of each result named."""
+    return "in all layouts" if asked == ALL_LAYOUTS else "in the layouts that each names"
 
 
 def replace_blocks(page: str, blocks: Mapping[str, str]) -> str:
@@ -179,13 +200,15 @@ def format_narrow(sat: Sat, *, num_plants: int, about: str) -> str:
 
 def format_ladder(generated: Sat, *, about: str) -> str:
     """For each seam and type the variants of each size that were found, of those that acted."""
+    judged = {dtype for _, score in generated for dtype in _list_types(score)}
+    types = [dtype for dtype in TYPES if dtype in judged] + sorted(judged - set(TYPES))
     lines = [
         f"{OF_LADDER}; {about}.\n",
         f"| seam | type | {' | '.join(f'{size:g}' for size in SIZES)} | always found from |",
         f"|---|---|{'---|' * len(SIZES)}---:|",
     ]
     for seam in SEAMS:
-        for dtype in ("float64", "float32"):
+        for dtype in types:
             cells = {size: _find_share(generated, seam, size, dtype) for size in SIZES}
             shown = " | ".join(
                 f"{num_found}/{total}" if total else "" for num_found, total in cells.values()
@@ -195,13 +218,20 @@ def format_ladder(generated: Sat, *, about: str) -> str:
 
 
 def _find_share(generated: Sat, seam: str, size: float, dtype: str) -> tuple[int, int]:
-    """(found, all) of the variants that acted."""
+    """(found, all) of the variants that acted and were judged in the type."""
     scores = [
         score
         for plant, score in generated
-        if plant.size == size and plant.name.startswith(f"generated_{seam}_") and score.acted
+        if plant.size == size
+        and plant.name.startswith(f"generated_{seam}_")
+        and score.acted
+        and dtype in _list_types(score)
     ]
     return sum(dtype in score.types for score in scores), len(scores)
+
+
+def _list_types(score: Score) -> tuple[str, ...]:
+    return score.types_judged or TYPES_OF_OLD_RESULTS
 
 
 def _find_smallest(cells: Mapping[float, tuple[int, int]]) -> str:

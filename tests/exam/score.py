@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from exam.plant import Plant
@@ -13,6 +13,7 @@ VISIBLE = 1e-5  # the relative error that a comparison of two curves sees
 NARROW = ("bfloat16", "float16")
 BANDS = 4  # an effect of so many times the median band must be found
 UPDATE_BAND = 1e-5  # of updates, which these rows make in float32
+OWN_LAYOUTS, ALL_LAYOUTS = "own", "all"
 OUTCOMES = ("found", "missed", "crashed", "refused", "hung", "not run")
 
 Row = Mapping[str, Any]
@@ -26,7 +27,9 @@ class Score:
     examined. `acted`: the condition of the bug held at least once. `tensor`, `rank` and `cause` are
     true if the first difference names the right ones. `types`: floating-point types in which it was
     found. `false_alarms`: layouts that must be clean and differ. `message`: the words printed of the
-    first difference. `loss_error` and `norm_error`: of the worst row, over its steps.
+    first difference. `loss_error` and `norm_error`: of the worst row, over its steps. `asked`: the
+    layouts that the command named, OWN_LAYOUTS (those of the plant) or ALL_LAYOUTS. `types_judged`:
+    those in which a row was compared.
     """
 
     plant: str
@@ -48,10 +51,13 @@ class Score:
     """Narrow type -> "found", "missed", or "below": too little an effect for what the type rounds."""
     bands: Mapping[str, float] = field(default_factory=dict)
     """Narrow type -> the median band of its rows, the widest of them."""
+    asked: str = OWN_LAYOUTS
+    types_judged: tuple[str, ...] = ()
 
     @property
     def is_found(self) -> bool:
-        return self.outcome == "found"
+        """True if a row differs and the bug acted: else nothing is there to be found."""
+        return self.outcome == "found" and self.acted
 
     @property
     def shows_in_loss(self) -> bool:
@@ -89,6 +95,9 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
             dict.fromkeys(row["layout"] for row in clean if row["first"] is not None)
         ),
         "num_clean_rows": len(clean),
+        "types_judged": tuple(
+            dict.fromkeys(row["dtype"] for row in rows if not (row["refused"] or row["crashed"]))
+        ),
         "loss_error": _find_worst(judged, "loss"),
         "norm_error": _find_worst(judged, "norm"),
         "narrow": {dtype: outcome for dtype in NARROW if (outcome := _judge_narrow(judged, dtype))},
@@ -108,6 +117,24 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         message=f"{differing[0]['layout']} {differing[0]['dtype']}: {first['text']}: {first['cause']}",
         **shared,
     )
+
+
+def add_marks(score: Score, *, is_reached: bool, acted: bool, text: str) -> Score:
+    """`score`, with what processes recorded: whether one of them reached an edited line, and
+    whether the bug acted. What differs although it did not is a false alarm. `text`: the errors of
+    the command."""
+    if score.outcome == "found" and not acted:
+        score = replace(
+            score,
+            outcome="missed",
+            **dict.fromkeys(("tensor", "rank", "cause"), False),
+            types=(),
+            layouts_found=(),
+            false_alarms=(*score.false_alarms, *score.layouts_found),
+        )
+    if not is_reached:
+        score = replace(score, outcome="not run", message=text[-500:])
+    return replace(score, acted=acted)
 
 
 def _judge_narrow(rows: Sequence[Row], dtype: str) -> str:

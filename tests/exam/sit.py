@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from exam.plant import Plant, edit_sources
-from exam.score import Row, Score, score_rows
+from exam.score import ALL_LAYOUTS, OWN_LAYOUTS, Row, Score, add_marks, score_rows
 
 HERE = Path(__file__).parent
 HOOK, MODULES = HERE / "hook", HERE / "modules"
 PROBE_TIMEOUT_S = 300.0
 ROW_SCHEMA = "phalanx.verify-row"
+NUM_TIMEOUTS_OF_ALL_LAYOUTS = 12  # of about 200 rows, where a plant names a few
 
 
 class ClosedError(Exception):
@@ -85,26 +86,46 @@ class Processes:
                     os.killpg(process.pid, signal.SIGTERM)
 
 
-def sit(plant: Plant, processes: Processes | None = None, *, types: str = "") -> Score:
-    """Run `phalanx verify` with the plant's edits, in processes of its own; in `types`, or those
-    that it takes by itself."""
+def sit(
+    plant: Plant,
+    processes: Processes | None = None,
+    *,
+    types: str = "",
+    asked: str = OWN_LAYOUTS,
+) -> Score:
+    """The score of `phalanx verify` with the plant's edits, run in processes of its own: in `types`,
+    or those that it takes by itself, with the plant's layouts or, if `asked` is ALL_LAYOUTS, as a
+    user of the job would who knows nothing of the bug."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="exam-") as directory:
         folder = Path(directory)
         environment = write_edits(plant, folder)
-        layouts = dict.fromkeys((*plant.shows, *plant.clean))
-        command = verify_command(plant.job, ",".join(layouts), plant.num_ranks)
-        if types:
-            command += ("--types", types)
-        done = (processes or Processes()).run(command, folder, environment)
+        done = (processes or Processes()).run(
+            build_sitting_command(plant, types=types, asked=asked),
+            folder,
+            environment,
+            num_timeouts=NUM_TIMEOUTS_OF_ALL_LAYOUTS if asked == ALL_LAYOUTS else 1,
+        )
         marks = set(os.listdir(folder / "ran"))
     seconds = round(time.monotonic() - began, 1)
     if done is None:
-        return Score(plant.name, "hung", seconds=seconds)
+        return Score(plant.name, "hung", seconds=seconds, asked=asked)
     score = score_rows(plant, read_rows(done.stdout), exit_code=done.returncode, text=done.stderr)
-    if not marks >= {edit.module for edit in plant.edits} and not score.is_found:
-        score = replace(score, outcome="not run", message=done.stderr[-500:])
-    return replace(score, acted=any(mark.endswith(".acted") for mark in marks), seconds=seconds)
+    acted = any(mark.endswith(".acted") for mark in marks)
+    score = add_marks(score, is_reached=bool(marks), acted=acted, text=done.stderr)
+    return replace(score, seconds=seconds, asked=asked)
+
+
+def build_sitting_command(plant: Plant, *, types: str, asked: str) -> list[str]:
+    """The command that judges a plant in `types` ("": those that verify takes by itself), in the
+    layouts that it names or in all of its job."""
+    layouts = ",".join(dict.fromkeys((*plant.shows, *plant.clean)))
+    if asked == ALL_LAYOUTS:
+        layouts = ALL_LAYOUTS
+    command = verify_command(plant.job, layouts, plant.num_ranks)
+    if types:
+        command += ("--types", types)
+    return command
 
 
 def verify_command(job: Sequence[str], layouts: str, num_ranks: int) -> list[str]:

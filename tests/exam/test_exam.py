@@ -27,7 +27,7 @@ from exam.plant import (
     load_plant,
 )
 from exam.results import Results
-from exam.score import Score, score_rows
+from exam.score import Score, add_marks, score_rows
 from exam.short_run import NUM_STEPS, ONE_PROCESS
 from exam.sit import MODULES, Processes, sit
 from models import CPU
@@ -60,53 +60,6 @@ def test_every_plant_applies() -> None:
     assert len({(plant.edits, plant.job) for plant in plants}) == len(plants)
     assert all(not set(plant.shows) & set(plant.clean) for plant in plants)
     assert all(part == part.lower() for plant in plants for part in plant.cause)
-
-
-def test_layouts_of_plants_exist() -> None:
-    from phalanx.verify.cases import (
-        SECOND_IMPLEMENTATIONS,
-        list_all_layouts,
-        list_gradient_compression_layouts,
-    )
-    from phalanx.verify.trainer_cases import list_trainer_case_names
-
-    for plant in (*list_plants(), *generate_variants(0)):
-        known = dict(
-            [
-                *list_all_layouts(plant.num_ranks, experts=True),
-                *list_gradient_compression_layouts(plant.num_ranks),
-            ]
-        )
-        assert set(plant.shows) | set(plant.clean) <= {
-            *known,
-            *SECOND_IMPLEMENTATIONS,
-            *list_trainer_case_names(plant.num_ranks, experts=True),
-        }, plant.name
-
-
-@pytest.mark.long
-def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
-    from phalanx.job.load import load_job
-    from phalanx.verify.choose import select_layout_cases
-
-    monkeypatch.syspath_prepend(MODULES)
-    for plant in (*list_plants(), *generate_variants(0)):
-        words = [word for word in plant.job if word != "--shrink"]
-        model = None
-        if words[:1] == ["--model"]:
-            _, model, *words = words
-        job_file, overrides = split_job_file_and_overrides(words)
-        selection = select_layout_cases(
-            load_job(job_file, build_overrides_of_model(model, overrides)),
-            [*plant.shows, *plant.clean],
-            ranks=plant.num_ranks,
-            steps=3,
-            shrink="--shrink" in plant.job,
-        )
-        assert {case.name: case.refused for case in selection.cases if case.refused} == {}, (
-            plant.name
-        )
 
 
 def test_a_module_of_ones_own_has_cases_in_narrow_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +192,19 @@ def test_a_difference_in_a_clean_layout_is_a_false_alarm_and_finds_nothing() -> 
 )
 def test_what_is_not_found_is_told_apart(rows: list[dict[str, Any]], outcome: str) -> None:
     assert score_rows(PLANT, rows, exit_code=11, text="").outcome == outcome
+
+
+def test_what_differs_though_no_bug_acted_is_a_false_alarm() -> None:
+    differs = score_rows(PLANT, [row("ddp"), row("zero3", first=first())], exit_code=11, text="")
+    assert not differs.is_found
+    acted = add_marks(differs, is_reached=True, acted=True, text="")
+    assert (acted.is_found, acted.outcome, acted.false_alarms) == (True, "found", ())
+    idle = add_marks(differs, is_reached=True, acted=False, text="")
+    assert (idle.outcome, idle.tensor, idle.types) == ("missed", False, ())
+    assert (idle.false_alarms, idle.layouts_found) == (("zero3",), ())
+    unread = add_marks(differs, is_reached=False, acted=False, text="an error")
+    assert (unread.outcome, unread.message) == ("not run", "an error")
+    assert unread.false_alarms == ("zero3",)
 
 
 @pytest.mark.parametrize("norm", [float("nan"), None, 2e-5])

@@ -12,10 +12,10 @@ import exam.__main__
 from exam.__main__ import PAGE, list_sittings, main
 from exam.clean import CleanScore
 from exam.generate import generate_variants
-from exam.page import format_blocks, replace_blocks
+from exam.page import format_blocks, format_ladder, replace_blocks
 from exam.plant import Plant, list_plants, load_plant
 from exam.results import Results, digest_sources
-from exam.score import Score
+from exam.score import ALL_LAYOUTS, OWN_LAYOUTS, Score
 from exam.sit import Processes
 
 NAME = "rank_1_spoils_one_gradient"
@@ -47,6 +47,33 @@ def test_blocks_have_every_plant() -> None:
     assert "| gradient | float64 | 1/1 |" in blocks["ladder"]
     assert f"| **all** | {len(plants)} | {len(plants)} | 0 |" in blocks["totals"]
     assert f"{len(plants)} of {len(plants)} plants sat, on " in blocks["sat"]
+
+
+@pytest.mark.parametrize(("asked", "layouts"), [(OWN_LAYOUTS, "..."), (ALL_LAYOUTS, "all")])
+def test_the_page_says_which_command_and_how_many_jobs(asked: str, layouts: str) -> None:
+    plants = [load_plant("tp_norms_averaged"), load_plant("hf_embeddings_decay_under_tp")]
+    sat = [(plant, Score(plant.name, "found", acted=True)) for plant in plants]
+    blocks = format_blocks(
+        sat, sat, [], curves={}, about="here", seconds=60.0, num_plants=2, asked=asked
+    )
+    assert f"`phalanx verify JOB --json --layouts {layouts} --ranks N`" in blocks["sat"]
+    assert "2 of 2 plants sat, on 2 jobs; here; 1 minutes" in blocks["sat"]
+    for name in ("ladder", "variants"):
+        assert ("in all layouts" in blocks[name]) == (asked == ALL_LAYOUTS)
+
+
+def test_the_ladder_has_each_type_that_results_have() -> None:
+    """A type in which nothing was found, too; old results do not say their types."""
+    (variant, *_) = generate_variants(0)
+    types = ("float64", "bfloat16", "float16", "fp8")
+    found = Score(variant.name, "found", acted=True, types=types[:2], types_judged=types)
+    lines = format_ladder([(variant, found)], about="here").splitlines()
+    shown = [line.split(" | ")[1:3] for line in lines if line.startswith("| gradient")]
+    assert shown == [["float64", "1/1"], ["bfloat16", "1/1"], ["float16", "0/1"], ["fp8", "0/1"]]
+    old = Score(variant.name, "found", acted=True, types=("float64",))
+    lines = format_ladder([(variant, old)], about="here").splitlines()
+    shown = [line.split(" | ")[1:3] for line in lines if line.startswith("| gradient")]
+    assert shown == [["float64", "1/1"], ["float32", "0/1"]]
 
 
 def test_the_page_keeps_what_was_written_by_hand() -> None:
