@@ -359,6 +359,19 @@ def test_one_rank_alone_has_no_straggler_and_no_communication(tmp_path: Path) ->
     assert [cause.kind for cause in verdict.causes] == ["compute"]
 
 
+def test_what_no_phase_times_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    layout = {**PLAN.get("layout", {}), "tp": 2}
+    compiled = judge(tmp_path / "run", {**PLAN, "layout": layout, "compile": True})
+    assert any("compiled blocks are not timed" in text for text in compiled.not_judged)
+    unused = {**PLAN, "parallel": {"unused_parameters": "allow"}}
+    assert any("DDP's last one" in text for text in judge(tmp_path / "run", unused).not_judged)
+    for plan in (PLAN, {**PLAN, "compile": True}, {**PLAN, "layout": layout}):
+        not_judged = " ".join(judge(tmp_path / "run", plan).not_judged)
+        assert "compiled" not in not_judged
+        assert "DDP" not in not_judged
+
+
 def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {2: {"forward": 0.06}})
     path = run / "events" / "rank-0003-attempt-00.jsonl"

@@ -193,17 +193,29 @@ class PhaseTimer:
             with self("collective", words, axis=axis):
                 yield
             return
-        phase, around = "collective", ""
-        if self._stack:
-            phase, around = self._stack[-1].name, self._stack[-1].words
+        self.enter_collective(words, axis=axis)
+        yield
+        self.leave_collective()
+
+    def enter_collective(self, words: str, *, axis: str = "") -> None:
+        """Begin what `collective` is the body of. For places where a `with` cannot stand."""
+        if not self.clock.is_late:
+            self.enter("collective", words, axis=axis)
+            return
         self._write_position("collective", words)
         for listener in self._listeners:
             listener(self.step, "collective")
-        yield
-        self._write_position(phase, around)
-        if self._stack:
+
+    def leave_collective(self) -> None:
+        """End what `enter_collective` has begun."""
+        if not self.clock.is_late:
+            self.leave("collective")
+        elif self._stack:
+            self._write_position(self._stack[-1].name, self._stack[-1].words)
             for listener in self._of_training:
-                listener(self.step, phase)
+                listener(self.step, self._stack[-1].name)
+        else:
+            self._write_position("collective")
 
     def enter(self, name: str, words: str = "", *, axis: str = "") -> None:
         """Begin a phase; the enclosing one stops counting. `words` say what it does; `axis` says

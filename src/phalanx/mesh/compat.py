@@ -208,6 +208,12 @@ def adds_to_fsdp_gradients(unit: torch.nn.Module, dtype: torch.dtype) -> bool:
     return False
 
 
+def reduces_over_fsdp_copies(unit: torch.nn.Module) -> bool:
+    """True if the next reduction of a unit's gradients goes over the copies of its shards, too;
+    where there are any."""
+    return any(each.all_reduce_grads for each in _list_fsdp_groups_of_unit(_get_fsdp_state(unit)))
+
+
 def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     """Gradients that FSDP2 keeps whole between backwards, for a reduction that comes later."""
     gradients = []

@@ -144,6 +144,7 @@ class TensorParallelGroup:
             return self.wait(self.start_reduce_scatter(parts))
 
     def timing_collective(self, kind: str, words: str) -> AbstractContextManager[None]:
+        # A graph has no clock: the verdict says that these are a part of forward and backward.
         if torch.compiler.is_compiling():
             return nullcontext()
         return self.phases("collective", words, axis="tp")

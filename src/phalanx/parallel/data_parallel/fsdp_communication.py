@@ -1,13 +1,15 @@
 """What FSDP2 calls to gather a unit's parameters and to scatter its gradients.
 
-On gloo both happen where they are called, and their time is charged to "collective" there. On a GPU
-FSDP has streams of its own for them: what forward and backward wait for these is a part of their
-seconds, and "collective" has only what the step itself waits for (its one reduction, tensor and
-context parallelism).
+On CPUs all of it happens where it is called or waited for, and this time is charged to "collective":
+gathers, reduce-scatters, and the all-reduce over copies of a shard (HSDP). On a GPU FSDP has streams
+of its own for them: what forward and backward wait for these is a part of their seconds, and
+"collective" has only what the step itself waits for (its one reduction, tensor and context
+parallelism).
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 from typing import Any
 
@@ -15,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import (
     adds_to_fsdp_gradients,
     get_fsdp_communication_classes,
     let_fsdp_gather_in_place,
+    reduces_over_fsdp_copies,
 )
 from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
@@ -36,15 +40,24 @@ def set_fsdp_communication(
     charged."""
     let_fsdp_gather_in_place()
     unit.set_custom_all_gather(_Gather(context, shards))
-    unit.set_custom_reduce_scatter(_Scatter(unit, context, shards))
-    num_replicas = context.plan.layout.gradient_reduction_layout.dp_replicate
-    if num_replicas > 1:
+    scatter = _Scatter(unit, context, shards)
+    unit.set_custom_reduce_scatter(scatter)
+    if scatter.num_replicas > 1:
         # FSDP's all-reduce over copies of a shard goes through no seam, but is followed by this
         # call: also in a unit that nothing scatters, and only in the microbatches that reduce.
-        traffic = context.traffic.gradients
-        unit.set_all_reduce_hook(
-            lambda gradients: traffic.add_all_reduce(gradients.nbytes, num_replicas)
-        )
+        unit.set_all_reduce_hook(scatter.end_all_reduce)
+
+
+class _TimedGather(dist.Work):
+    """The Work of a gather whose wait is charged to "collective"."""
+
+    def __init__(self, work: dist.Work, phases: PhaseTimer) -> None:
+        super().__init__()
+        self._work, self._phases = work, phases
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        with self._phases.collective("all_gather parameters", axis="dp"):
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
 
 
 class _Gather(_FsdpGather):  # type: ignore[misc, valid-type]
@@ -55,7 +68,8 @@ class _Gather(_FsdpGather):  # type: ignore[misc, valid-type]
     def post_in_place(self, parameters: list[Any], group: Any) -> Any:
         """Begin to fill a unit's parameters from where other ranks have their shards."""
         with self._phases.collective("all_gather parameters", axis="dp"):
-            return self._shards.post_gather(parameters, group)
+            work = self._shards.post_gather(parameters, group)
+        return None if work is None else _TimedGather(work, self._phases)
 
     def __call__(
         self,
@@ -83,7 +97,10 @@ class _Scatter(_FsdpScatter):  # type: ignore[misc, valid-type]
         self._traffic = context.traffic.gradients
         self._messages = ScatteredMessages(shards)
         layout = context.plan.layout.gradient_reduction_layout
-        self._is_averaged_over_copies = layout.dp_replicate > 1
+        self.num_replicas = layout.dp_replicate
+        # FSDP asks for the memory of the message, and then for that of its result.
+        self._message_size: int | None = None
+        self._is_all_reducing = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         message = None
@@ -91,6 +108,13 @@ class _Scatter(_FsdpScatter):  # type: ignore[misc, valid-type]
             # One message is held at a time; who is late by less than a unit is here by now.
             self._shards.wait_for_reductions()
             message = self._messages.make_message(math.prod(size), dtype)
+        if self._message_size is None:
+            self._message_size = math.prod(size)
+        else:
+            # As long as the message: one rank has all of it, and nothing is scattered.
+            if self._message_size == math.prod(size):
+                self._begin_all_reduce()
+            self._message_size = None
         if message is not None:
             return message.view(size)
         return torch.empty(*size, dtype=dtype, device=device)
@@ -105,6 +129,33 @@ class _Scatter(_FsdpScatter):  # type: ignore[misc, valid-type]
     ) -> Any:
         # The unit's own group: experts are scattered over fewer ranks than the rest.
         self._traffic.add_reduce_scatter(input_tensor.nbytes, group.size())
+        self._message_size = None
+        work = self._reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        self._begin_all_reduce()
+        return work
+
+    def _begin_all_reduce(self) -> None:
+        """Where FSDP is about to average the scattered gradients over the copies of a shard: the
+        time until `end_all_reduce` is waiting and transfer."""
+        if self.num_replicas > 1 and reduces_over_fsdp_copies(self._unit):
+            self._is_all_reducing = True
+            self._phases.enter_collective("all_reduce gradients", axis="dp")
+
+    def end_all_reduce(self, gradients: torch.Tensor) -> None:
+        """FSDP's hook behind the all-reduce over copies."""
+        self._traffic.add_all_reduce(gradients.nbytes, self.num_replicas)
+        if self._is_all_reducing:
+            self._is_all_reducing = False
+            self._phases.leave_collective()
+
+    def _reduce_scatter(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool,
+    ) -> Any:
         with self._phases.collective("reduce_scatter gradients", axis="dp"):
             is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
             if async_op or not is_plain or not is_on_cpu(output_tensor):
@@ -124,6 +175,6 @@ class _Scatter(_FsdpScatter):  # type: ignore[misc, valid-type]
         """True if FSDP makes gradients that are views of the result, and computes nothing of it."""
         return (
             op == dist.ReduceOp.AVG
-            and not self._is_averaged_over_copies
+            and self.num_replicas == 1
             and not adds_to_fsdp_gradients(self._unit, result.dtype)
         )

@@ -221,7 +221,11 @@ def _split_parameters_into_buckets(
 
 class BackwardCommunicationTimer:
     """Charges to "collective" what remains of the backward once the last gradient exists: pure
-    waiting. `unused`: names of parameters that had no part in a loss so far, where that is allowed.
+    waiting. `unused`: names of parameters that had no part in a loss of some step, where that is
+    allowed.
+
+    Who never had a part in one is not waited for. Where a parameter that had one has none, the
+    last gradient is unknown, and the waiting of that step stays in the backward.
 
     DDP starts a bucket's all-reduce when its gradients are ready and waits for all of them at the
     end, inside C++. All-reduces before the last gradient overlap with the backward and cost nothing
@@ -239,6 +243,9 @@ class BackwardCommunicationTimer:
             if p.requires_grad and p not in separate
         }
         self._missing: set[torch.Tensor] = set()
+        # Without a gradient so far; known once a backward has ended.
+        self._never_used: set[torch.Tensor] = set()
+        self._is_first_backward = True
         self._armed = self._waiting = False
         for parameter in self._trainable:
             # DDP tells nobody when a bucket is due: the last gradient that exists marks the moment.
@@ -246,13 +253,15 @@ class BackwardCommunicationTimer:
 
     def _record_ready_gradient(self, parameter: torch.Tensor) -> None:
         self._missing.discard(parameter)
+        self._never_used.discard(parameter)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
             self._phases.enter("collective", "all_reduce gradients", axis="dp")
 
     def start_before_backward(self) -> None:
         """Before a forward-backward whose gradients are reduced."""
-        self._missing, self._armed, self._waiting = set(self._trainable), True, False
+        self._missing = set(self._trainable) - self._never_used
+        self._armed, self._waiting = True, False
 
     def stop_after_backward(self) -> None:
         """When the backward has returned: every bucket has arrived.
@@ -266,6 +275,8 @@ class BackwardCommunicationTimer:
             names = sorted(full_name(self._trainable[parameter]) for parameter in missing)
         if missing and self._allows_unused:
             self.unused.update(names)
+            if self._is_first_backward:
+                self._never_used = set(missing)
         elif missing:
             listed_names = ", ".join(names[:3])
             if len(names) > 3:
@@ -277,6 +288,7 @@ class BackwardCommunicationTimer:
                     "parallel.unused_parameters=allow"
                 ),
             )
+        self._is_first_backward = False
         if self._waiting:
             self._waiting = False
             self._phases.leave("collective")

@@ -114,8 +114,18 @@ def _list_not_judged(outline: RunOutline) -> tuple[str, ...]:
     missing = []
     if outline.device == "cuda" and outline.zero_stage >= 2:
         missing.append(
-            "what a GPU waits for gathered weights: FSDP's own streams are not timed, it is a"
-            " part of forward and backward"
+            "what a GPU waits for gathered weights and reduced gradients: FSDP's own streams are"
+            " not timed, it is a part of forward and backward"
+        )
+    if outline.is_compiled and outline.degrees.get("tp", 1) > 1:
+        missing.append(
+            "what ranks wait for in tensor parallelism: collectives in compiled blocks are not"
+            " timed, they are a part of forward and backward"
+        )
+    if outline.allows_unused and outline.zero_stage < 2:
+        missing.append(
+            "waiting for gradients in steps in which a parameter that was used before has none:"
+            " DDP's last one is not known then, it is a part of backward"
         )
     if not outline.flops_per_token:
         missing.append("how fast the computation could be: the model's FLOPs are not known")

@@ -58,6 +58,8 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         device=str(plan.get("device", "")),
         num_stages=degrees.get("pp", 1),
         zero_stage=int(finite_or_zero(number_or_nan(plan.get("zero_stage")))),
+        is_compiled=plan.get("compile") is True,
+        allows_unused=dict_or_empty(plan.get("parallel")).get("unused_parameters") == "allow",
         evaluation_s=sum(event.wall_s for event in evaluations),
         num_evaluations=len(evaluations),
         num_saves=len(saves),

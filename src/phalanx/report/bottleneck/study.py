@@ -25,12 +25,15 @@ class RunOutline:
 
     `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
-    ("dp", "tp", ...); `degrees` by axis of the layout.
+    ("dp", "tp", ...); `degrees` by axis of the layout; `allows_unused`: DDP may find parameters
+    without a gradient.
     """
 
     device: str = ""
     num_stages: int = 1
     zero_stage: int = 0
+    is_compiled: bool = False
+    allows_unused: bool = False
     evaluation_s: float = 0.0
     num_evaluations: int = 0
     num_saves: int = 0
