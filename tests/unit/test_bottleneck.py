@@ -360,7 +360,7 @@ def test_one_rank_alone_has_no_straggler_and_no_communication(tmp_path: Path) ->
 
 
 def test_what_no_phase_times_is_said(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
+    write_run(tmp_path / "run", {})
     layout = {**PLAN.get("layout", {}), "tp": 2}
     compiled = judge(tmp_path / "run", {**PLAN, "layout": layout, "compile": True})
     assert any("compiled blocks are not timed" in text for text in compiled.not_judged)

@@ -1,10 +1,10 @@
 """What FSDP2 calls to gather a unit's parameters and to scatter its gradients.
 
-On CPUs all of it happens where it is called or waited for, and this time is charged to "collective":
-gathers, reduce-scatters, and the all-reduce over copies of a shard (HSDP). On a GPU FSDP has streams
-of its own for them: what forward and backward wait for these is a part of their seconds, and
-"collective" has only what the step itself waits for (its one reduction, tensor and context
-parallelism).
+On CPUs all of it happens where it is called or waited for, and this time is charged to
+"collective": gathers, reduce-scatters, and the all-reduce over copies of a shard (HSDP). On a GPU
+FSDP has streams of its own for them: what forward and backward wait for these is a part of their
+seconds, and "collective" has only what the step itself waits for (its one reduction, tensor and
+context parallelism).
 """
 
 from __future__ import annotations
