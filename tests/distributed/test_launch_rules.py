@@ -29,7 +29,7 @@ from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
-from phalanx.launch.verdict import RankFailure, find_root_failure
+from phalanx.launch.verdict import LOST_CONNECTION, RankFailure, find_root_failure
 
 TORCHRUN = {
     "RANK": "3",
@@ -322,7 +322,8 @@ class TestVerdict:
         end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, records)
         failure = find_root_failure(end, tmp_path)
         assert failure is not None
-        assert (failure.rank, failure.restartable) == (1, False)
+        assert (failure.rank, failure.restartable) == (-1, False)
+        assert "rank 1 noticed first: RuntimeError: Timed out" in failure.summary
 
     def test_sigkill_hints_at_the_memory_killer(self, tmp_path: Path) -> None:
         self.at(tmp_path, 1, 12, "forward")
@@ -521,23 +522,37 @@ class TestSignatures:
 
     def test_a_crash_loop_of_lost_connections_is_found(self, tmp_path: Path) -> None:
         """Nobody knows why, each time over another port, and each time another rank says it
-        first."""
+        first: no rank is blamed, and a cause from outside is not excluded before the third time."""
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for rank in range(2):
             BlackBox(black_box_path(tmp_path, rank)).write(7, "backward")
         failures = []
         for attempt, words in enumerate(
-            (f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")
+            (
+                f"{GLOO} [127.0.0.1]:4711",
+                f"{FULL_MESH}: Connection reset by peer",
+                f"{GLOO} [127.0.0.1]:4712",
+            )
         ):
             record = failed(raised(RuntimeError(words)))
+            exits = {rank: died(rank, code=1) for rank in range(2)}
             failure = find_root_failure(
-                AttemptEnd(attempt, {attempt: died(attempt, code=1)}, {attempt: record}), tmp_path
+                AttemptEnd(attempt, exits, {attempt % 2: record, 1 - attempt % 2: record}), tmp_path
             )
             assert failure is not None
+            assert (failure.rank, failure.cause, failure.restartable) == (-1, LOST_CONNECTION, True)
             failures.append(failure)
         policy.count_restart_or_raise(failures[0], now_s=0)
+        policy.count_restart_or_raise(failures[1], now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 7"):
-            policy.count_restart_or_raise(failures[1], now_s=0)
+            policy.count_restart_or_raise(failures[2], now_s=0)
+
+    def test_a_connection_that_a_rank_alone_lost_is_its_own(self, tmp_path: Path) -> None:
+        record = failed(raised(RuntimeError(f"{GLOO} [10.1.2.3]:5432")))
+        end = AttemptEnd(0, {0: died(0, code=1)}, {0: record})
+        failure = find_root_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.rank, failure.cause) == (0, "exception")
 
 
 class TestAbsence:

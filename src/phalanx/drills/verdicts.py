@@ -116,6 +116,8 @@ def _list_known_rank(rank: int) -> tuple[int, ...]:
 
 def _classify_failure(event: RankFailed) -> str:
     """The class of a failure, from the supervisor's own words."""
+    if event.cause == "lost_connection":
+        return "lost connection"
     if event.failed_rank < 0 and event.cause != "exception":
         return "store killed" if "store" in event.detail else "server killed"
     if event.hang_kind:

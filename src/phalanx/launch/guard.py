@@ -19,8 +19,8 @@ from phalanx.core.errors import ExitCode
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.positions import describe_rank_position
 from phalanx.launch.signals import format_signal_name
-from phalanx.launch.verdict import describe_rank_position
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # SI_KERNEL: the terminal's Ctrl-C, which goes to the whole group and reaches the rank by itself.

@@ -56,6 +56,18 @@ def read_furthest_position(run_dir: Path) -> LastPosition | None:
     return furthest
 
 
+def describe_rank_position(last_seen: LastPosition | None, stepless: str = "") -> str:
+    """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
+    collective = ""
+    if last_seen is not None and last_seen.collective:
+        collective = f" ({last_seen.collective})"
+    if stepless:
+        return f"while {stepless}{collective}"
+    if last_seen is None or last_seen.step < 1:
+        return "before the first step"
+    return f"at step {last_seen.step} in {last_seen.phase}{collective}"
+
+
 def _read_position(path: Path) -> LastPosition | None:
     try:
         return read_last_position(path)

@@ -28,7 +28,11 @@ from phalanx.launch.log_excerpts import (
     read_main_thread_stack,
 )
 from phalanx.launch.paths import black_box_path, rank_log_path
-from phalanx.launch.positions import describe_waits_at_end, read_furthest_position
+from phalanx.launch.positions import (
+    describe_rank_position,
+    describe_waits_at_end,
+    read_furthest_position,
+)
 from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.reports import STORE_ERROR_NAMES, ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
@@ -45,6 +49,8 @@ _DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
     ExitCode.INTERRUPTED,
 }
 OUT_OF_MEMORY = "out of memory"
+# Ranks lost each other, and none of them, nor anything else, is known to have failed.
+LOST_CONNECTION = "lost_connection"
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNREPORTED_EXIT_HINT = " (by os._exit or C's exit, before the run was done)"
 
@@ -55,11 +61,11 @@ class RankFailure:
 
     `summary` is one line with the place; `detail` the error or signal alone; `report` the whole
     text for a person; `signature` is equal for equal failures. `step` is 0 before the first step,
-    `rank` -1 for the server itself.
+    `rank` -1 for the server itself, and where nobody knows which rank it was.
     """
 
     rank: int
-    cause: str  # "exception" | "signal" | "exit" | "hang", or the kind of a RollBack
+    cause: str  # "exception" | "signal" | "exit" | "hang" | LOST_CONNECTION, or a RollBack's kind
     step: int
     phase: str
     summary: str
@@ -115,6 +121,10 @@ def _explain_error_report(blamed: _BlamedRank, report: ErrorReport) -> RankFailu
         return _explain_roll_back(blamed, report.roll_back)
     if report.is_phalanx_error:
         return _blame_phalanx_error(blamed, report)
+    # A rank alone has nobody to lose: it was a connection of the user's own.
+    end = blamed.end
+    if report.secondary and len(end.exits.keys() | end.records.keys() | end.waiting.keys()) > 1:
+        return _explain_lost_connection(blamed, report)
     return _blame_exception(blamed, report)
 
 
@@ -306,10 +316,7 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     if report.user_place:
         lines.append(f"your code: {report.user_place}")
     lines.append(f"log: {blamed.log_path}")
-    # A lost connection is told in many words: they are one failure when it repeats.
-    signature = "lost connection"
-    if not report.secondary:
-        signature = remove_varying_text_from_failure(report.one_line)
+    signature = remove_varying_text_from_failure(report.one_line)
     summary = f"{summary}: {report.one_line}"
     failure = blamed.build_restartable_failure(
         "exception", summary, report.one_line, lines, signature
@@ -318,6 +325,20 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
         noticed = f"rank {blamed.rank} noticed"
         return _blame_rank_in_other_collective(failure, blamed, noticed)
     return failure
+
+
+def _explain_lost_connection(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
+    """The failure of ranks that only lost each other: the first to notice is not to blame."""
+    summary = f"ranks lost the connection to each other {blamed.describe_position}"
+    noticed = f"rank {blamed.rank} noticed first: {report.one_line}"
+    lines = [f"{summary}; rank {blamed.rank} noticed first:", report.traceback.rstrip()]
+    lines += _describe_other_ranks_ends(blamed.rank, report, blamed.end)
+    lines.append(f"log: {blamed.log_path}")
+    # It is told in many words: they are one failure when it repeats.
+    failure = blamed.build_restartable_failure(
+        LOST_CONNECTION, f"{summary}; {noticed}", noticed, lines, "lost connection"
+    )
+    return replace(failure, rank=-1)
 
 
 def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankFailure:
@@ -434,18 +455,6 @@ def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str)
         f"log: {blamed.log_path}",
     ]
     return blamed.build_restartable_failure(cause, summary, detail, lines, detail)
-
-
-def describe_rank_position(last_seen: LastPosition | None, stepless: str = "") -> str:
-    """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
-    collective = ""
-    if last_seen is not None and last_seen.collective:
-        collective = f" ({last_seen.collective})"
-    if stepless:
-        return f"while {stepless}{collective}"
-    if last_seen is None or last_seen.step < 1:
-        return "before the first step"
-    return f"at step {last_seen.step} in {last_seen.phase}{collective}"
 
 
 def _out_of_memory_hint(how: str) -> str:

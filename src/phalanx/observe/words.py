@@ -98,12 +98,21 @@ def _describe_stop_request(event: events.StopRequested) -> str:
     return f"stopping after step {event.step}: {event.reason}"
 
 
+def name_what_failed(event: events.RankFailed) -> str:
+    """ "rank 1"; of a failure that is no known rank's, what else it is of."""
+    if event.failed_rank >= 0:
+        return f"rank {event.failed_rank}"
+    if event.cause == "lost_connection":
+        return "the connection between ranks"
+    return "a process beside the ranks"
+
+
 def _describe_rank_failure(event: events.RankFailed) -> str:
     moment = f"step {event.step}"
     if event.phase:
         moment += f" in {event.phase}"
     return (
-        f"rank {event.failed_rank} failed at {moment}: {event.cause},"
+        f"{name_what_failed(event)} failed at {moment}: {event.cause},"
         f" {find_exception_line_of_traceback(event.detail)}, seen after"
         f" {format_seconds(event.detected_s)}"
     )

@@ -29,7 +29,7 @@ from phalanx.observe.events import (
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import MetricUnits
-from phalanx.observe.words import find_exception_line_of_traceback
+from phalanx.observe.words import find_exception_line_of_traceback, name_what_failed
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.cause import BottleneckVerdict
@@ -135,7 +135,7 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (
-                f"rank {event.failed_rank} at step {event.step}:"
+                f"{name_what_failed(event)} at step {event.step}:"
                 f" {printable(find_exception_line_of_traceback(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):

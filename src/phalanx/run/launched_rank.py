@@ -16,9 +16,9 @@ from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.positions import describe_rank_position
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
-from phalanx.launch.verdict import describe_rank_position
 from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, open_rendezvous_store
 from phalanx.run.decision import RankZeroDecision
 from phalanx.run.rank import run_rank

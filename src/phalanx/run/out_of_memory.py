@@ -11,7 +11,7 @@ from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import OutOfMemoryError
 from phalanx.core.units import format_bytes
 from phalanx.launch.paths import black_box_path
-from phalanx.launch.verdict import describe_rank_position
+from phalanx.launch.positions import describe_rank_position
 from phalanx.run.rank_run import RankRunInputs
 from phalanx.train.memory import MemoryMeter
 

@@ -218,6 +218,7 @@ _LABELS_FROM_ZERO: dict[str, list[tuple[str, ...]]] = {
         ("signal",),
         ("exit",),
         ("hang",),
+        ("lost_connection",),
         ("launcher",),
     ],
     "phalanx_skipped_steps_total": [("nonfinite_gradients",), ("no_targets",), ("overflow",)],
