@@ -108,5 +108,6 @@ SYSTEMS = (
     System("grouped matmul", "gpu_check.systems.grouped_matmul", 60, is_trainer=False),
     System("same results", "gpu_check.systems.same_results", 60, is_trainer=False),
     System("save and resume", "gpu_check.systems.save_and_resume", 90, is_trainer=False),
+    System("verify", "gpu_check.systems.verified_rows", 60, is_trainer=False),
     System(FP8, "gpu_check.systems.phalanx_fp8", 120),
 )

@@ -42,6 +42,7 @@ from gpu_check.systems import (
     ring_attention,
     same_results,
     save_and_resume,
+    verified_rows,
 )
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.context.block_attention import OnlineSoftmaxOutput
@@ -488,3 +489,19 @@ def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     assert found[PHALANX]["losses"] == pytest.approx(found[BARE]["losses"], rel=1e-3)
     assert (found[FP8]["status"], "this plan is for CPUs" in found[FP8]["why"]) == ("refused", True)
     assert "agree" in written["verdict"][-1]
+
+
+def test_a_verified_row_agrees_only_if_it_is_equal() -> None:
+    equal = {
+        "ok": True,
+        "errors": {"loss": 1e-16, "gradient": 2e-15},
+        "tolerance": 1e-10,
+        "refused": "",
+        "crashed": "",
+    }
+    found = verified_rows.describe_row(equal)
+    assert (found.note, found.error, found.to_row()["agrees"]) == ("gradient", 2e-15, True)
+    for changes in ({"ok": False}, {"ok": None, "refused": "no"}, {"ok": False, "crashed": "died"}):
+        row = verified_rows.describe_row({**equal, **changes}).to_row()
+        assert not row["agrees"]
+        assert row["worst"] == changes.get("refused", changes.get("crashed", "gradient"))
