@@ -120,13 +120,34 @@ def test_sums_and_single_steps_are_all_steps() -> None:
     assert all(after[0] == before[1] + 1 for before, after in itertools.pairwise(borders))
 
 
-def test_a_resumed_run_counts_the_steps_that_are_left() -> None:
-    lengths = []
-    for first in (0, 90_000):
-        detail = StepDetail(1, Layout(dp_replicate=1_000), first, 100_000)
-        detail.list_events(step_of(first + 1))
-        lengths.append(detail.window_steps)
-    assert lengths[1] < lengths[0] / 5
+def test_twenty_attempts_stay_below_200_mb() -> None:
+    """Each does the last 100 steps of the one before again, ends with an open window that it still
+    writes, and has slow steps; those attempts near the end have few steps left."""
+    num_steps, num_attempts = 100_000, 20
+    odd = set(random.Random(1).sample(range(1, num_steps + 1), 2_000))
+    lasts = [5_000 * number for number in range(1, 15)]
+    lasts += [99_500, 99_600, 99_700, 99_800, 99_900, num_steps]
+    assert len(lasts) == num_attempts
+    written: list[Event] = []
+    first = 1
+    for attempt, last in enumerate(lasts):
+        detail = StepDetail(3, ALL_AXES, attempt, num_steps)
+        for number in range(first, last + 1):
+            late_s = ODD_S if number in odd else 0.0
+            written += detail.list_events(step_of(number, late_s=late_s))
+        written += detail.flush()
+        first = last - 99
+    lead_bytes = (num_steps + 100 * num_attempts) * count_bytes([step_of(num_steps)], 0)
+    assert lead_bytes + (ALL_AXES.world_size - 1) * count_bytes(written, 3) < 200e6
+
+
+def test_windows_are_those_of_the_whole_run_in_each_attempt() -> None:
+    details = [StepDetail(1, Layout(dp_replicate=1_000), attempt, 100_000) for attempt in range(20)]
+    assert len({detail.window_steps for detail in details}) == 1
+    num_first_steps = [detail.num_first_steps for detail in details]
+    assert num_first_steps == sorted(num_first_steps, reverse=True)
+    assert sum(num_first_steps) <= 2 * num_first_steps[0]
+    assert num_first_steps[0] > 0
 
 
 def test_windows_begin_where_all_ranks_begin_them_though_all_steps_of_one_were_odd() -> None:

@@ -25,22 +25,26 @@ class StepDetail:
     Rank 0 writes each step, and so does every rank if all steps of the run fit into its part of
     MAX_RUN_BYTES. Else it writes the first steps, then sums over windows of equal length, and by
     themselves the steps in them that took ODD_STEP_RATIO times as long, while there is room. A rank
-    that is killed loses the window that it was in; a restart begins with a part of its own.
+    that is killed loses the window that it was in. Restarts do not make the files larger by more
+    than a window each: windows are as long as those of the whole run, and each attempt may write
+    half as many first and odd steps as the one before.
     """
 
-    def __init__(self, rank: int, layout: Layout, first_step: int, total_steps: int) -> None:
-        num_steps = max(total_steps - first_step, 0)
+    def __init__(self, rank: int, layout: Layout, attempt: int, total_steps: int) -> None:
         degrees = layout.tp, layout.cp, layout.ep, layout.pp
         line_bytes = BYTES_PER_STEP + BYTES_PER_AXIS * sum(degree > 1 for degree in degrees)
-        run_bytes = line_bytes * num_steps
+        run_bytes = line_bytes * total_steps
         rank_bytes = (MAX_RUN_BYTES - run_bytes) // max(layout.world_size - 1, 1)
         rank_bytes = max(rank_bytes, _LEAST_RANK_BYTES)
         self._writes_each_step = rank == 0 or run_bytes <= rank_bytes
-        self.num_first_steps = int(_SHARE_OF_FIRST_STEPS * rank_bytes / line_bytes)
+        # Halves of halves: all attempts together write no more than the share.
+        share_of_attempt = 0.5 ** (attempt + 1)
+        num_lines = rank_bytes / line_bytes
+        self.num_first_steps = int(_SHARE_OF_FIRST_STEPS * num_lines * share_of_attempt)
         # A window's line is a little shorter than a step's.
-        num_windows = max(int(_SHARE_OF_WINDOWS * rank_bytes / line_bytes), 1)
-        self.window_steps = max(math.ceil((num_steps - self.num_first_steps) / num_windows), 1)
-        self._num_odd_left = int(_SHARE_OF_ODD_STEPS * rank_bytes / line_bytes)
+        num_windows = max(int(_SHARE_OF_WINDOWS * num_lines), 1)
+        self.window_steps = max(math.ceil(total_steps / num_windows), 1)
+        self._num_odd_left = int(_SHARE_OF_ODD_STEPS * num_lines * share_of_attempt)
         self._num_seen, self._mean_s = 0, 0.0
         self._window = _Window()
 

@@ -56,7 +56,7 @@ class StepRecorder:
         self._mesh, self._phases = state.model.mesh, state.model.phases
         self._list_events = list_events
         self._memory = memory or MemoryMeter()
-        self._detail = StepDetail(self._mesh.rank, plan.layout, state.step, job.train.steps)
+        self._detail = StepDetail(self._mesh.rank, plan.layout, bus.attempt, job.train.steps)
         self._gpu = GpuRecorder(self._mesh.device, bus)
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self.last_finished: StepFinished | None = None
