@@ -5,7 +5,8 @@
 The lines are those of `Envelope.to_line`, which ranks write, as many as `StepDetail` lets a rank
 write; their numbers are made up from a seed. Rank 0 has each step. Of the others the first steps
 and sums over windows: each window is one step times its length, as 100 million steps would take
-hours to make up.
+hours to make up. A step's line has all phases and seconds by axis and operation, as a trained
+rank writes them.
 
 Prints, as JSON: bytes of the events and of the page, seconds (of the wall, of a core) and peak
 memory of `phalanx report`, and where chromium is installed the milliseconds from the start of
@@ -37,6 +38,14 @@ START_UNIX_S, STEP_S = 1_790_000_000.0, 1.25
 CLOCK = MonotonicClockReading("clock-of-the-benchmark", 1000.0)
 SLOW_RANK, SLOW_S = 613, 0.15
 LAYOUT = {"pp": 5, "dp_replicate": 1, "dp_shard": 25, "cp": 1, "tp": 8, "ep": 1}
+# Of what a rank of this layout waits for and transfers.
+SHARE_OF_COLLECTIVE = {
+    "dp: all_gather parameters": 0.3,
+    "dp: reduce_scatter gradients": 0.4,
+    "tp: all_gather sequence": 0.15,
+    "tp: reduce_scatter sequence": 0.1,
+    "world: all_reduce step facts": 0.05,
+}
 GIB = 2**30
 
 
@@ -101,7 +110,7 @@ def write_rank(rank: int, num_ranks: int, num_steps: int) -> Iterator[tuple[int,
         yield from write_steps(rank, range(1, num_steps + 1))
         return
     detail = StepDetail(rank, Layout(**choose_layout(num_ranks)), 0, num_steps)
-    num_first = detail.num_first_steps
+    num_first = min(detail.num_first_steps, num_steps)
     yield from write_steps(rank, range(1, num_first + 1))
     lasts = range(num_first + detail.window_steps, num_steps + 1, detail.window_steps)
     for last, event in write_steps(rank, lasts):
@@ -118,11 +127,14 @@ def sum_window(event: events.StepFinished, count: int) -> events.StepsSummed:
         longest_s=event.step_s,
         longest_step=event.step,
         phases_s={name: round(each * count, 6) for name, each in event.phases_s.items()},
-        communication_s={},
+        communication_s={
+            name: round(each * count, 6) for name, each in event.communication_s.items()
+        },
         unaccounted_s=round(event.unaccounted_s * count, 6),
         cpu_s=round(event.cpu_s * count, 6),
         rss_bytes=event.rss_bytes,
         peak_bytes=event.peak_bytes,
+        own_bytes=event.own_bytes,
     )
 
 
@@ -135,10 +147,16 @@ def write_steps(rank: int, steps: range) -> Iterator[tuple[int, events.StepFinis
             own_s += SLOW_S
         phases_s = {
             "data": 0.004,
+            "prepare": 0.003,
+            "record": 0.002,
             "forward": round(0.3 * own_s, 6),
             "backward": round(0.6 * own_s, 6),
             "collective": round(STEP_S - own_s, 6),
             "optimizer": round(0.08 * own_s, 6),
+        }
+        communication_s = {
+            name: round(share * phases_s["collective"], 6)
+            for name, share in SHARE_OF_COLLECTIVE.items()
         }
         loss = 2.0 + 8.0 / math.sqrt(step) + rng.gauss(0.0, 0.02)
         if rng.random() < 2e-4:
@@ -147,7 +165,7 @@ def write_steps(rank: int, steps: range) -> Iterator[tuple[int, events.StepFinis
             step, loss, 4_194_304, 4_194_304 * step, 3e-4 * min(step / 2000, 1.0),
             1.0 + rng.random(), STEP_S + rng.gauss(0.0, 0.01), 4_194_304 / STEP_S, phases_s,
             STEP_S - sum(phases_s.values()), 9 * GIB, 3 * GIB, 0.0, GIB, 61 * GIB, 70 * GIB,
-            0, 0, 2**28, 1.2,
+            0, 0, 2**28, 1.2, communication_s, 6 * GIB,
         )  # fmt: skip
 
 

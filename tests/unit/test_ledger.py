@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli import report
 from phalanx.observe.events import (
     Envelope,
     Event,
@@ -22,7 +23,9 @@ from phalanx.observe.events import (
     wrap_event_in_envelope,
 )
 from phalanx.report.event_log import read_event_log
-from phalanx.report.ledger import RankLedger
+from phalanx.report.ledger import RankLedger, list_ledger_warnings
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 
 PHASES_S = {"data": 0.1, "forward": 0.3, "backward": 0.5, "collective": 0.05, "pipeline": 0.02}
 STEP_S = 1.0
@@ -180,6 +183,52 @@ def test_a_pause_that_nobody_claims_is_unattributed(tmp_path: Path) -> None:
     )
     (ledger,) = ledgers_of(tmp_path)
     assert ledger.unattributed_s == pytest.approx(7.0 + 10 * UNACCOUNTED_S)
+
+
+def write_pause_of_seven_seconds(run_dir: Path) -> None:
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 112.0)]
+    events.append((122.0, TimeBetweenSteps(10, "ending", 0.0)))
+    write(run_dir, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    end = (122.0, RunFinished("finished", 0, 10, 22.0))
+    write(run_dir, "supervisor.jsonl", -1, 0, [STARTED, end])
+
+
+def test_a_gap_is_a_warning_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pause_of_seven_seconds(tmp_path)
+    warning = "7.3 s of rank 0 (33.2 % of the wall) are in no part of the ledger"
+    (text,) = list_ledger_warnings(ledgers_of(tmp_path))
+    assert text.startswith(warning)
+    assert text in build_run_json(collect_run_facts(tmp_path))["warnings"]
+    assert report.command(str(tmp_path), other=None, out=None, as_json=False) == 0
+    assert f"warn    {warning}" in capsys.readouterr().err
+
+
+def test_a_small_gap_is_no_warning(tmp_path: Path) -> None:
+    """0.3 s of 15: 2 % and less than a second."""
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 10, 105.0)]
+    events.append((115.0, TimeBetweenSteps(10, "ending", 0.0)))
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    end = (115.0, RunFinished("finished", 0, 10, 15.0))
+    write(tmp_path, "supervisor.jsonl", -1, 0, [STARTED, end])
+    assert list_ledger_warnings(ledgers_of(tmp_path)) == []
+
+
+def test_a_gap_of_one_command_hides_no_second_that_another_counts_twice(tmp_path: Path) -> None:
+    """Five steps of the second command have 0.4 s twice; the first has a pause of 7 s."""
+    write_pause_of_seven_seconds(tmp_path)
+    path = tmp_path / "events" / "supervisor.jsonl"
+    first = path.read_text()
+    twice = {**PHASES_S, "backward": 0.9 + UNACCOUNTED_S}
+    events: list[Timed] = [(202.0, TimeBetweenSteps(10, "startup", 2.0))]
+    events += [(202.0 + number, step_of(10 + number, twice)) for number in range(1, 6)]
+    write(tmp_path, "rank-0000-attempt-01.jsonl", 0, 1, events)
+    end = (207.0, RunFinished("finished", 0, 15, 7.0))
+    write(tmp_path, "supervisor.jsonl", -1, 1, [(200.5, RanksStarted([2], 0.2)), end])
+    path.write_text(first + path.read_text())
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.unattributed_s == pytest.approx(7.0 + 10 * UNACCOUNTED_S)
+    assert ledger.counted_twice_s == pytest.approx(5 * 0.4)
+    assert len(list_ledger_warnings([ledger])) == 2
 
 
 def test_without_a_supervisor_the_wall_is_the_ranks_own(tmp_path: Path) -> None:

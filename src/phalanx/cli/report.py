@@ -55,6 +55,7 @@ def command(
             return 0
         from phalanx.report.bottleneck.describe import list_verdict_lines
         from phalanx.report.facts import describe_skipped_steps
+        from phalanx.report.ledger import list_ledger_warnings
         from phalanx.report.page import write_report
         from phalanx.report.run_status import list_status_lines
 
@@ -66,7 +67,7 @@ def command(
             print(skipped)
         for drift in facts.drifts:
             print(drift.describe())
-        for gap in facts.reading_gaps:
+        for gap in [*facts.reading_gaps, *list_ledger_warnings(facts.rank_ledgers)]:
             print(f"warn    {gap}", file=sys.stderr)
         print(write_report(run_dir, facts, path=out))
     return 0

@@ -24,7 +24,7 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
 )
 from phalanx.observe.order import AttemptCounter
-from phalanx.report.formats import finite_or_zero
+from phalanx.report.formats import finite_or_zero, format_percent, format_seconds_or_missing
 
 LEDGER_PARTS = (
     "start-up",
@@ -67,6 +67,17 @@ _PART_OF_ACTIVITY = {"startup": "start-up", "evaluate": "evaluation", "ending": 
 
 # Clocks of two processes are read one after the other.
 _COUNTED_TWICE_SHARE = 0.001
+MAX_UNATTRIBUTED_SHARE, MIN_UNATTRIBUTED_S = 0.02, 1.0
+"""Beyond both a ledger is warned of: a run of a few seconds has gaps that mean nothing."""
+_MAX_WARNINGS = 5
+
+
+@dataclass(frozen=True)
+class CommandSeconds:
+    """The wall of one command of a run, and the sum of what its parts claim of it."""
+
+    wall_s: float
+    claimed_s: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class RankLedger:
 
     `communication_s`: by "axis: operation", what is in "communication". `is_supervised`: the wall
     is the supervisor's; else it is from this rank's first sign of life to its last in each attempt.
+    `commands`: each by itself, so that a gap of one hides nothing that another counts twice.
     """
 
     rank: int
@@ -83,17 +95,51 @@ class RankLedger:
     communication_s: Mapping[str, float]
     num_steps: int
     is_supervised: bool
+    commands: tuple[CommandSeconds, ...]
 
     @property
     def unattributed_s(self) -> float:
-        """Seconds of the wall that no part has; 0 where the parts have more."""
-        return max(self.wall_s - sum(self.parts_s.values()), 0.0)
+        """Seconds of the commands' walls that no part has; of a command whose parts have more,
+        0."""
+        return sum(max(each.wall_s - each.claimed_s, 0.0) for each in self.commands)
 
     @property
     def counted_twice_s(self) -> float:
-        """Seconds that the parts have more than the wall; 0 within a thousandth of it."""
-        excess_s = sum(self.parts_s.values()) - self.wall_s
-        return excess_s if excess_s > _COUNTED_TWICE_SHARE * self.wall_s else 0.0
+        """Seconds that the parts of a command have more than its wall; 0 within a thousandth of
+        it."""
+        excesses_s = [
+            each.claimed_s - each.wall_s
+            for each in self.commands
+            if each.claimed_s - each.wall_s > _COUNTED_TWICE_SHARE * each.wall_s
+        ]
+        return sum(excesses_s, 0.0)
+
+    def describe_gap(self) -> list[str]:
+        """Sentences about what does not add up: seconds counted twice, and more than
+        MAX_UNATTRIBUTED_SHARE of the supervisor's wall in no part."""
+        sentences = []
+        if self.counted_twice_s:
+            sentences.append(
+                f"The parts of rank {self.rank} are"
+                f" {format_seconds_or_missing(self.counted_twice_s)} more than the wall: something"
+                " was counted twice."
+            )
+        gap_s = self.unattributed_s
+        is_large = gap_s > MAX_UNATTRIBUTED_SHARE * self.wall_s and gap_s >= MIN_UNATTRIBUTED_S
+        # Without a supervisor what a rank does between two words may not be over yet.
+        if self.is_supervised and is_large:
+            sentences.append(
+                f"{format_seconds_or_missing(gap_s)} of rank {self.rank}"
+                f" ({format_percent(gap_s, self.wall_s)} of the wall) are in no part of the"
+                " ledger: what is said of its time leaves them out."
+            )
+        return sentences
+
+
+def list_ledger_warnings(ledgers: Sequence[RankLedger]) -> list[str]:
+    """Sentences about ledgers that do not add up, five at most."""
+    sentences = [text for ledger in ledgers for text in ledger.describe_gap()]
+    return sentences[:_MAX_WARNINGS]
 
 
 @dataclass
@@ -230,25 +276,29 @@ class LedgerBuilder:
     def _sum_attempts(self, rank: int, attempts: Mapping[int, _RankAttempt]) -> RankLedger:
         parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
         communication_s: dict[str, float] = {}
-        wall_s, is_supervised = 0.0, True
+        is_supervised = True
+        sums: list[CommandSeconds] = []
         commands = self._group_by_command(attempts)
         for position, command in enumerate(commands):
             of_command = [attempts[number] for number in command]
+            command_parts_s = _sum_parts(of_command)
             for attempt in of_command:
-                _add_all(parts_s, attempt.parts_s)
                 _add_all(communication_s, attempt.communication_s)
-            for before, after in itertools.pairwise(of_command):
-                parts_s["restart"] += max(after.began_s - before.last_s, 0.0)
             next_number = commands[position + 1][0] if position + 1 < len(commands) else math.inf
             end = self._find_end(command, next_number)
             if end is None or not self._supervised.intersection(command):
                 is_supervised = False
-                wall_s += max(of_command[-1].last_s - of_command[0].began_s, 0.0)
-                continue
-            wall_s += end.wall_s
-            self._add_ends_of_command(parts_s, command, of_command, end)
+                wall_s = max(of_command[-1].last_s - of_command[0].began_s, 0.0)
+            else:
+                wall_s = end.wall_s
+                self._add_ends_of_command(command_parts_s, command, of_command, end)
+            _add_all(parts_s, command_parts_s)
+            sums.append(CommandSeconds(wall_s, sum(command_parts_s.values())))
         num_steps = sum(attempt.num_steps for attempt in attempts.values())
-        return RankLedger(rank, wall_s, parts_s, communication_s, num_steps, is_supervised)
+        wall_s = sum(each.wall_s for each in sums)
+        return RankLedger(
+            rank, wall_s, parts_s, communication_s, num_steps, is_supervised, tuple(sums)
+        )
 
     def _add_ends_of_command(
         self,
@@ -290,6 +340,16 @@ def _add_time_between_steps(attempt: _RankAttempt, event: TimeBetweenSteps, now_
     if event.activity == "startup":
         attempt.has_start = True
         attempt.began_s = min(attempt.began_s, now_s - seconds)
+
+
+def _sum_parts(attempts: Sequence[_RankAttempt]) -> dict[str, float]:
+    """Seconds by part over the attempts of a command, and of the restarts between them."""
+    parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
+    for attempt in attempts:
+        _add_all(parts_s, attempt.parts_s)
+    for before, after in itertools.pairwise(attempts):
+        parts_s["restart"] += max(after.began_s - before.last_s, 0.0)
+    return parts_s
 
 
 def _add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:

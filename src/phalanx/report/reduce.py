@@ -40,6 +40,7 @@ from phalanx.report.history import (
     select_skips_not_redone,
     select_steps_not_redone,
 )
+from phalanx.report.ledger import list_ledger_warnings
 from phalanx.report.reliability import measure_reliability
 from phalanx.report.self_time import build_self_time_map
 from phalanx.report.timeline import RunTimeline
@@ -89,6 +90,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     table = read_step_table(run_dir, log.tails or None)
     drifts = log.drift.find_drifts()
     reading_gaps = list_reading_gaps(log)
+    rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
         run_dir=run_dir,
         name=identity.name,
@@ -125,7 +127,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         reliability=measure_reliability(
             story, timeline, attempts, history.attempt_of, ledger.good_s
         ),
-        rank_ledgers=log.ledger.build_ledgers(),
+        rank_ledgers=rank_ledgers,
         wall_s=_find_wall_seconds(story, timeline, ledger),
         tokens_per_s=compute_median_of_finite(steps.tokens_per_s),
         timeline=timeline,
@@ -143,6 +145,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
             *reading_gaps,
             *_list_warning_texts(story, _describe_skips_at_the_end(finished, steps, skipped)),
             *[drift.describe() for drift in drifts],
+            *list_ledger_warnings(rank_ledgers),
         ],
         reading_gaps=reading_gaps,
         self_times=build_self_time_map(table, int(identity.layout.get("pp", 1))),

@@ -6,10 +6,10 @@ from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
-from phalanx.report.ledger import LEDGER_PARTS, RankLedger
+from phalanx.report.ledger import LEDGER_PARTS, RankLedger, list_ledger_warnings
 from phalanx.report.markup import Html, build_table, build_tag
 
-MAX_SHOWN_LEDGERS, MAX_WARNINGS = 16, 5
+MAX_SHOWN_LEDGERS = 16
 
 UNATTRIBUTED = "unattributed"
 _CSS_CLASS_OF_PART = {
@@ -80,19 +80,6 @@ def list_ledger_rows(ledgers: list[RankLedger], used: list[str]) -> list[list[st
         seconds = [*[each.parts_s[name] for name in used], each.unattributed_s, each.wall_s]
         rows.append([str(each.rank), *[formats.format_seconds_or_missing(s) for s in seconds]])
     return rows
-
-
-def list_ledger_warnings(ledgers: list[RankLedger]) -> list[str]:
-    """Sentences about ledgers that do not add up, of five ranks at most."""
-    warnings: list[str] = []
-    for each in ledgers:
-        if each.counted_twice_s and len(warnings) < MAX_WARNINGS:
-            twice = formats.format_seconds_or_missing(each.counted_twice_s)
-            warnings.append(
-                f"The parts of rank {each.rank} are {twice} more than the wall: something was"
-                " counted twice."
-            )
-    return warnings
 
 
 def list_communication_rows(ledger: RankLedger) -> list[list[str]]:
