@@ -26,7 +26,7 @@ from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
 from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_env_variables
 from phalanx.launch.reports import ErrorReport, build_error_report
-from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.restarts import NUM_PROGRESS_STEPS, RestartPolicy
 from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
 from phalanx.launch.verdict import LOST_CONNECTION, RankFailure, find_root_failure
@@ -615,6 +615,36 @@ class TestRestartPolicy:
             policy.count_restart_or_raise(self.failure(3), now_s=2000)
         assert caught.value.exit_code == 10
         policy.count_restart_or_raise(self.failure(4), now_s=3700)
+
+    def test_progress_resets_the_budget(self) -> None:
+        policy = RestartPolicy(max_restarts=1, window_s=3600)
+        for number, step in enumerate((1_000, 90_000, 200_000, 400_000, 700_000)):
+            policy.count_restart_or_raise(self.failure(step), 900.0 * number, saved_step=step - 1)
+        assert (policy.num_restarts, policy.num_counted) == (5, 1)
+
+    @pytest.mark.parametrize(
+        ("minutes", "num_saved_steps"),
+        [(9.0, 5000), (15.0, NUM_PROGRESS_STEPS - 1), (15.0, 0)],
+    )
+    def test_a_crash_loop_with_little_progress_spends_the_budget(
+        self, minutes: float, num_saved_steps: int
+    ) -> None:
+        """Soon after each restart, or without a checkpoint beyond the failure before."""
+        policy = RestartPolicy(max_restarts=3, window_s=3600)
+        for number in range(3):
+            step = 100 + number
+            saved_step = step - 1 + num_saved_steps
+            policy.count_restart_or_raise(self.failure(step), 60 * minutes * number, saved_step)
+        with pytest.raises(RestartBudgetError, match="budget is spent: 3 in 1 h"):
+            policy.count_restart_or_raise(
+                self.failure(103), 60 * minutes * 3, saved_step=100 + num_saved_steps - 1
+            )
+
+    def test_the_samples_of_a_batch_that_fails_again_and_again_are_named(self) -> None:
+        policy = RestartPolicy(100, 3600, lambda step: f"samples {8 * step - 8} to {8 * step - 1}")
+        policy.count_restart_or_raise(self.failure(5, cause="exception"), now_s=0)
+        with pytest.raises(RestartBudgetError, match="the batch of step 5 is samples 32 to 39"):
+            policy.count_restart_or_raise(self.failure(5, cause="exception"), now_s=0)
 
     def test_the_same_failure_three_times_in_a_row(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)

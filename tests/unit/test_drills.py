@@ -411,6 +411,9 @@ def test_each_bar_is_missed_alone() -> None:
     assert missed(num_left=1) == ["left behind"]
     assert missed(false_verdicts=("hang",)) == ["false verdicts"]
     assert missed(has_struck=False) == ["struck"]
+    wants_words = replace(bars_of("kill"), says=r"samples \d+")
+    assert [each.name for each in judge_trial(GOOD, wants_words) if not each.ok] == ["message"]
+    assert all(each.ok for each in judge_trial(replace(GOOD, said="samples 8"), wants_words))
 
 
 def test_bars_are_those_of_the_fault() -> None:
@@ -419,6 +422,7 @@ def test_bars_are_those_of_the_fault() -> None:
     assert bars_of("preempt").exit_codes == (75, 0)
     assert bars_of("preempt").lost_steps == 0
     assert bars_of("crash_loop").exit_codes == (10,)
+    assert bars_of("crash_loop").says
     # It goes back behind the steps that were trained on wrong weights.
     assert bars_of("flip_parameter").lost_steps == 20
     # Of two replicas that differ nobody knows which one is wrong.

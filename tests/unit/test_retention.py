@@ -4,6 +4,7 @@ whole."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -20,7 +21,7 @@ from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 
 
-def save(run_dir: Path, step: int) -> Path:
+def save(run_dir: Path, step: int, facts: dict[str, Any] | None = None) -> Path:
     directory = run_dir / "checkpoints" / f"step-{step}"
     directory.mkdir(parents=True)
     data = np.full(8, step, np.float32)
@@ -29,7 +30,7 @@ def save(run_dir: Path, step: int) -> Path:
         [TensorToWrite("w#0", "float32", (8,), lambda: data.view(np.uint8))],
     )
     tensor = StoredTensorPieces((8,), "float32", (StoredPiece("a.safetensors", "w#0", (0,), (8,)),))
-    manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
+    manifest = Manifest(step, "", {}, facts or {}, {"w": tensor}, {}, {"a.safetensors": stored})
     (directory / MANIFEST_FILE_NAME).write_bytes(manifest.to_bytes())
     return directory
 

@@ -66,6 +66,19 @@ def test_the_checkpoint_that_stands_is_the_newest_that_can_be_read(tmp_path: Pat
     assert known.describe_newest() == "checkpoints cannot be seen now"
 
 
+def test_the_samples_of_a_step_are_counted_from_the_checkpoint_before_it(tmp_path: Path) -> None:
+    known = UsableCheckpoints(tmp_path, open_store_of_run(tmp_path, None))
+    assert known.find_data_cursor_before(5) == (0, 0)
+    for step, samples in ((10, 80), (20, 170)):
+        save(tmp_path, step, facts={"samples_seen": samples})
+    assert known.find_data_cursor_before(20) == (10, 80)
+    assert known.find_data_cursor_before(21) == (20, 170)
+    known.note_event(unusable(20))
+    assert known.find_data_cursor_before(21) == (10, 80)
+    (tmp_path / "checkpoints" / "step-10" / "manifest.json").write_text("garbage")
+    assert known.find_data_cursor_before(21) == (0, -1)
+
+
 def test_a_store_that_does_not_answer_has_what_was_seen_in_it_before(tmp_path: Path) -> None:
     """A restart beside it does not say that it begins at step 0."""
     save(tmp_path, 10)

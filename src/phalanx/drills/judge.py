@@ -21,7 +21,8 @@ class Measured(JsonRecord):
 
     `verdict` and `ranks`: of the first verdict after the fault. `false_verdicts`: verdicts before
     it. `exit_codes`: of the run, and of `--resume` where it was asked for. `num_left`: processes
-    that were left behind. `goodput`: the share of the ranks' time in steps that stand.
+    that were left behind. `goodput`: the share of the ranks' time in steps that stand. `said`: what
+    the command said of that which it was to say (`Bars.says`).
     """
 
     has_struck: bool
@@ -39,6 +40,7 @@ class Measured(JsonRecord):
     num_left: int
     goodput: float | None
     wall_s: float
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Bars(JsonRecord):
     lost_steps: int
     is_bit_equal: bool
     exit_codes: tuple[int, ...]
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def build_bars(
         lost_steps=lost_steps,
         is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
         exit_codes=exit_codes,
+        says=expectation.says,
     )
 
 
@@ -135,6 +139,10 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
         codes += ", killed at its limit"
     is_right = measured.exit_codes == bars.exit_codes and not measured.is_overdue
     checks.append(Check("exit code", codes, _format_codes(bars.exit_codes), is_right))
+    if bars.says:
+        checks.append(
+            Check("message", measured.said or "not there", bars.says, bool(measured.said))
+        )
     checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
     return checks
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
@@ -160,7 +161,10 @@ class TrialRunner:
             verdicts.append(_build_departure_verdict(record.strikes[0], ends[0]))
         return FinishedTrial(
             trial,
-            measure_trial(record, verdicts, ends, undisturbed, expectation),
+            replace(
+                measure_trial(record, verdicts, ends, undisturbed, expectation),
+                said=find_words(self._log_path(record.run_dir), expectation.says),
+            ),
             bars,
             record.losses,
             undisturbed.record.losses,
@@ -265,6 +269,16 @@ def read_goodput_of_run(run_dir: Path) -> float | None:
     if not ledger.wall_s > 0:
         return None
     return finite_or_none(good_s / ledger.wall_s)
+
+
+def find_words(path: Path, pattern: str) -> str:
+    """What a command has said that fits a regular expression, the last of it; "" if nothing, or for
+    an empty pattern."""
+    if not pattern:
+        return ""
+    text = " ".join(read_whole_regular_file(path).decode(errors="replace").split())
+    found = [match.group() for match in re.finditer(pattern, text)]
+    return found[-1] if found else ""
 
 
 def read_last_line(path: Path) -> str:

@@ -32,6 +32,10 @@ class AttemptPlanner(Protocol):
         """The step of the newest checkpoint, from which a restart continues; 0 without one."""
         ...
 
+    def describe_samples(self, step: int) -> str:
+        """The samples of the batch of `step`, in words; empty where that is not known."""
+        ...
+
     def describe_what_stands(self) -> str:
         """The newest checkpoint that can be read, or why none is named, in words."""
         ...
@@ -87,6 +91,9 @@ class RepeatedAttempts:
     def find_newest_step(self) -> int:
         return self.newest_step
 
+    def describe_samples(self, step: int) -> str:
+        return ""
+
     def describe_what_stands(self) -> str:
         return describe_checkpoint_that_stands(self.newest_step)
 
@@ -118,8 +125,8 @@ class LaunchSpec:
 
     `entry` is "package.module:function", called in each rank as `function(payload, link) -> exit
     code` with the JSON of a payload and a RankLink; `preload` names the modules that are imported
-    once, before the first fork. `max_restarts` holds per `restart_window_s`; `grace_s` is how long
-    the ranks may take to save after SIGTERM or Ctrl-C.
+    once, before the first fork. `max_restarts` holds per `restart_window_s` without progress
+    (`restarts`); `grace_s` is how long the ranks may take to save after SIGTERM or Ctrl-C.
     """
 
     entry: str

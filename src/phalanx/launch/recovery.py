@@ -44,7 +44,9 @@ class RecoveryPolicy:
 
     def __init__(self, spec: LaunchSpec, bus: Bus, say: Callable[[str], None]) -> None:
         self._spec, self._attempts, self._bus, self._say = spec, spec.attempts, bus, say
-        self._restarts = RestartPolicy(spec.max_restarts, spec.restart_window_s)
+        self._restarts = RestartPolicy(
+            spec.max_restarts, spec.restart_window_s, spec.attempts.describe_samples
+        )
         self._failed_starts = FailedStarts()
         self._num_ranks, self._num_attempts = spec.num_ranks, 0
 
@@ -76,7 +78,9 @@ class RecoveryPolicy:
                 report = "\n".join([report, *self._attempts.list_memory_advice()])
             return self._fail(failure.exit_code, report)
         try:
-            self._restarts.count_restart_or_raise(failure, time.monotonic())
+            self._restarts.count_restart_or_raise(
+                failure, time.monotonic(), self._attempts.find_newest_step()
+            )
         except RestartBudgetError as error:
             message = str(error)
             if failure.report != failure.summary:
@@ -97,7 +101,7 @@ class RecoveryPolicy:
         if not change:
             return False
         self._bus.emit(Note("memory_lessened", {"why": f"{failure.summary}; {change}"}))
-        restart, budget = self._restarts.num_restarts, self._spec.max_restarts
+        restart, budget = self._restarts.num_counted, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, self._attempts.find_newest_step()))
         self._say(f"{failure.summary}; {change}, and starting again")
         return True
@@ -232,7 +236,7 @@ class RecoveryPolicy:
         self, failure: RankFailure, survivors: Mapping[int, int], held_step: int
     ) -> None:
         from_step = self._attempts.find_newest_step()
-        restart, budget = self._restarts.num_restarts, self._spec.max_restarts
+        restart, budget = self._restarts.num_counted, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
         plan_words = f"starting again from step {from_step}"
         if survivors:

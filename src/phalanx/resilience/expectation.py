@@ -43,7 +43,8 @@ class Expectation:
     classes of verdicts that come before the one that counts. `needs_saves`: the fault strikes after
     so many checkpoints; `lost_intervals`: how many intervals of them may be lost. `lasts_s`: the
     fault goes on for so long after it struck. `ranks_go_on`: they train on as if nothing had
-    happened, and start again later for the same reason.
+    happened, and start again later for the same reason. `says`: a regular expression of what the
+    command must say at its end.
     """
 
     verdict: str
@@ -67,6 +68,7 @@ class Expectation:
     settling_steps: int = 0
     lasts_s: float = 0.0
     ranks_go_on: bool = False
+    says: str = ""
 
 
 # A process that the run's owner takes back: the run saves, and goes on with --resume.

@@ -71,6 +71,19 @@ class TrainingAttempts:
     def find_newest_step(self) -> int:
         return self._checkpoints.find_newest_step()
 
+    def describe_samples(self, step: int) -> str:
+        """The global numbers of the samples of `step`, in words; empty where the checkpoint that it
+        was counted from cannot be read."""
+        done_steps, samples_seen = self._checkpoints.find_data_cursor_before(step)
+        if samples_seen < 0:
+            return ""
+        batch = self._run.plan.global_batch_size
+        next_sample = self._roll_backs.current.find_next_sample(done_steps, samples_seen)
+        first = next_sample + (step - 1 - done_steps) * batch
+        if batch == 1:
+            return f"sample {first}"
+        return f"samples {first} to {first + batch - 1}"
+
     def describe_what_stands(self) -> str:
         return self._checkpoints.describe_newest()
 

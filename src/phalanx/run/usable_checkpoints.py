@@ -52,6 +52,20 @@ class UsableCheckpoints:
             self._seen_steps = {folder.step for folder in self._store.folders()}
         return max(self._seen_steps - self._unusable_steps, default=0)
 
+    def find_data_cursor_before(self, step: int) -> tuple[int, int]:
+        """The step of the newest usable checkpoint before `step`, and the samples that were read up
+        to there: (0, 0) without one, -1 samples where none of those that are there can be read."""
+        try:
+            folders = [folder for folder in self._store.folders() if folder.step < step]
+        except (OSError, CheckpointError):
+            return 0, -1
+        for folder in reversed(folders):
+            if folder.step not in self._unusable_steps:
+                with suppress(OSError, CheckpointError, KeyError):
+                    manifest = read_manifest(folder)
+                    return manifest.step, int(manifest.facts["samples_seen"])
+        return (0, -1) if folders else (0, 0)
+
     def describe_newest(self) -> str:
         """The newest checkpoint whose manifest can be read, in words, except those that ranks could
         not use; or that none is there, can be used, or can be seen."""

@@ -13,7 +13,8 @@ class Resilience(Section):
     """Reactions to failures, and failures to rehearse."""
 
     max_restarts: Count = 3
-    """Restarts within an hour before the run is given up (exit 10)."""
+    """Restarts within an hour before the run is given up (exit 10). They count no longer
+    when it goes on for 10 minutes and saves a checkpoint 10 steps after the last failure."""
     grace_s: PositiveFloat = 25.0
     """Seconds the ranks have to save after SIGTERM."""
     collective_timeout_s: PositiveFloat = 600.0

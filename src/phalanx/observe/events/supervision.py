@@ -127,7 +127,8 @@ class RestartScheduled(Event):
     """From the supervisor: the ranks start again from the newest checkpoint, of step `from_step`.
 
     `held_step`: the newest step whose state a rank still holds in memory, -1 for none; whether all
-    of it is held, the ranks find out when they have met (`run_started` says).
+    of it is held, the ranks find out when they have met (`run_started` says). `restart`: how many
+    count against `budget` now, this one included.
     """
 
     restart: int

@@ -12,5 +12,6 @@ EXPECTATION = Expectation(
     ending=Ending.STOPS,
     trained_again_s=None,
     exit_code=10,
+    says=r"the batch of step \d+ is samples \d+ to \d+",
 )
 STRIKES_AGAIN = True
