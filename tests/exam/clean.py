@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exam.sit import Processes, build_environment, read_rows, verify_command
+from exam.sit import MODULES, Processes, build_environment, read_rows, verify_command
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.verify.cases import (
     SECOND_IMPLEMENTATIONS,
     list_all_layouts,
@@ -30,28 +31,39 @@ MODELS = (
 )
 
 
-# Modules of a user's own: without heads to cut, with dropout and with running statistics.
-OWN_MODULES = ("exam_models:WithDropout", "exam_models:WithBatchNorm")
+# Modules of a user's own: without heads to cut, with dropout and with running statistics; and a
+# model of transformers, by its folder in MODULES.
+OWN_MODULES = ("exam_models:WithDropout", "exam_models:WithBatchNorm", "hf:llama")
 ROWS_PER_OWN_RUN, FIRST_OWN_SEED = 250, 1000
+# Of the seeds every fourth has rows in a narrow type in place of float32: as many rows. No number
+# of models divides by four, so that each comes to have both.
+NARROW_TYPES, SEEDS_PER_NARROW_RUN = ("bf16", "fp16"), 4
 
 
 @dataclass(frozen=True)
 class CleanRun:
-    """Some layouts of a model, judged with one seed."""
+    """Some layouts of a model, judged with one seed; in `types`, or those that verify takes by
+    itself."""
 
     model: str
     seed: int
     layouts: tuple[str, ...]
+    types: str = ""
 
     @property
     def name(self) -> str:
-        return f"clean_{self.model.removeprefix('exam_models:')}_{self.seed}"
+        model = self.model.removeprefix("exam_models:").replace(":", "_")
+        return f"clean_{model}_{self.seed}"
 
     @property
     def job(self) -> tuple[str, ...]:
         """The arguments of `phalanx verify` that say what is judged."""
         size = "data.seq_len=16" if self.model in OWN_MODULES else "--shrink"
-        return "--model", self.model, size, f"run.seed={self.seed}"
+        model = self.model
+        if is_hugging_face(model):
+            # Of this checkout: a result of the same run in another one is the same.
+            model = f"hf:{MODULES / model.removeprefix('hf:') / 'config.json'}"
+        return "--model", model, size, f"run.seed={self.seed}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,8 @@ def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
         has_experts = model in ("small-mixtral", "small-deepseek")
         names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=has_experts)]
         names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
-        names += [*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(NUM_RANKS)]
+        names += [*SECOND_IMPLEMENTATIONS]
+        names += list_trainer_case_names(NUM_RANKS, experts=has_experts)
         yield _draw_run(model, seed, names)
     names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=False)]
     names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
@@ -92,11 +105,16 @@ def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
 
 def _draw_run(model: str, seed: int, names: Sequence[str]) -> CleanRun:
     drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
-    return CleanRun(model, seed, tuple(sorted(drawn)))
+    types = ""
+    if seed % SEEDS_PER_NARROW_RUN == SEEDS_PER_NARROW_RUN - 1:
+        types = f"float64,{NARROW_TYPES[seed // SEEDS_PER_NARROW_RUN % len(NARROW_TYPES)]}"
+    return CleanRun(model, seed, tuple(sorted(drawn)), types)
 
 
 def run_clean(run: CleanRun, processes: Processes) -> CleanScore:
     command = verify_command(run.job, ",".join(run.layouts), NUM_RANKS)
+    if run.types:
+        command += ("--types", run.types)
     with tempfile.TemporaryDirectory(prefix="exam-") as directory:
         # Ten times the rows of a plant.
         done = processes.run(command, Path(directory), build_environment(), num_timeouts=3)
