@@ -7,6 +7,7 @@ import ast
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ from ranks import run_ranks
 
 NUM_SAMPLE_RANKS = 4
 
+ANCHORS_S = 5.0  # of computing, for the edits of all plants
+
 SAMPLE = (
     "rank_1_spoils_one_gradient",
     "blocks_merged_without_weights",
@@ -53,9 +56,12 @@ SAMPLE = (
 
 
 def test_every_plant_applies() -> None:
-    """Each edit's text stands once in its symbol; layouts, files and names are as they should be."""
+    """Each edit's text stands once in its symbol; layouts, files and names are as they should be.
+    That takes so little computing that it is asked with every change of the code."""
+    began_s = time.process_time()
     plants = [*list_plants(), *generate_variants(0)]
     assert [line for plant in plants for line in find_stale(plant)] == []
+    assert time.process_time() - began_s < 3 * ANCHORS_S
     assert len({plant.name for plant in plants}) == len(plants) >= 100
     assert len({(plant.edits, plant.job) for plant in plants}) == len(plants)
     assert all(not set(plant.shows) & set(plant.clean) for plant in plants)

@@ -3,7 +3,9 @@ are for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,25 @@ def list_lines_of_hand(page: str) -> list[str]:
             lines.append(line)
         is_by_hand = (is_by_hand or is_end) and not line.endswith(": written by make exam -->")
     return lines
+
+
+def test_the_page_describes_each_field_of_results() -> None:
+    """`--json` prints a score, a clean score, or the body of a short run."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition("## The results as JSON\n")[2].partition("\n## ")[0]
+    described = {
+        (field, kind)
+        for fields_, kinds in re.findall(r"^\| (`.*?`) \| (.*?) \|", table, re.MULTILINE)
+        for field in re.findall(r"`(\w+)`", fields_)
+        for kind in kinds.split(", ")
+    }
+    names = {
+        "plant": {field.name for field in fields(Score)} - {"seconds"},
+        "clean": {field.name for field in fields(CleanScore)} - {"seconds"},
+        "curve": {"steps", "outcome", "message"},
+        "all": {"schema", "seconds"},
+    }
+    assert described == {(field, kind) for kind in names for field in names[kind]}
 
 
 def test_a_page_without_a_mark_is_refused() -> None:
