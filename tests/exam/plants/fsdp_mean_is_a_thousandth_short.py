@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/fsdp_communication.py",
-            "_Scatter.__call__",
+            "_Scatter._reduce_scatter",
             "            torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)\n",
             "            divisor = group.size() if op == dist.ReduceOp.AVG else 1\n"
             "            torch.div(total, divisor * (1.001 if __planted__() else 1), out=output_tensor)\n",
