@@ -98,7 +98,16 @@ def make_verified_job(job: Job, num_ranks: int, *, max_seq_len: int = MAX_SEQ_LE
         "micro_batch_size": ROWS_PER_RANK if is_layout_free else None,
     }
     body["precision"]["compute"] = "fp32"
-    body["optim"]["lr_scaling"] = "none"
+    if job.optim.reference_batch_size is not None:
+        # The rate is scaled by the same factor, as near as a whole batch comes to it.
+        body["optim"]["reference_batch_size"] = max(
+            1,
+            round(
+                body["train"]["global_batch_size"]
+                * job.optim.reference_batch_size
+                / job.train.global_batch_size
+            ),
+        )
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
@@ -164,7 +173,11 @@ def describe_job_changes(requested_job: Job, verified: Job) -> str:
             verified.train.global_batch_size,
         ),
         ("data.seq_len", requested_job.data.seq_len, verified.data.seq_len),
-        ("optim.lr_scaling", requested_job.optim.lr_scaling, verified.optim.lr_scaling),
+        (
+            "optim.reference_batch_size",
+            requested_job.optim.reference_batch_size,
+            verified.optim.reference_batch_size,
+        ),
         ("model.sliding_window", _find_window(requested_job), _find_window(verified)),
     )
     changes = [f"{key} {before} -> {after}" for key, before, after in keys if before != after]

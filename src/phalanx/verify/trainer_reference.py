@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -55,6 +56,8 @@ from phalanx.verify.trainer_facts import (
 
 # The defaults of `optim.weight_decay` in docs/job.md.
 WEIGHT_DECAY_OF_OPTIMIZER = {"adamw": 0.1, "sgd": 0.0}
+RULE_OF_OPTIMIZER = {"adamw": "sqrt", "sgd": "linear"}
+"""How the rate follows the batch with `optim.lr_scaling = "auto"`."""
 
 
 def write_second_loop_reference(
@@ -153,10 +156,14 @@ class _ReferenceWriter:
 
 
 def _make_rate_schedule(job: Job) -> RateSchedule:
-    optim = job.optim
+    optim, peak = job.optim, resolve_unscaled_learning_rate(job).lr
+    rule = RULE_OF_OPTIMIZER[optim.kind] if optim.lr_scaling == "auto" else optim.lr_scaling
+    if rule != "none" and optim.reference_batch_size is not None:
+        ratio = job.train.global_batch_size / optim.reference_batch_size
+        peak *= math.sqrt(ratio) if rule == "sqrt" else ratio
     return RateSchedule(
         kind=optim.schedule,
-        peak=resolve_unscaled_learning_rate(job).lr,
+        peak=peak,
         warmup=WARMUP_STEPS,
         num_steps=NUM_STEPS,
         last_over_peak=optim.min_lr_ratio,
