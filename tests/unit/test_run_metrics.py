@@ -18,12 +18,13 @@ import pytest
 
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.launch import hang_kinds
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.observe.loss_spikes import MIN_STEPS, LossSpikeDetector
 from phalanx.report.prometheus.dashboard import build_dashboard
 from phalanx.report.prometheus.dashboard_panels import DASHBOARD_ROWS
-from phalanx.report.prometheus.definitions import METRICS, RUN_STATES
+from phalanx.report.prometheus.definitions import HANG_KINDS, METRICS, RUN_STATES
 from phalanx.report.prometheus.exposition import build_metrics_json, render_metrics
 from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_server
 from phalanx.report.prometheus.run_metrics import RunMetrics
@@ -146,6 +147,27 @@ def test_going_back_is_no_restart_by_a_launcher() -> None:
     story.start(step=4)
     assert story.value("phalanx_restarts_total", "launcher") == 0
     assert story.value("phalanx_run_state", "training") == 1
+
+
+def test_hangs_stragglers_and_going_back_are_counted() -> None:
+    story = Story()
+    story.start()
+    assert story.value("phalanx_hangs_total", "frozen") == 0
+    assert story.value("phalanx_roll_backs_total", "corruption") == 0
+    assert story.value("phalanx_rank_slow", "1") is None
+    hang = events.HangFound("frozen", [1], 7, "backward", "all_reduce", "stacks", 9.0, 4.0)
+    story.tell(hang, rank=-1)
+    story.tell(events.RankSlow(1, 50, 40, 1.8, 0.1, "backward", 3.0, 1.0, 1.0), rank=-1)
+    assert story.value("phalanx_rank_slow", "1") == 1
+    story.tell(events.RankSlowEnded(1, 60, 40, 3.0), rank=-1)
+    story.tell(events.RolledBack(5, "loss_spike", "loss 9 at step 5", 4, -1, -1), rank=-1)
+    assert story.value("phalanx_rank_slow", "1") == 0
+    assert story.value("phalanx_hangs_total", "frozen") == 1
+    assert story.value("phalanx_roll_backs_total", "loss_spike") == 1
+
+
+def test_the_kinds_of_hangs_are_those_that_the_supervisor_finds() -> None:
+    assert HANG_KINDS == hang_kinds.HANG_KINDS
 
 
 def test_seconds_of_ranks_are_told_apart() -> None:

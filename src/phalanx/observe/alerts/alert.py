@@ -10,6 +10,8 @@ AlertKind = Literal[
     "run_failed",
     "restart",
     "hang",
+    "rank_slow",
+    "rolled_back",
     "step_skipped",
     "loss_spike",
     "invariant_failed",

@@ -15,7 +15,7 @@ from phalanx.observe.words import describe_event
 
 MIN_INTERVAL_S = 60.0  # between two alerts of one kind that may come with every step
 _REPEATED_KINDS: frozenset[AlertKind] = frozenset(
-    ("step_skipped", "loss_spike", "invariant_failed", "checkpoint_failed")
+    ("rank_slow", "step_skipped", "loss_spike", "invariant_failed", "checkpoint_failed")
 )
 _ORDINARY_ENDS = ("finished", "preempted", "interrupted")
 
@@ -51,6 +51,16 @@ class AlertDetector:
                 self._failure = describe_event(envelope) or ""
             case events.RunStarted() if envelope.rank == 0:
                 return self._find_start_by_launcher(envelope, event)
+            case events.HangFound():
+                alert = self._build_alert("hang", envelope, "", event.step)
+                facts = {name: each for name, each in alert.facts.items() if name != "report"}
+                return replace(alert, rank=min(event.culprits, default=None), facts=facts)
+            case events.RankSlow():
+                alert = self._build_alert("rank_slow", envelope, "", event.step)
+                return replace(alert, rank=event.slow_rank)
+            case events.RolledBack():
+                alert = self._build_alert("rolled_back", envelope, "", event.step)
+                return replace(alert, rank=event.failed_rank if event.failed_rank >= 0 else None)
             case events.RestartScheduled():
                 return self._build_alert("restart", envelope, self._failure, event.from_step)
             case events.RunFinished() if event.status not in _ORDINARY_ENDS:

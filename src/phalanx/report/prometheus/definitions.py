@@ -44,6 +44,19 @@ RUN_STATES = (
 )
 """Values of the label `state` of phalanx_run_state; the first three are those of a live run."""
 
+HANG_KINDS = (
+    "gone",
+    "frozen",
+    "gil_held",
+    "spinning",
+    "waiting_elsewhere",
+    "absent_collective",
+    "left_early",
+    "endless_step",
+    "link_cut",
+)
+"""Values of the label `kind` of phalanx_hangs_total (docs/hangs.md)."""
+
 STEP_SECONDS_BUCKETS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
@@ -69,6 +82,24 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Times that ranks were started again after a failure. cause: exception, signal, exit or"
         " hang, as the supervisor saw it; launcher where another launcher started them again.",
         "cause",
+    ),
+    _counter(
+        "phalanx_hangs_total",
+        "Hangs that the supervisor found, killed ranks for and restarted after. kind: gone, frozen,"
+        " gil_held, spinning, waiting_elsewhere, absent_collective, left_early, endless_step,"
+        " link_cut (docs/hangs.md).",
+        "kind",
+    ),
+    _counter(
+        "phalanx_roll_backs_total",
+        "Times that ranks went back to a checkpoint of before. cause: loss_spike or corruption.",
+        "cause",
+    ),
+    _gauge(
+        "phalanx_rank_slow",
+        "1 while the supervisor finds the rank slower than those with the same work, 0 once it is"
+        " as fast again; absent for a rank that never was.",
+        "rank",
     ),
     _counter("phalanx_resumes_total", "Times that the run was continued with --resume."),
     _gauge(

@@ -16,6 +16,7 @@ from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.report.drift import DriftLog
+from phalanx.report.prometheus.definitions import HANG_KINDS
 from phalanx.report.prometheus.run_state import RunStateMetrics
 from phalanx.report.prometheus.step_metrics import LEAD_RANK, StepMetrics
 from phalanx.report.prometheus.values import MetricSnapshot, MetricValues
@@ -138,6 +139,14 @@ class RunMetrics:
                 self._add_pipeline(event)
             case events.SinkDropped():
                 values.add("phalanx_sink_dropped_events_total", event.num_dropped, event.sink)
+            case events.HangFound():
+                values.add("phalanx_hangs_total", 1, event.hang_kind)
+            case events.RolledBack():
+                values.add("phalanx_roll_backs_total", 1, event.cause)
+            case events.RankSlow():
+                values.set("phalanx_rank_slow", 1, str(int(event.slow_rank)))
+            case events.RankSlowEnded():
+                values.set("phalanx_rank_slow", 0, str(int(event.slow_rank)))
             case events.LoaderWorkerReplaced():
                 values.add("phalanx_loader_worker_replacements_total", 1)
 
@@ -209,6 +218,8 @@ _COUNTERS_FROM_ZERO = (
     "phalanx_checkpoint_written_bytes_total",
     "phalanx_loader_worker_replacements_total",
     "phalanx_restarts_total",
+    "phalanx_hangs_total",
+    "phalanx_roll_backs_total",
     "phalanx_skipped_steps_total",
     "phalanx_checkpoints_total",
 )
@@ -221,6 +232,8 @@ _LABELS_FROM_ZERO: dict[str, list[tuple[str, ...]]] = {
         ("lost_connection",),
         ("launcher",),
     ],
+    "phalanx_hangs_total": [(kind,) for kind in HANG_KINDS],
+    "phalanx_roll_backs_total": [("loss_spike",), ("corruption",)],
     "phalanx_skipped_steps_total": [("nonfinite_gradients",), ("no_targets",), ("overflow",)],
     "phalanx_checkpoints_total": [("saved",), ("failed",), ("postponed",), ("unusable",)],
 }
