@@ -305,6 +305,31 @@ def test_a_verdict_before_the_fault_is_a_false_one() -> None:
     assert (measured.verdict, measured.ranks, measured.detected_s) == ("killed", (1,), 0.25)
     assert measured.false_verdicts == ("exception",)
     assert measured.is_bit_equal is None
+    assert measured.num_restarts == 0
+
+
+def test_verdicts_and_restarts_after_a_fault_is_over_are_false_and_needless() -> None:
+    kill = said(failed(1, "signal", "killed by SIGKILL"), 4.25)
+    before = [finished(s, float(s), rank=r) for s in (1, 2, 3) for r in (0, 1)]
+    again = [finished(s, 5.0 + s, rank=r, attempt=1) for s in (4, 5) for r in (0, 1)]
+    late = said(failed(0, "exception", "ValueError"), 12.0)
+    restarts = [said(events.RestartScheduled(1, 3, 0), at_s) for at_s in (2.0, 4.5, 12.5)]
+    record = make_record(4.0, [*before, *again, kill, late, *restarts])
+
+    def measure(fault: str) -> Measured:
+        verdicts, end = find_verdicts(record.envelopes), CommandEnd(0, 9.0, False, 9.0, 9.0, 0)
+        undisturbed = UndisturbedRun(Path("nowhere"), record, 5.0)
+        wanted = load_fault(fault).expectation
+        return measure_trial(record, verdicts, [end], undisturbed, wanted)
+
+    measured = measure("kill")
+    assert measured.false_verdicts == ("exception",)
+    assert (measured.num_restarts, measured.needless_restarts) == (3, 2)
+    names = [each.name for each in judge_trial(measured, bars_of("kill")) if not each.ok]
+    assert {"false verdicts", "needless restarts"} <= set(names)
+    # Where the run should have gone on, and where ranks may come to miss the store later.
+    assert measure("slow_link").needless_restarts == 3
+    assert measure("kill_store").needless_restarts == 1
 
 
 @dataclass(frozen=True)
@@ -428,6 +453,8 @@ def test_bars_are_those_of_the_fault() -> None:
     # Of two replicas that differ nobody knows which one is wrong.
     assert bars_of("flip_parameter").rank == 1
     assert bars_of("flip_parameter", num_ranks=2).rank is None
+    # After the reduction the gradients of all ranks are wrong, however many there are.
+    assert bars_of("flip_gradient").rank is None
 
 
 # --- campaigns ------------------------------------------------------------------------------------

@@ -20,9 +20,12 @@ class Measured(JsonRecord):
     """Measurements of a run that met a fault. None: it did not come to that.
 
     `verdict` and `ranks`: of the first verdict after the fault. `false_verdicts`: verdicts before
-    it. `exit_codes`: of the run, and of `--resume` where it was asked for. `num_left`: processes
-    that were left behind. `goodput`: the share of the ranks' time in steps that stand. `said`: what
-    the command said of that which it was to say (`Bars.says`).
+    it, and of other classes when it was over. `exit_codes`: of the run, and of `--resume` where it
+    was asked for. `num_left`: processes that were left behind. `goodput`: the share of the ranks'
+    time in steps that stand. `said`: what the command said of that which it was to say
+    (`Bars.says`). `num_restarts`: how often ranks started again or went back (of a shared run: in
+    the trial's part), None in lines of earlier releases; `needless_restarts`: those of them that
+    the fault did not ask for.
     """
 
     has_struck: bool
@@ -41,6 +44,8 @@ class Measured(JsonRecord):
     goodput: float | None
     wall_s: float
     said: str = ""
+    num_restarts: int | None = None
+    needless_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,9 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
         checks.append(
             Check("message", measured.said or "not there", bars.says, bool(measured.said))
         )
+    if measured.needless_restarts:
+        found = str(measured.needless_restarts)
+        checks.append(Check("needless restarts", found, "none", False))
     checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
     return checks
 

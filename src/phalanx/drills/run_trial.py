@@ -12,6 +12,12 @@ from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.reading.diff import diff_checkpoints
 from phalanx.core.errors import CheckpointError, PhalanxError, UsageError
 from phalanx.core.files import read_whole_regular_file
+from phalanx.drills.aftermath import (
+    count_needless_restarts,
+    find_over_s,
+    list_late_kinds,
+    list_restart_moments_s,
+)
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.job import DrilledJob, format_inject
 from phalanx.drills.judge import Bars, Measured, build_bars, finite_or_none
@@ -193,6 +199,14 @@ def measure_trial(
     if strike is not None:
         again_s = record.find_trained_again_s(strike, ranks_go_on=expectation.ranks_go_on)
     detection = _measure_detection(strike, verdicts, expectation)
+    needless_restarts = 0
+    late: tuple[str, ...] = ()
+    if strike is not None:
+        struck_s = strike.monotonic_s
+        over_s = find_over_s(struck_s, again_s, detection.after_s, expectation)
+        expected = {expectation.verdict, *expectation.preceded_by}
+        late = list_late_kinds(verdicts, over_s, expected)
+        needless_restarts = count_needless_restarts(record, struck_s, over_s, expectation)
     return Measured(
         has_struck=strike is not None,
         verdict=detection.kind,
@@ -200,7 +214,7 @@ def measure_trial(
         ranks=detection.ranks,
         detected_s=detection.after_s,
         detected_steps=detection.after_steps,
-        false_verdicts=detection.false_verdicts,
+        false_verdicts=(*detection.false_verdicts, *late),
         trained_again_s=finite_or_none(again_s),
         lost_steps=record.count_lost_steps(),
         is_bit_equal=compare_final_checkpoints(undisturbed.run_dir, record.run_dir),
@@ -209,6 +223,8 @@ def measure_trial(
         num_left=sum(end.num_left for end in ends),
         goodput=read_goodput_of_run(record.run_dir),
         wall_s=round(sum(end.wall_s for end in ends), 4),
+        num_restarts=len(list_restart_moments_s(record)),
+        needless_restarts=needless_restarts,
     )
 
 

@@ -98,10 +98,12 @@ def run_shared_trials(
         if not answer.measured.has_struck and record.last_step < trial.place.step - 1:
             continue
         before = early if number == 0 else ()
+        part = _list_steps_of_part(runner.shape, number)
         measured = _measure_in_shared_run(
             answer, end, before, is_bit_equal=is_bit_equal, goodput=goodput
         )
-        part = _list_steps_of_part(runner.shape, number)
+        num_restarts = sum(step in part for step in record.restarts)
+        measured = replace(measured, num_restarts=num_restarts)
         finished.append(_build_finished_trial(trial, measured, answer, record, undisturbed, part))
     return finished
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.typed_json import JsonRecord
+from phalanx.drills.aftermath import find_over_s, list_late_kinds
 from phalanx.drills.judge import (
     Bars,
     Check,
@@ -131,9 +132,7 @@ def _measure_answer(
         detected_s = round(first.monotonic_s - struck_s, 4)
         detected_steps = max(0, first.step - strike.step)
     again_s = window.find_trained_again_s(strike, ranks_go_on=expectation.ranks_go_on)
-    over_s = struck_s + max(again_s, detected_s or 0.0, expectation.lasts_s)
-    # Where nobody trained again (NaN) nothing is over.
-    late = [each for each in verdicts if each.monotonic_s > over_s]
+    over_s = find_over_s(struck_s, again_s, detected_s, expectation)
     consequences = {expectation.verdict} if expectation.ranks_go_on else set()
     return MeasuredAnswer(
         has_struck=True,
@@ -142,7 +141,7 @@ def _measure_answer(
         ranks=find_named_ranks(verdicts),
         detected_s=detected_s,
         detected_steps=detected_steps,
-        false_verdicts=tuple(each.kind for each in late if each.kind not in consequences),
+        false_verdicts=list_late_kinds(verdicts, over_s, consequences),
         trained_again_s=finite_or_none(again_s),
         lost_steps=count_steps_done_again(window, struck_s),
     )
