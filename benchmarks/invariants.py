@@ -1,9 +1,11 @@
-"""What a step pays for the checks of invariants (observe.invariants_every): one process trains a
-small decoder, and turns them on and off every 50 steps.
+"""What a step pays for the checks of invariants (observe.invariants_every): ranks of data
+parallelism train a small decoder, and turn them on and off every 50 steps.
 
-    python benchmarks/invariants.py [--steps N] [--dim N] [--layers N] [--experts N] [--json]
+    python benchmarks/invariants.py [--ranks N] [--steps N] [--dim N] [--layers N] [--experts N]
+                                    [--json]
 
-Seconds are those of computation of this process, which other programs on the machine change less.
+Seconds are those of computation of rank 0, which other programs on the machine change less, and
+beside them what the calls took of the wall, waiting for other ranks included.
 Each block of 50 steps with checks has one of the weights, and is compared with the block before,
 which has none. Prints medians over such pairs, with the bounds that hold them with 95 % (order
 statistics), in per cent of a step: what the calls of the checks took, a check of the weights
@@ -15,16 +17,18 @@ moves more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from forked_ranks import measure_in_forked_ranks
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.build import build_model, build_objective
@@ -69,30 +73,34 @@ class RandomBatches:
 
 
 class TimedCalls:
-    """Seconds of computation of the calls of RunInvariants."""
+    """Seconds of computation, and of the wall, of the calls of RunInvariants."""
 
     def __init__(self, invariants: RunInvariants) -> None:
-        self.seconds = 0.0
+        self.seconds, self.wall_s = 0.0, 0.0
         for name in CALLS:
             setattr(invariants, name, self._timed(getattr(invariants, name)))
 
-    def take(self) -> float:
-        """The seconds since the last call of it."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def take(self) -> tuple[float, float]:
+        """Both since the last call of it."""
+        taken = self.seconds, self.wall_s
+        self.seconds, self.wall_s = 0.0, 0.0
+        return taken
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            began = time.process_time()
+            began, began_wall = time.process_time(), time.perf_counter()
             try:
                 return call(*args)
             finally:
                 self.seconds += time.process_time() - began
+                self.wall_s += time.perf_counter() - began_wall
 
         return timed
 
 
-def build_trainer(args: argparse.Namespace) -> Trainer:
+@contextlib.contextmanager
+def open_trainer(args: argparse.Namespace) -> Iterator[Trainer]:
+    """A Trainer of this rank, whose mesh is open inside."""
     model: dict[str, Any] = {"dim": args.dim, "num_layers": args.layers, "num_heads": 4}
     if args.experts:
         model |= {"num_experts": args.experts, "experts_per_token": 2, "expert_ffn_dim": args.dim}
@@ -101,12 +109,12 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
             "model": model,
             "data": {"seq_len": args.seq_len},
             "train": {
-                "global_batch_size": args.batch,
+                "global_batch_size": args.batch * args.ranks,
                 "micro_batch_size": args.batch // args.microbatches,
                 "steps": 10**6,
             },
             "observe": {"invariants_every": BLOCK},
-            "parallel": {"ranks": 1},
+            "parallel": {"ranks": args.ranks, "dp_replicate": args.ranks},
         }
     )
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33), vocab_size=VOCAB)
@@ -114,13 +122,14 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         wrapped = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=1)
         state = TrainState(wrapped, build_optimizer(wrapped, job.optim), seed=1)
         batches = RandomBatches(args.batch, args.batch // args.microbatches, args.seq_len)
-        return Trainer(job, plan, state, Bus(rank=0), TrainingData(batches, build_objective(job)))
+        data = TrainingData(batches, build_objective(job))
+        yield Trainer(job, plan, state, Bus(rank=mesh.rank), data)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two blocks, in seconds of computation: the median step without checks and with them; the
-    median of what the calls take in a step, and what they take for a check of the weights."""
+    """Two blocks, by one clock: the median step without checks and with them; the median of what
+    the calls take in a step, and what they take for a check of the weights. Seconds."""
 
     step_off: float
     step_on: float
@@ -137,7 +146,15 @@ class Pair:
         return 100 * (self.step_on / self.step_off - 1)
 
 
-def measure(trainer: Trainer, num_pairs: int) -> list[Pair]:
+@dataclass(frozen=True)
+class MeasuredPair:
+    """Two blocks by both clocks."""
+
+    computation: Pair
+    wall: Pair
+
+
+def measure(trainer: Trainer, num_pairs: int) -> list[MeasuredPair]:
     off = trainer._invariants
     on = RunInvariants(trainer.job, trainer.state, trainer.bus, trainer.data.objective)
     on.start()
@@ -154,23 +171,32 @@ def measure(trainer: Trainer, num_pairs: int) -> list[Pair]:
         for _ in range(BLOCK):
             steps_on.append(_time_step(trainer))
             of_calls.append(calls.take())
+        by_clock = zip(
+            zip(*steps_off, strict=True),
+            zip(*steps_on, strict=True),
+            zip(*of_calls, strict=True),
+            strict=True,
+        )
         # The last step of a block checks the weights, and the first of the next one reads what it
         # found.
-        pairs.append(
+        computation, wall = (
             Pair(
-                statistics.median(steps_off),
-                statistics.median(steps_on),
-                statistics.median(of_calls),
-                of_calls[-1] + of_calls[0],
+                statistics.median(off_s),
+                statistics.median(on_s),
+                statistics.median(calls_s),
+                calls_s[-1] + calls_s[0],
             )
+            for off_s, on_s, calls_s in by_clock
         )
+        pairs.append(MeasuredPair(computation, wall))
     return pairs
 
 
-def _time_step(trainer: Trainer) -> float:
-    began = time.process_time()
+def _time_step(trainer: Trainer) -> tuple[float, float]:
+    """Seconds of computation, and of the wall."""
+    began, began_wall = time.process_time(), time.perf_counter()
     trainer.step()
-    return time.process_time() - began
+    return time.process_time() - began, time.perf_counter() - began_wall
 
 
 def median_with_bounds(values: list[float]) -> tuple[float, float, float]:
@@ -182,28 +208,46 @@ def median_with_bounds(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
+ROWS = (
+    ("calls, of computation", "calls_percent"),
+    ("calls, of the wall", "calls_wall_percent"),
+    ("steps longer, in computation", "longer_percent"),
+    ("steps longer, on the wall", "longer_wall_percent"),
+)
+
+
+def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
+    """What this rank found."""
+    with open_trainer(args) as trainer:
+        pairs = measure(trainer, args.steps // (2 * BLOCK))
+        num_parameters = sum(p.numel() for p in trainer.state.model.parameters())
+    computation, wall = [pair.computation for pair in pairs], [pair.wall for pair in pairs]
+    return {
+        "parameters": num_parameters,
+        "steps_each": len(pairs) * BLOCK,
+        "step_ms": 1e3 * statistics.median(pair.step_off for pair in computation),
+        "check_ms": 1e3 * statistics.median(pair.check_call for pair in computation),
+        "calls_percent": median_with_bounds([pair.calls_percent for pair in computation]),
+        "calls_wall_percent": median_with_bounds([pair.calls_percent for pair in wall]),
+        "longer_percent": median_with_bounds([pair.longer_percent for pair in computation]),
+        "longer_wall_percent": median_with_bounds([pair.longer_percent for pair in wall]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000, help="with and without, together")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    trainer = build_trainer(args)
-    pairs = measure(trainer, args.steps // (2 * BLOCK))
-    result: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
-        "steps_each": len(pairs) * BLOCK,
-        "step_ms": 1e3 * statistics.median(pair.step_off for pair in pairs),
-        "check_ms": 1e3 * statistics.median(pair.check_call for pair in pairs),
-        "calls_percent": median_with_bounds([pair.calls_percent for pair in pairs]),
-        "longer_percent": median_with_bounds([pair.longer_percent for pair in pairs]),
-    }
+    result = measure_in_forked_ranks(args.ranks, lambda rank, folder: measure_rank(args))
     if args.json:
         print(json.dumps(result))
         return
@@ -211,9 +255,9 @@ def main() -> None:
         f"{result['parameters']:,} parameters, {result['steps_each']} steps each:"
         f" {result['step_ms']:.1f} ms a step, {result['check_ms']:.2f} ms a check of the weights"
     )
-    for name, key in (("calls", "calls_percent"), ("steps, longer", "longer_percent")):
+    for name, key in ROWS:
         median, low, high = result[key]
-        print(f"{name:<14}{median:+.2f} % ({low:+.2f} to {high:+.2f})")
+        print(f"{name:<36}{median:+.2f} % ({low:+.2f} to {high:+.2f})")
 
 
 if __name__ == "__main__":
