@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import phalanx
 from browser import open_browser
 from phalanx.cli._app import run_command_line
 from phalanx.cli._drill import split_faults_from_job
@@ -35,7 +36,7 @@ from phalanx.drills.drive import (
     read_job_facts,
     run_drill,
 )
-from phalanx.drills.fault_code import digest_fault_code
+from phalanx.drills.fault_code import RECOVERY_FILES, digest_fault_code
 from phalanx.drills.job import load_drilled_job, measure_job
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
 from phalanx.drills.page import write_drill_page
@@ -537,6 +538,7 @@ def test_the_digest_of_a_fault_is_of_its_own_code_and_that_of_recovery(tmp_path:
         faults / "kill_two.py": "from phalanx.resilience.faults.kill import KILL",
         faults / "freeze.py": "FREEZE = 1",
         tmp_path / "launch" / "recovery.py": "RECOVERY = 1",
+        tmp_path / "observe" / "rank_waits.py": "WAITS = 1",
         tmp_path / "nn" / "model.py": "MODEL = 1",
     }
 
@@ -558,7 +560,10 @@ def test_the_digest_of_a_fault_is_of_its_own_code_and_that_of_recovery(tmp_path:
     assert list_changed(faults / "kill.py") == {"kill", "kill_two"}
     assert list_changed(faults / "freeze.py") == {"freeze"}
     assert list_changed(tmp_path / "launch" / "recovery.py") == {"kill", "kill_two", "freeze"}
+    assert list_changed(tmp_path / "observe" / "rank_waits.py") == {"kill", "kill_two", "freeze"}
     assert list_changed(tmp_path / "nn" / "model.py") == set()
+    package = Path(phalanx.__file__).parent
+    assert all((package / name).exists() for name in RECOVERY_FILES)
     assert len({digest_fault_code(name) for name in ALL}) == len(ALL)
 
 

@@ -21,6 +21,7 @@ from phalanx.drills.soak.measure import (
     AnsweredStrike,
     count_steps_done_again,
     find_early_verdicts,
+    list_false_verdicts,
     measure_strikes,
     sum_charges_s,
 )
@@ -227,6 +228,13 @@ def test_verdicts_on_nothing_are_false_ones() -> None:
     assert kill.measured.false_verdicts == ()
     early = RunRecord(Path("nowhere"), (said(failed(0, "killed by SIGKILL"), 3.0),), STRIKES_TUPLE)
     assert [each.kind for each in find_early_verdicts(early)] == ["killed"]
+    # In the run that nothing strikes every verdict is false.
+    healthy = RunRecord(Path("nowhere"), (*STEPS, FROZEN), ())
+    assert list_false_verdicts(healthy, early, measure(late)) == [
+        "frozen (undisturbed run)",
+        "killed",
+        "segmentation fault",
+    ]
 
 
 STRIKES_TUPLE = tuple(STRIKES)

@@ -14,14 +14,34 @@ from phalanx.core.digest import digest
 
 _PACKAGE = Path(phalanx.__file__).parent
 RECOVERY_ROOMS = ("checkpoint", "launch", "mesh", "resilience", "run", "train")
-"""The rooms that detect faults, or bring a run back from them."""
+"""The rooms that detect faults, or bring a run back from them, and whatever else is in them: a
+change of words in `run` counts, too."""
+RECOVERY_FILES = (
+    "core/black_box.py",
+    "core/black_box_format.py",
+    "core/black_box_reader.py",
+    "core/files.py",
+    "core/phases.py",
+    "core/process_stat.py",
+    "core/pulse.py",
+    "core/roll_back.py",
+    "observe/bus.py",
+    "observe/last_step.py",
+    "observe/loss_spikes.py",
+    "observe/process_status.py",
+    "observe/rank_waits.py",
+    "observe/tail.py",
+)
+"""The files of other rooms that detect and recover: what ranks write of where they are, how that is
+read and judged, and how files and events are written. Not covered: what else these rooms import
+from `core` and `observe`, and all other rooms (`data`, `nn`, `optim`, `parallel`, `plan`)."""
 _FAULTS = Path("resilience") / "faults"
 _IMPORTED_FAULT = re.compile(r"phalanx\.resilience\.faults\.(\w+)")
 
 
 def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
-    """Digest of the fault's own file, of those of faults that it uses, and of all files of
-    RECOVERY_ROOMS in `package`. Other faults do not count."""
+    """Digest of the fault's own file, of those of faults that it uses, of all files of
+    RECOVERY_ROOMS in `package`, and of RECOVERY_FILES. Other faults do not count."""
     fault_texts = {}
     waiting = [fault]
     while waiting:
@@ -36,6 +56,7 @@ def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
 @functools.cache
 def _digest_recovery_rooms(package: Path) -> str:
     paths = [path for room in RECOVERY_ROOMS for path in sorted((package / room).rglob("*.py"))]
+    paths += [package / name for name in RECOVERY_FILES if (package / name).exists()]
     return _digest_files(package, [p for p in paths if p.relative_to(package).parent != _FAULTS])
 
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from phalanx.drills.run_trial import compare_final_checkpoints, read_last_line
 from phalanx.drills.soak.kept import BegunSoak, claim_folder
 from phalanx.drills.soak.measure import (
     AnsweredStrike,
-    find_early_verdicts,
+    list_false_verdicts,
     measure_strikes,
     sum_charges_s,
 )
@@ -198,7 +198,9 @@ def run_soak(
             step_s = runner.probe_step_s(probe_job)
         plan = _plan_soak(request, step_s)
         # At the start: sources may change while it runs.
-        circumstances = Circumstances.now(digest(read_job_facts(plan.job.job)))
+        circumstances = replace(
+            Circumstances.now(digest(read_job_facts(plan.job.job))), code=digest_package_code()
+        )
         on_plan(plan)
         runner.num_steps = 2 * plan.shape.num_steps
         charged_s = sum_charges_s(plan.strikes, plan.shape, plan.step_s)
@@ -224,9 +226,6 @@ def judge_soak(
     record = disturbed.record
     step_p99_s = undisturbed.record.measure_step_quantile_s(0.99)
     answered = measure_strikes(record, plan.strikes, plan.shape, step_p99_s)
-    false_verdicts = [each.kind for each in find_early_verdicts(record)]
-    for each in answered:
-        false_verdicts += each.measured.false_verdicts
     # As both runs took them: the probe was short.
     step_s = measure_usual_step_s(undisturbed.record)
     goodput = compute_soak_goodput(
@@ -237,7 +236,7 @@ def judge_soak(
     )
     checks = judge_totals(
         answered,
-        false_verdicts,
+        list_false_verdicts(undisturbed.record, record, answered),
         record,
         disturbed.end,
         num_steps=plan.shape.num_steps,

@@ -98,6 +98,18 @@ def find_early_verdicts(record: RunRecord) -> list[Verdict]:
     return [each for each in find_verdicts(record.envelopes) if each.monotonic_s < first_s]
 
 
+def list_false_verdicts(
+    undisturbed: RunRecord, disturbed: RunRecord, answered: Sequence[AnsweredStrike]
+) -> list[str]:
+    """The classes of all verdicts on nothing: those of the undisturbed run, which say so, those
+    before the first strike, and those after a strike was over."""
+    kinds = [f"{each.kind} (undisturbed run)" for each in find_verdicts(undisturbed.envelopes)]
+    kinds += [each.kind for each in find_early_verdicts(disturbed)]
+    for each in answered:
+        kinds += each.measured.false_verdicts
+    return kinds
+
+
 def _find_strike(record: RunRecord, planned: PlannedStrike) -> Strike | None:
     """The main strike of a plan; None unless it and all that come with it struck."""
     main = None
