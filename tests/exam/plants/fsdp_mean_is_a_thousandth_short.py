@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero2", "zero3"),
-    cause=("0.999", "divided", "data-parallel"),
+    cause=("what their sum is multiplied with, or divided by",),
     clean=("ddp",),
     size=0.001,
 )
