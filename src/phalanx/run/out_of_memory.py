@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import OutOfMemoryError
+from phalanx.core.uncaught import find_innermost_user_code_line
 from phalanx.core.units import format_bytes
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import describe_rank_position
@@ -47,14 +50,24 @@ def _build_error(run: RankRunInputs, meter: MemoryMeter, error: BaseException) -
     size = ""
     if request is not None:
         size = f" for {format_bytes(int(float(request[1]) * _BYTES_OF_UNIT[request[2]]))}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
     planned = sum(run.plan.memory_of_rank(run.rank).values())
     memory = meter.read_rank_memory()
     peak = memory.peak_bytes or memory.rss_bytes
     return OutOfMemoryError(
         f"rank {run.rank} is out of memory {where}",
         why=(
-            f"asked{size} at {frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name};"
+            f"asked{size} at {describe_place_of_request(error.__traceback__)};"
             f" {format_bytes(planned)} planned, {format_bytes(peak)} measured at the peak so far"
         ),
     )
+
+
+def describe_place_of_request(trace: TracebackType | None) -> str:
+    """The user's own line that led to the error, and what it called: "model.py:12 (in __init__,
+    linear.py:112)"; where there is none of theirs, the innermost line alone."""
+    frame = traceback.extract_tb(trace)[-1]
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    own_place = os.path.basename(find_innermost_user_code_line(trace))
+    if own_place in ("", place):
+        return f"{place} in {frame.name}"
+    return f"{own_place} (in {frame.name}, {place})"
