@@ -110,6 +110,12 @@ class Row:
             return self.predicted >= self.gained - allowed
         return abs(self.predicted - self.gained) <= allowed
 
+    @property
+    def is_gain_right_on_both_sides(self) -> bool:
+        """The same where an upper bound, too, must not be above it by more."""
+        allowed = max(TOLERANCE * (self.gained - 1), MIN_TOLERANCE)
+        return abs(self.predicted - self.gained) <= allowed
+
 
 def draw_trials(seed: int) -> list[Trial]:
     """Twenty-five trials, healthy ones among them; the same for the same seed."""
@@ -423,6 +429,7 @@ def format_page(rows: Sequence[Row], seed: int, left_out: Sequence[str]) -> str:
     num_right = sum(row.is_right for row in rows)
     judged = [row for row in rows if row.is_right and not row.name.startswith("healthy")]
     num_gains = sum(row.is_gain_right for row in judged)
+    num_strict = sum(row.is_gain_right_on_both_sides for row in judged)
     lines = [
         "# What bounds a run: verdicts beside causes that were put in",
         "",
@@ -436,7 +443,8 @@ def format_page(rows: Sequence[Row], seed: int, left_out: Sequence[str]) -> str:
         f" {date.today()} (two cores, CPU).",
         "",
         f"**{num_right} of {len(rows)} named right** (cause and rank), the gain right in"
-        f" {num_gains} of {len(judged)} of those that have one.",
+        f" {num_gains} of {len(judged)} of those that have one; in {num_strict} of {len(judged)}"
+        " if upper bounds must not be above it by more, either.",
         "",
         "| cause put in | named | rank | right | predicted | gained | gain right |",
         "|---|---|---|---|---:|---:|---|",

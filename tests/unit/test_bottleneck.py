@@ -22,6 +22,8 @@ from phalanx.report.bottleneck.describe import (
     list_verdict_lines,
 )
 from phalanx.report.bottleneck.of_run import judge_run
+from phalanx.report.end_of_run import list_end_of_run_lines
+from phalanx.report.reduce import collect_run_facts
 
 COMPUTE_S, TRANSFER_S = 0.100, 0.004
 PLAN = {"layout": {"dp_replicate": 4, "tp": 1}, "device": "cpu", "flops_per_token": 5e6}
@@ -351,6 +353,14 @@ def test_too_few_steps_do_not_suffice(tmp_path: Path) -> None:
     assert not verdict.causes
     assert list_verdict_lines(verdict) == [
         "the evidence does not suffice: 9 steps after the first ones; it takes 10"
+    ]
+
+
+def test_the_end_of_a_short_run_says_that_the_evidence_does_not_suffice(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {2: {"forward": 1.0}}, num_steps=12)
+    why = "9 steps after the first ones; it takes 10"
+    assert list_end_of_run_lines(collect_run_facts(run)) == [
+        f"bounds  the evidence does not suffice: {why}"
     ]
 
 

@@ -258,8 +258,9 @@ def _measure_step_s(events: list[Event]) -> float | None:
 
 
 def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:
-    """Lines on what bounds the steps, and what to do about it; none for a run of too few steps."""
-    if verdict is None or verdict.why_not:
+    """Lines on what bounds the steps, and what to do about it, or that the evidence does not
+    suffice; none where no step was recorded."""
+    if verdict is None:
         return []
     lines = [f"bounds  {describe_bottleneck(verdict)}"]
     if verdict.main is not None and verdict.main.kind != "compute":
