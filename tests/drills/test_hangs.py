@@ -26,7 +26,14 @@ from commands import (
 )
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.launch.paths import black_box_path
-from phalanx.observe.events import HangFound, RankFailed, RankSlow, RanksStarted
+from phalanx.observe.events import (
+    HangFound,
+    RankFailed,
+    RankSlow,
+    RanksStarted,
+    StepFinished,
+    TextGenerated,
+)
 
 HERE = Path(__file__).parent
 STEPS = 30
@@ -136,6 +143,18 @@ def test_a_rank_that_freezes_after_its_last_step(folder: Path, straight: Path) -
     assert len(events(run_dir, RanksStarted)) == 1
     assert weights(run_dir) == weights(straight)
     assert not survivors(run_dir)
+
+
+def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
+    """Each rank samples for itself, for longer than a step may take, and writes nothing."""
+    done = train(folder, "long text", "train.sample_tokens=4000")
+    assert done.code == 0, done.err
+    run_dir = folder / "long text"
+    assert not events(run_dir, HangFound)
+    assert not events(run_dir, RankSlow)
+    (text,) = events(run_dir, TextGenerated)
+    last_step_s = max(each.monotonic_s for each in events(run_dir, StepFinished))
+    assert text.monotonic_s - last_step_s > 2 * LIMIT_S
 
 
 def test_the_rank_that_leaves_out_a_collective(folder: Path) -> None:

@@ -124,7 +124,7 @@ class ProgressWatch:
         """Look at the ranks if that is due; the verdict once they hang. `finished`: ranks whose
         work is done by their own word; `left`: those of them whose processes have ended."""
         self._left = frozenset(left)
-        self._look_at_processors(now_s)
+        self._look_at_processors(now_s, is_done=len(finished) == len(self._pids))
         is_due = now_s >= self._polled_s + POLL_INTERVAL_S
         if not self._pids or not self._settings.is_on or not is_due:
             return None
@@ -151,12 +151,12 @@ class ProgressWatch:
             return math.inf
         return self._processors.next_look_s
 
-    def _look_at_processors(self, now_s: float) -> None:
+    def _look_at_processors(self, now_s: float, *, is_done: bool) -> None:
         if not self._settings.is_on:
             return
         # Positions are not older than a poll.
         steps = [position.step for position in self._positions.values()]
-        goes_on = len(steps) == len(self._pids) and min(steps, default=0) > 0
+        goes_on = not is_done and len(steps) == len(self._pids) and min(steps, default=0) > 0
         silent_s = now_s - self._progress_s
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.
