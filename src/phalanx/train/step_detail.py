@@ -11,7 +11,9 @@ from phalanx.plan.layout import Layout
 # Of a run of 1,000 ranks and 100,000 steps: files that a laptop can hold and a page can read.
 MAX_RUN_BYTES = 180_000_000
 _LEAST_RANK_BYTES = 60_000
-_SHARE_OF_FIRST_STEPS, _SHARE_OF_WINDOWS, _SHARE_OF_ODD_STEPS = 0.25, 0.50, 0.25
+# More than one in all: lines are shorter than planned, and of the first and odd steps a run
+# without a restart writes half.
+_SHARE_OF_FIRST_STEPS, _SHARE_OF_WINDOWS, _SHARE_OF_ODD_STEPS = 0.25, 0.80, 0.25
 BYTES_PER_STEP, BYTES_PER_AXIS = 950, 110
 """Of a line, with room, and what each axis that cuts the model or its sequences adds to it. Not of
 lines as they are: all ranks must have the same windows."""
