@@ -123,7 +123,7 @@ def plan_rows(
     number = 0  # of equal costs the first comes first
     for member in map(int, members):
         while pending and pending[0][0] < costs[member]:
-            yield from _plan_row(planner, *heapq.heappop(pending)[2:])
+            yield from _plan_cheapest(planner, pending)
         ranked, lacks_memory = _plan_row_or_say_why(planner, screened.rows, member)
         if ranked is not None:
             yield ranked
@@ -134,13 +134,21 @@ def plan_rows(
                 number += 1
                 heapq.heappush(pending, (float(stronger_costs[index]), number, stronger, index))
     while pending:
-        yield from _plan_row(planner, *heapq.heappop(pending)[2:])
+        yield from _plan_cheapest(planner, pending)
 
 
-def _plan_row(planner: FinalistPlanner, rows: LayoutRows, row: int) -> Iterator[RankedLayout]:
-    ranked = planner.plan_layout(list_job_keys_of_row(planner.job, rows, row))
+def _plan_cheapest(
+    planner: FinalistPlanner, pending: list[tuple[float, int, LayoutRows, int]]
+) -> Iterator[RankedLayout]:
+    """Take the layout with the least cost from the heap; yields it if a plan takes it."""
+    _, _, rows, row = heapq.heappop(pending)
+    ranked = _plan_row(planner, rows, row)
     if ranked is not None:
         yield ranked
+
+
+def _plan_row(planner: FinalistPlanner, rows: LayoutRows, row: int) -> RankedLayout | None:
+    return planner.plan_layout(list_job_keys_of_row(planner.job, rows, row))
 
 
 def _plan_row_or_say_why(
@@ -148,7 +156,7 @@ def _plan_row_or_say_why(
 ) -> tuple[RankedLayout | None, bool]:
     """(the planned layout or None, True where it was refused for its memory)."""
     before = planner.num_shortages
-    ranked = next(_plan_row(planner, rows, row), None)
+    ranked = _plan_row(planner, rows, row)
     return ranked, planner.num_shortages > before
 
 
@@ -173,6 +181,7 @@ def _plan_smallest(screened: ScreenedLayouts, planner: FinalistPlanner) -> list[
     """The layouts with the smallest estimates that an exact plan takes, at most one a family."""
     fitting: dict[str, RankedLayout] = {}
     for row in range(len(screened.smallest)):
-        for ranked in _plan_row(planner, screened.smallest, row):
+        ranked = _plan_row(planner, screened.smallest, row)
+        if ranked is not None:
             fitting.setdefault(ranked.family, ranked)
     return list(fitting.values())
