@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.core.units import plural
 from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
 from phalanx.report.bottleneck.communication import find_bubble, find_communication
 from phalanx.report.bottleneck.shared import (
@@ -31,8 +32,10 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     if table.steps:
         first, last = table.steps[0], table.steps[-1]
     if table.num_steps < MIN_STEPS:
-        unit = "steps" if table.num_covered == table.num_steps else "windows of steps"
-        why_not = f"{table.num_steps} {unit} after the first ones; it takes {MIN_STEPS}"
+        seen = plural(table.num_steps, "window of steps", "windows of steps")
+        if table.num_covered == table.num_steps:
+            seen = plural(table.num_steps, "step")
+        why_not = f"{seen} after the first ones; it takes {MIN_STEPS}"
         return BottleneckVerdict(
             first, last, table.num_steps, len(table.ranks), 0.0, (), {}, why_not
         )
