@@ -145,6 +145,18 @@ def test_a_rank_that_freezes_after_its_last_step(folder: Path, straight: Path) -
     assert not survivors(run_dir)
 
 
+def test_a_connection_that_no_rank_died_of_blames_no_rank(folder: Path, straight: Path) -> None:
+    """Both keep their processes and what they hold."""
+    fault = inject("hanging_code:shut_connections", 1, 15, "backward")
+    done = train(folder, "shut", fault, "parallel.collectives=gloo")
+    assert done.code == 0, done.err
+    run_dir = folder / "shut"
+    (failed,) = events(run_dir, RankFailed)
+    assert (failed.event.cause, failed.event.failed_rank) == ("lost_connection", -1)
+    assert [start.event.kept for start in events(run_dir, RanksStarted)] == [[], [0, 1]]
+    assert weights(run_dir) == weights(straight)
+
+
 def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
     """Each rank samples for itself, for longer than a step may take, and writes nothing."""
     done = train(folder, "long text", "train.sample_tokens=4000")
