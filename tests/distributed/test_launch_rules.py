@@ -25,11 +25,12 @@ from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
 from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_env_variables
+from phalanx.launch.rank_failure import LOST_CONNECTION, RankFailure
 from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import NUM_PROGRESS_STEPS, RestartPolicy
 from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
-from phalanx.launch.verdict import LOST_CONNECTION, RankFailure, find_root_failure
+from phalanx.launch.verdict import find_root_failure
 
 TORCHRUN = {
     "RANK": "3",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.units import format_seconds
-from phalanx.launch.verdict import RankFailure
+from phalanx.launch.rank_failure import RankFailure
 
 # A signal or a hang may come from outside, by accident even twice at one step.
 SAME_FAILURE_LIMIT = 3

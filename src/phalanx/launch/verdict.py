@@ -34,6 +34,7 @@ from phalanx.launch.positions import (
     read_furthest_position,
 )
 from phalanx.launch.progress_watch import HangVerdict
+from phalanx.launch.rank_failure import LOST_CONNECTION, OUT_OF_MEMORY, RankFailure
 from phalanx.launch.reports import STORE_ERROR_NAMES, ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import remove_varying_text_from_failure
@@ -48,39 +49,8 @@ _DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
     ExitCode.PREEMPTED,
     ExitCode.INTERRUPTED,
 }
-OUT_OF_MEMORY = "out of memory"
-# Ranks lost each other, and none of them, nor anything else, is known to have failed.
-LOST_CONNECTION = "lost_connection"
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNREPORTED_EXIT_HINT = " (by os._exit or C's exit, before the run was done)"
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """The root cause of a failed attempt.
-
-    `summary` is one line with the place; `detail` the error or signal alone; `report` the whole
-    text for a person; `signature` is equal for equal failures. `step` is 0 before the first step,
-    `rank` -1 for the server itself, and where nobody knows which rank it was.
-    """
-
-    rank: int
-    cause: str  # "exception" | "signal" | "exit" | "hang" | LOST_CONNECTION, or a RollBack's kind
-    step: int
-    phase: str
-    summary: str
-    detail: str
-    report: str
-    signature: str
-    exit_code: int
-    restartable: bool
-    detected_s: float
-    hang_kind: str = ""
-    """Of a hang: one of `phalanx.launch.hang_kinds.HANG_KINDS`; of a rank that left before its work
-    was done "left_early"; otherwise empty."""
-    roll_back: RollBack | None = None
-    is_oom_kill: bool = False
-    """The kernel killed the rank for memory, by its own count."""
 
 
 def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
