@@ -146,6 +146,27 @@ def test_the_slow_rank_stands_out_with_the_line_of_its_worst_step(run_dir: Path)
     assert "events/rank-0005-attempt-00.jsonl, line " in shown[0]
 
 
+def test_a_predicted_step_stands_beside_the_measured_one(run_dir: Path) -> None:
+    assert "predicted and measured" not in section_of(Page(write_report(run_dir)), "time")
+    plan = json.loads((run_dir / "plan.json").read_text())
+    terms = {"ideal": 0.05, "matmul loss": 0.03, "tp": 0.002, "dp exposed": 0.001, "bubble": 0.01}
+    for low_s, high_s, where in ((1e-4, 10.0, "inside"), (1e-5, 1e-4, "outside")):
+        plan["step_time"] = {"terms": terms, "total_s": 0.093, "low_s": low_s, "high_s": high_s}
+        (run_dir / "plan.json").write_text(json.dumps(plan))
+        section = section_of(Page(write_report(run_dir)), "time")
+        table = section.partition("A step, predicted and measured")[2]
+        assert re.search(
+            r"a whole step</t[hd]><td>93\.0 ms</td><td>[\d.]+ ms</td><td>[+-]\d+ %", table
+        )
+        assert re.search(r"forward and backward</t[hd]><td>80\.0 ms</td>", table)
+        assert re.search(r"communication</t[hd]><td>3\.00? ms</td>", table)
+        assert f"{where} the plan" in table
+    for damaged in ([], {"terms": {"ideal": "x"}}, {"terms": 3}):
+        plan["step_time"] = damaged
+        (run_dir / "plan.json").write_text(json.dumps(plan))
+        assert "A step, predicted" not in section_of(Page(write_report(run_dir)), "time")
+
+
 def test_the_mesh_has_each_rank_and_what_it_holds(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     mesh = section_of(page, "mesh")

@@ -19,6 +19,7 @@ from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range
 from phalanx.report.sections.ledger import render_ledgers
+from phalanx.report.sections.predicted_step import render_predicted_step
 
 MAX_SHOWN_RANKS = 32
 
@@ -49,11 +50,17 @@ def render_time(facts: RunFacts) -> Html:
     else:
         body = [
             _render_bottleneck(facts),
+            *_render_prediction(facts),
             render_ledgers(facts) if facts.rank_ledgers else _render_wall_time(facts),
             _render_rank_times(facts),
             _render_time_chart(facts),
         ]
     return build_tag("section", build_tag("h2", "Where the time went"), body, id="time")
+
+
+def _render_prediction(facts: RunFacts) -> list[Html]:
+    section = render_predicted_step(facts)
+    return [] if section is None else [section]
 
 
 def _render_bottleneck(facts: RunFacts) -> Html:
@@ -68,8 +75,11 @@ def _render_bottleneck(facts: RunFacts) -> Html:
     children += [_render_cause(cause) for cause in verdict.causes]
     if utilization := describe_utilization(verdict):
         children.append(build_tag("p", f"{utilization}.", class_="note"))
-    basis = f"Looked at: {describe_basis(verdict)}. “Without it” is the same steps simulated again."
-    children.append(build_tag("p", basis, class_="note"))
+    if verdict.num_steps:
+        basis = f"Looked at: {describe_basis(verdict)}."
+        if verdict.causes:
+            basis += " “Without it” is the same steps simulated again."
+        children.append(build_tag("p", basis, class_="note"))
     for text in verdict.not_judged:
         children.append(build_tag("p", f"Not judged: {text}.", class_="note"))
     return build_tag("div", children, class_="block")

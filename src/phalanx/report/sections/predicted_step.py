@@ -1,0 +1,87 @@
+"""A step as the plan predicted it beside a step as it was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from phalanx.report import formats
+from phalanx.report.facts import RankPhaseSeconds, RunFacts
+from phalanx.report.markup import Html, build_table, build_tag
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a step: the terms of `StepTime` that it is predicted as, and the groups of phases
+    that it is measured in."""
+
+    name: str
+    terms: tuple[str, ...]
+    groups: tuple[str, ...]
+    is_of_least_rank: bool = False
+    """Of the rank that has least of it, and not the mean: the others wait there, too."""
+
+
+_COMPUTATION = _Part(
+    "forward and backward",
+    ("ideal", "matmul loss", "attention", "elementwise", "launch"),
+    ("forward", "backward"),
+)
+_COMMUNICATION = _Part(
+    "communication", ("tp", "cp", "ep", "dp exposed"), ("collective",), is_of_least_rank=True
+)
+_BUBBLE = _Part("waiting for other stages", ("bubble",), ("pipeline",))
+_OPTIMIZER = _Part("optimizer", ("optimizer",), ("optimizer",))
+_PARTS = (_COMPUTATION, _COMMUNICATION, _BUBBLE, _OPTIMIZER)
+
+
+def render_predicted_step(facts: RunFacts) -> Html | None:
+    """The predicted step beside the measured one; None where the plan says no time, or no step was
+    recorded."""
+    predicted = formats.dict_or_empty(facts.plan.get("step_time"))
+    terms = {
+        str(name): formats.number_or_nan(value)
+        for name, value in formats.dict_or_empty(predicted.get("terms")).items()
+    }
+    total_s = sum(terms.values())
+    if not facts.ranks or not (math.isfinite(total_s) and total_s > 0):
+        return None
+    low_s, high_s = (formats.number_or_nan(predicted.get(key)) for key in ("low_s", "high_s"))
+    median_s = facts.ranks[0].p50_s
+    rows = [_build_row("a whole step", total_s, median_s)]
+    for part in _PARTS:
+        part_s = sum(terms.get(term, 0.0) for term in part.terms)
+        measured_s = _measure(part, facts.ranks)
+        if part_s > 0 or measured_s > 0:
+            rows.append(_build_row(part.name, part_s, measured_s))
+    inside = "inside" if low_s <= median_s <= high_s else "outside"
+    interval = f"{formats.format_milliseconds(low_s)} to {formats.format_milliseconds(high_s)}"
+    return build_tag(
+        "div",
+        build_tag("h3", "A step, predicted and measured"),
+        build_table(["part", "predicted", "measured", "error of the plan"], rows, css_class="num"),
+        build_tag(
+            "p",
+            f"The whole step is rank {facts.ranks[0].rank}'s median, {inside} the plan's 80 %"
+            f" interval ({interval}). Parts are means over steps and ranks, communication that of"
+            " the rank which has least of it: the others wait for each other there, too. What the"
+            " plan adds for jitter and offloading is in the whole step alone.",
+            class_="note",
+        ),
+        class_="block",
+    )
+
+
+def _measure(part: _Part, ranks: Sequence[RankPhaseSeconds]) -> float:
+    seconds = [sum(rank.mean_groups_s.get(group, 0.0) for group in part.groups) for rank in ranks]
+    return min(seconds) if part.is_of_least_rank else fmean(seconds)
+
+
+def _build_row(name: str, predicted_s: float, measured_s: float) -> list[Html | str]:
+    error = "–"
+    if measured_s > 0 and predicted_s > 0:
+        error = f"{100 * (predicted_s / measured_s - 1):+.0f} %"
+    shown = (formats.format_milliseconds(seconds) for seconds in (predicted_s, measured_s))
+    return [name, *shown, error]
