@@ -134,8 +134,9 @@ def _move_into_attempt(task: RankTask) -> None:
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
     os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
     trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
-    # torch appends the rank
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
+    # torch appends the rank. Older releases know the second name alone.
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str(trace))
 
 
 def _redirect_stdin_to_devnull() -> None:
