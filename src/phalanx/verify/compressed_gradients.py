@@ -34,7 +34,8 @@ JUDGED_BY_PLAIN: Mapping[str, PlainCompression] = {
         "int8 keeps more than rounding to 255 levels leaves: another scale, or other levels",
     ),
     "powersgd": PlainCompression(
-        "that each step sends what power iteration makes of the step before",
+        "that each step sends what power iteration makes of the step before, in as many columns as"
+        " compress_rank says",
         "powersgd does not send the mean projected by one step of power iteration from the step"
         " before: its matrix is not kept between steps, not made orthogonal, or another one",
     ),

@@ -16,6 +16,7 @@ from phalanx.verify.plain.compression import (
     plain_int8_excess,
     plain_powersgd_matrix_error,
     plain_powersgd_step,
+    plain_powersgd_width,
     plain_topk_excess,
 )
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
@@ -24,6 +25,10 @@ SentFault = tuple[int, str, float, str]
 """(step, from 0; parameter; by how much what is sent is worse; in words)."""
 POWERSGD_MATRIX = "q"
 """The slot of a gradient in which a step of powersgd finds the matrix of the step before."""
+
+
+def _describe_width(width: int) -> str:
+    return f"{width} columns of it" if width else "it whole"
 
 
 class SentGradientChecker:
@@ -37,6 +42,7 @@ class SentGradientChecker:
         self._step = 0
         self._mesh = model.mesh
         self._fraction = model.plan.parallel.compress_fraction
+        self._rank = model.plan.parallel.compress_rank
         self._compress = model.plan.parallel.compress
         # By parameter: the matrix as the step before has left it.
         self._left_q: dict[str, torch.Tensor] = {}
@@ -78,6 +84,7 @@ class SentGradientChecker:
             else:
                 q = found_q.get(gradient.name)
                 excess = self._find_powersgd_excess(gradient, mean, q, float(norm))
+                self._check_powersgd_width(gradient, q)
             # NaN is above any.
             if not excess <= 0:
                 words = JUDGED_BY_PLAIN[self._compress].fault
@@ -94,6 +101,15 @@ class SentGradientChecker:
         flat /= self._mesh.world_size
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _check_powersgd_width(self, gradient: Gradient, q: torch.Tensor | None) -> None:
+        """Record a gradient that travels in more or fewer columns than `compress_rank` says."""
+        width = 0 if q is None else q.shape[1]
+        expected = plain_powersgd_width(gradient.tensor.shape, self._rank)
+        if width != expected:
+            words = f"powersgd sends {_describe_width(width)}, and not {_describe_width(expected)}"
+            error = abs(width - expected) / max(width, expected)
+            self.faults.append((self._step, gradient.name, error, words))
 
     def _find_powersgd_excess(
         self, gradient: Gradient, mean: torch.Tensor, q: torch.Tensor | None, rank_norm: float

@@ -3,6 +3,9 @@ behind."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 MAX_INT8_LEVEL = 127
@@ -72,6 +75,16 @@ def find_half_int8_levels(gradient: torch.Tensor, num_ranks: int) -> torch.Tenso
             end = min(start + block, last)
             half_level[start:end] = flat[start:end].max() / MAX_INT8_LEVEL / 2
     return half_level
+
+
+def plain_powersgd_width(sizes: Sequence[int], rank: int) -> int:
+    """The number of columns that a gradient of `sizes` travels as, `rank` or 0: vectors travel
+    whole, and matrices for which `rank` columns of both factors are no fewer elements."""
+    if len(sizes) < 2:
+        return 0
+    num_rows, num_columns = sizes[0], math.prod(sizes[1:])
+    is_smaller = rank * (num_rows + num_columns) < num_rows * num_columns
+    return rank if is_smaller and rank <= min(num_rows, num_columns) else 0
 
 
 def plain_powersgd_step(
