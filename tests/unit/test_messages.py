@@ -185,6 +185,7 @@ def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
         VerifyPayload(
             job, Path("/run"), None, 3, 2, "small", (VerifyCase("float64", "tp2", {"tp": 2}, plan),)
         ),
+        VerifyPayload(job, Path("/run"), None, 3, 2, "small", (), asked_job=job),
         SuggestPayload(job, plan, Path("/run"), Path("/data")),
     ]
     for payload in payloads:

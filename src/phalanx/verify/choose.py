@@ -89,6 +89,8 @@ class Selection:
     left_out: tuple[str, ...] = ()
     """Settings of the job that no row judges: a part of `not_judged`, which each row repeats."""
     device: str = "cpu"
+    asked_job: Job | None = None
+    """The job as it was, but for what was shrunk."""
 
     @property
     def model_name(self) -> str:
@@ -214,6 +216,7 @@ def select_layout_cases(
         not_judged=tuple(omissions),
         left_out=tuple(left_out),
         device=device,
+        asked_job=requested_job,
     )
     plans = [case.plan for case in cases if case.plan is not None]
     if plans:

@@ -259,6 +259,7 @@ def _run_cases_in_one_rank_group(
         model_name=selection.model_name,
         cases=cases,
         device=selection.device,
+        asked_job=selection.asked_job,
     )
     spec = LaunchSpec(
         entry="phalanx.verify.rank:main",

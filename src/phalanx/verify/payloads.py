@@ -30,7 +30,8 @@ class VerifyPayload(JsonRecord):
     each.
 
     `data_dir`: the job's own dataset, None for made-up tokens. `model_name` is for the rows, which
-    rank 0 writes into `run_dir`. `device`: where layouts compute, "cpu" or "cuda".
+    rank 0 writes into `run_dir`. `device`: where layouts compute, "cpu" or "cuda". `asked_job`: the
+    job before it was changed to be judged; None: `job`.
     """
 
     job: Job
@@ -41,3 +42,4 @@ class VerifyPayload(JsonRecord):
     model_name: str
     cases: tuple[VerifyCase, ...]
     device: str = "cpu"
+    asked_job: Job | None = None

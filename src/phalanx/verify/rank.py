@@ -60,6 +60,7 @@ from phalanx.verify.number_types import (
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
+from phalanx.verify.rate_definition import RATES_JUDGED, find_wrong_rate
 from phalanx.verify.read_files import recording_read_files
 from phalanx.verify.reduction_types import REDUCTIONS_JUDGED, are_reduction_types_judged
 from phalanx.verify.references import ReferenceTraces
@@ -181,7 +182,12 @@ def _verify_trainer_run(
     row = compare_trainer_run(make_trainer_job(payload.job), run, trainer_place)
     if mesh.rank != 0:
         return None
-    return row
+    if row.ok is None:
+        return row
+    wrong_rate = find_wrong_rate(payload.asked_job or payload.job)
+    if row.ok and wrong_rate is not None:
+        row = replace(row, ok=False, first=wrong_rate)
+    return replace(row, judged=(*row.judged, RATES_JUDGED))
 
 
 def compare_layout_with_reference(

@@ -4,7 +4,6 @@ files."""
 from __future__ import annotations
 
 import json
-import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +17,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.learning_rate import resolve_unscaled_learning_rate
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
@@ -31,10 +29,10 @@ from phalanx.verify.plain.training import (
     OptimizerDefinition,
     PlainRun,
     PlainStep,
-    RateSchedule,
     Tensors,
     train_by_definition,
 )
+from phalanx.verify.rate_definition import make_rate_schedule
 from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, TrainerRunBatches
 from phalanx.verify.trainer_cases import (
     EVALUATED_STEPS,
@@ -42,7 +40,6 @@ from phalanx.verify.trainer_cases import (
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
     TEST_LOSS_SCALING,
-    WARMUP_STEPS,
 )
 from phalanx.verify.trainer_facts import (
     BUFFER,
@@ -56,8 +53,6 @@ from phalanx.verify.trainer_facts import (
 
 # The defaults of `optim.weight_decay` in docs/job.md.
 WEIGHT_DECAY_OF_OPTIMIZER = {"adamw": 0.1, "sgd": 0.0}
-RULE_OF_OPTIMIZER = {"adamw": "sqrt", "sgd": "linear"}
-"""How the rate follows the batch with `optim.lr_scaling = "auto"`."""
 
 
 def write_second_loop_reference(
@@ -146,29 +141,13 @@ class _ReferenceWriter:
             steps=self._list_steps(),
             held_out=sources,
             evaluated=EVALUATED_STEPS,
-            schedule=_make_rate_schedule(self.job),
+            schedule=make_rate_schedule(self.job),
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
             loss_scale=(TEST_LOSS_SCALING.initial, TEST_LOSS_SCALING.growth_steps),
         )
         return train_by_definition(module, self._loss_sum, run, around=around)
-
-
-def _make_rate_schedule(job: Job) -> RateSchedule:
-    optim, peak = job.optim, resolve_unscaled_learning_rate(job).lr
-    rule = RULE_OF_OPTIMIZER[optim.kind] if optim.lr_scaling == "auto" else optim.lr_scaling
-    if rule != "none" and optim.reference_batch_size is not None:
-        ratio = job.train.global_batch_size / optim.reference_batch_size
-        peak *= math.sqrt(ratio) if rule == "sqrt" else ratio
-    return RateSchedule(
-        kind=optim.schedule,
-        peak=peak,
-        warmup=WARMUP_STEPS,
-        num_steps=NUM_STEPS,
-        last_over_peak=optim.min_lr_ratio,
-        decay_fraction=optim.decay_fraction,
-    )
 
 
 def _make_optimizer_rule(job: Job) -> OptimizerDefinition:

@@ -1,0 +1,62 @@
+"""The learning rate of a job, by its definition a second time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from phalanx.job.learning_rate import resolve_unscaled_learning_rate
+from phalanx.job.schema import Job
+from phalanx.optim.schedule import learning_rate
+from phalanx.verify.plain.training import RateSchedule
+from phalanx.verify.row import Difference
+from phalanx.verify.trainer_errors import make_number_difference
+
+RATES_JUDGED = "learning rates over the job's own steps"
+RULE_OF_OPTIMIZER = {"adamw": "sqrt", "sgd": "linear"}
+"""How the rate follows the batch with `optim.lr_scaling = "auto"`."""
+MAX_WARMUP_STEPS = 50
+"""Of a job that says none: a tenth of its steps, and so many at most."""
+NUM_COMPARED_RATES = 2000
+TOLERANCE = 1e-9
+
+
+def make_rate_schedule(job: Job) -> RateSchedule:
+    """The schedule of a job whose optimizer is written out a second time."""
+    optim, peak = job.optim, resolve_unscaled_learning_rate(job).lr
+    rule = RULE_OF_OPTIMIZER[optim.kind] if optim.lr_scaling == "auto" else optim.lr_scaling
+    if rule != "none" and optim.reference_batch_size is not None:
+        ratio = job.train.global_batch_size / optim.reference_batch_size
+        peak *= math.sqrt(ratio) if rule == "sqrt" else ratio
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = min(MAX_WARMUP_STEPS, job.train.steps // 10)
+    return RateSchedule(
+        kind=optim.schedule,
+        peak=peak,
+        warmup=warmup,
+        num_steps=job.train.steps,
+        last_over_peak=optim.min_lr_ratio,
+        decay_fraction=optim.decay_fraction,
+    )
+
+
+def find_wrong_rate(job: Job) -> Difference | None:
+    """The first step of the run that `job` asks for whose rate is not that of the definition; None
+    if there is none among the first and last steps, and about NUM_COMPARED_RATES between them."""
+    schedule, steps = make_rate_schedule(job), job.train.steps
+    stride = max(1, steps // NUM_COMPARED_RATES)
+    near_ends = (
+        range(1, min(steps, 2 * MAX_WARMUP_STEPS) + 1),
+        range(max(1, steps - MAX_WARMUP_STEPS), steps + 1),
+    )
+    for step in sorted(set(itertools.chain(range(1, steps + 1, stride), *near_ends))):
+        found, expected = learning_rate(job, step), schedule.rate(step)
+        if not math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=1e-300):
+            error = abs(found - expected) / max(abs(found), abs(expected))
+            cause = (
+                f"in step {step} of {steps:,} the learning rate is {found:.4g}, by the schedule it"
+                f" is {expected:.4g}: warm-up, decay or peak is another"
+            )
+            return make_number_difference("learning rate", step, error, cause)
+    return None
