@@ -174,6 +174,13 @@ def test_what_no_row_looks_at_is_said_by_rows_that_run() -> None:
         assert ("resumes" not in words, "own arithmetic" not in words) == (is_judged, is_judged)
 
 
+def test_what_a_module_needs_is_kept_in_every_layout() -> None:
+    job = Job.model_validate({"parallel": {"unused_parameters": "allow"}})
+    chosen = select_layout_cases(job, ["ddp", "zero1", "zero3"], ranks=2, steps=2, shrink=True)
+    kept = {case.plan.parallel.unused_parameters for _, case in chosen.work if case.plan}
+    assert kept == {"allow"}
+
+
 def test_of_longer_sequences_as_many_tokens_are_judged_as_somebody_asks_for() -> None:
     job = Job.model_validate({"data": {"seq_len": 256}})
     for asked, judged in (({}, 64), ({"max_seq_len": 128}, 128), ({"max_seq_len": 512}, 256)):

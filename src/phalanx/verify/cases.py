@@ -433,6 +433,8 @@ def plan_layout_cases(
         body = job.to_json()
         # What a layout does not name has its default here, not what the job asks for.
         body["parallel"] |= _DEFAULT_AXES | {"compress": "none"} | _DEFAULT_OPTIONS
+        # What a module needs, whatever the layout.
+        body["parallel"]["unused_parameters"] = job.parallel.unused_parameters
         for key, value in parallel.items():
             section, _, name_of_key = key.rpartition(".")
             body[section or "parallel"][name_of_key] = value
