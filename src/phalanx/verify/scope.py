@@ -86,6 +86,8 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
             f"the model's own arithmetic in {compute}{but}: the reference computes by the same"
             " phalanx.nn"
         )
+    if plan.is_layout_free:
+        not_judged.append("that bits are those of any other number of ranks, as layout-free has it")
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")
     compress = plan.parallel.compress

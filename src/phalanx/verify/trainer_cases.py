@@ -166,7 +166,8 @@ JUDGED_PARTS = (
 RESUMED_ELSEWHERE = "a run resumed in another layout"
 NOT_JUDGED_PARTS = (
     "metrics of an own objective, the best step",
-    "saves by the clock",
+    "saves by the clock, to a store, and which checkpoints are kept",
+    "runs resumed on another number of ranks, from an older checkpoint, or from ranks' memory",
     "random draws other than dropout's",
 )
 
