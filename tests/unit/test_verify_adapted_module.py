@@ -13,6 +13,7 @@ from test_verify_judge import saw, traced
 
 from hf_zoo import write_config
 from models import CPU
+from phalanx.job.hugging_face import read_model_config
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
@@ -144,3 +145,41 @@ def test_rows_say_what_was_compared_and_differ_where_the_adapter_does(tmp_path: 
     assert verdict.first is not None
     assert str(verdict.first).startswith("output of the adapter is off by 1.0e-01")
     assert "LlamaForCausalLM" in verdict.first.cause
+
+
+@pytest.mark.parametrize(
+    ("stays", "named", "number"),
+    [(None, "(the model)", 34), ("transformer.h.1.mlp", "transformer.h.1.mlp", 5)],
+)
+def test_modules_that_are_built_in_evaluation_mode_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: str | None, named: str, number: int
+) -> None:
+    build = adapted_module.build_original_module
+
+    def build_in_evaluation_mode(*args: Any, **options: Any) -> Any:
+        module, notes = build(*args, **options)
+        part = module if stays is None else module.get_submodule(stays)
+        part.eval()
+        return module, notes
+
+    monkeypatch.setattr(adapted_module, "build_original_module", build_in_evaluation_mode)
+    facts = compare(tmp_path, "gpt2")
+    assert facts == AdapterFacts("GPT2LMHeadModel", what="mode", name=named, error=number)
+    verdict = LayoutComparator(
+        replace(traced(), adapter=facts), [saw(), saw()], JudgedLayout(2), tolerance=1e-10
+    ).compare()
+    assert verdict.first is not None
+    assert str(verdict.first).startswith(f"mode {named} is off by {number:.1e}")
+    assert "evaluation mode" in verdict.first.cause
+    assert "dropout" in verdict.first.cause
+
+
+def test_stored_weights_train_in_training_mode(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        **read_model_config(f"hf:{write_config(tmp_path, 'gpt2')}")
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    module = adapter.build(f"hf:{tmp_path}")
+    assert all(part.training for part in module.modules())

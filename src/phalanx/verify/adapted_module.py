@@ -28,6 +28,7 @@ FACTS_FILE_NAME = "adapter.json"
 NUM_ROWS, MAX_TOKENS = 2, 64
 # transformers' name of an implementation that is written out, and has float64.
 EAGER = "eager"
+WHOLE_MODEL = "(the model)"
 
 Gradients = dict[str, torch.Tensor]
 
@@ -58,11 +59,17 @@ def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> Adapte
 
 
 def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFacts:
-    """Compare logits and gradients of `module`, in float64, with those of transformers' class with
-    the same weights; both in evaluation mode."""
+    """Compare which parts of `module` are in training mode with those of transformers' class as it
+    is built; then logits and gradients, in float64, with those of that class with the same weights,
+    both in evaluation mode."""
     architecture = type(module).__name__
     try:
         own = _build_own_model(job, architecture, module)
+        evaluating = _list_parts_that_should_train(module, own)
+        if evaluating:
+            name = evaluating[0] or WHOLE_MODEL
+            return AdapterFacts(architecture, what="mode", name=name, error=len(evaluating))
+        own.eval()
         calls = list(_list_calls(plan, own))
         with cast_to_float64() as casts:
             own_outputs = [own(**call.own).logits for call in calls]
@@ -86,15 +93,23 @@ def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFa
     return AdapterFacts(architecture)
 
 
+def _list_parts_that_should_train(module: nn.Module, own: nn.Module) -> tuple[str, ...]:
+    """The names of the parts of `module` ("" for itself) that are in evaluation mode, and in
+    training mode in `own`."""
+    evaluating = {name for name, part in module.named_modules() if not part.training}
+    return tuple(name for name, part in own.named_modules() if part.training and name in evaluating)
+
+
 def _build_own_model(job: Job, architecture: str, module: nn.Module) -> Any:
-    """transformers' model of the job's config.json with the weights of `module`."""
+    """transformers' model of the job's config.json with the weights of `module`, in the mode in
+    which its class builds it."""
     import transformers
 
     kind = job.model.kind
     assert kind is not None
     values = {**read_model_config(kind), **(job.model.args or {})}
     config = transformers.AutoConfig.for_model(**values)
-    own = getattr(transformers, architecture)(config).to(torch.float64).eval()
+    own = getattr(transformers, architecture)(config).to(torch.float64)
     if getattr(own.config, "_experts_implementation", None) is not None:
         own.set_experts_implementation(EAGER)
     own.load_state_dict(module.state_dict())

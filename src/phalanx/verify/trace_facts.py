@@ -87,7 +87,8 @@ class AdapterFacts:
     """A comparison of phalanx's form of a Hugging Face model with its own class, `architecture`.
 
     `what`: "output", or "gradient" of the parameter `name`, where it differs by `error`, relative;
-    "" where it does not. `unjudged`: why nothing was compared.
+    "mode" where `error` parts, `name` the first, are built in evaluation mode, and in training mode
+    by its own class; "" where nothing differs. `unjudged`: why nothing was compared.
     """
 
     architecture: str

@@ -30,6 +30,11 @@ ADAPTER_CAUSE = (
     " weights and tokens, in one process, it gives something else; the reference computes by the"
     " adapter, and so does every layout"
 )
+EVALUATION_MODE_CAUSE = (
+    "{} modules are in evaluation mode as phalanx builds the model for training, {} the first, and"
+    " in training mode as transformers' {} is built: their dropout does nothing, in one process and"
+    " in every layout"
+)
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,11 @@ class LayoutComparator:
             return
         ranks = tuple(range(len(self._observations)))
         what, part = "output of the adapter", ""
+        if facts.what == "mode":
+            cause = EVALUATION_MODE_CAUSE.format(int(facts.error), facts.name, facts.architecture)
+            part = f"{int(facts.error)} modules"
+            yield Difference("mode", facts.name, 0, facts.error, 0, ranks, part, cause)
+            return
         if facts.name:
             what = "the adapter's gradient of"
             part = self._observations[0]["held"].get(facts.name, "nothing")
