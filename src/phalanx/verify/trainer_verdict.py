@@ -102,7 +102,14 @@ class RunComparator:
 
     def _iterate_differences(self) -> Iterator[Difference]:
         for index, of_ranks in enumerate(zip(*self._by_rank, strict=True)):
-            yield from self._compare_attempt(of_ranks, self._records[index])
+            name = of_ranks[0].name
+            for difference in self._compare_attempt(of_ranks, self._records[index]):
+                # The run before it was equal to its end.
+                if name and "resumed" not in difference.cause:
+                    difference = replace(
+                        difference, cause=f"{difference.cause}, in the run that is {name}"
+                    )
+                yield difference
 
     def _compare_attempt(
         self, ranks: Sequence[AttemptObservation], record: SecondLoopRecord
