@@ -43,7 +43,7 @@ def find_faults(
     arithmetic = RouterArithmetic(module, job, plan, dtype)
     tokens = torch.randint(250, (2, 3, 16), generator=torch.manual_seed(0))
     with torch.no_grad():
-        AutocastLoss(job, plan, torch.bfloat16)(module, {"inputs": tokens[0], "targets": tokens[1]})
+        AutocastLoss(job, torch.bfloat16)(module, {"inputs": tokens[0], "targets": tokens[1]})
     return arithmetic.faults
 
 

@@ -682,7 +682,7 @@ def test_the_reference_of_a_narrow_type_computes_in_it() -> None:
             return logits
 
     batch = {"inputs": torch.zeros(2, 4), "targets": torch.zeros(2, 4, dtype=torch.int64)}
-    AutocastLoss(job, case.plan, torch.bfloat16)(Head(), batch)
+    AutocastLoss(job, torch.bfloat16)(Head(), batch)
     assert computed == [torch.bfloat16]
 
 

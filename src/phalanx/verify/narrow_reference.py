@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from phalanx.job.schema import Job
-from phalanx.plan.plan import Plan
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.plain_loss import Batch
 
@@ -21,8 +20,8 @@ NUM_NUDGED = 3
 class AutocastLoss(JobLoss):
     """The loss of a job whose forward multiplies in a narrow type, as torch.autocast does."""
 
-    def __init__(self, job: Job, plan: Plan, dtype: torch.dtype) -> None:
-        super().__init__(job, plan)
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
+        super().__init__(job)
         self._dtype = dtype
 
     def compute_outputs(self, module: nn.Module, batch: Batch) -> Any:

@@ -203,10 +203,10 @@ def _write_reference(
     Raises ResourceError where the disk refuses: that is not the module's fault either.
     """
 
-    loss_sum = JobLoss(job, plan)
+    loss_sum = JobLoss(job)
     if is_narrow_dtype(dtype):
         activation_dtype = getattr(torch, activation_dtype_of_row(dtype))
-        loss_sum = AutocastLoss(job, plan, activation_dtype)
+        loss_sum = AutocastLoss(job, activation_dtype)
         if nudged:
             steps = perturb_images_by_rounding(steps, activation_dtype, nudged)
     writer = _ReferenceWriter(directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum)
@@ -243,7 +243,7 @@ class _ReferenceWriter:
     def write(self) -> list[RoutingChange]:
         """Write it, and return what its routers would have chosen instead of `forced`."""
         # Not in a narrow type, whose rounding looks as if rows saw each other.
-        wide_loss = JobLoss(self.job, self.plan)
+        wide_loss = JobLoss(self.job)
         probed = probe_forward(
             self._build_reference_module,
             wide_loss,

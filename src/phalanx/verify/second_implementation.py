@@ -102,7 +102,7 @@ def compare_with_second_implementation(
     began = time.monotonic()
     module, _ = build_original_module(job, plan, dtype, materialize=True)
     randomize_constant_parameters(module)
-    outputs = JobLoss(job, plan).compute_outputs
+    outputs = JobLoss(job).compute_outputs
     order = list_parameters_in_forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
@@ -192,7 +192,7 @@ def _truncate_to_short_sequence(batch: Batch) -> Batch:
 def _compute_step_by_phalanx(
     job: Job, plan: Plan, module: nn.Module, microbatches: Sequence[Batch]
 ) -> StepResult:
-    outputs, objective = JobLoss(job, plan).compute_outputs, build_objective(job)
+    outputs, objective = JobLoss(job).compute_outputs, build_objective(job)
     module.zero_grad()
     total, count = 0.0, 0
     for batch in microbatches:

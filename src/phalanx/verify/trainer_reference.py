@@ -78,7 +78,7 @@ class _ReferenceWriter:
     _loss_sum: JobLoss = field(init=False)
 
     def __post_init__(self) -> None:
-        self._loss_sum = JobLoss(self.job, self.plan)
+        self._loss_sum = JobLoss(self.job)
 
     def write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

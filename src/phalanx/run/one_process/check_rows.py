@@ -65,7 +65,7 @@ def find_how_loss_treats_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMix
     is_built = False
     try:
         with _restoring_random_states(), torch.no_grad(), RefuseCollectivesMode():
-            loss = JobLoss(job, plan)
+            loss = JobLoss(job)
             module = build_original_module(job, plan, "float32", materialize=True)[0]
             for part in module.modules():
                 if isinstance(part, _BatchNorm):
