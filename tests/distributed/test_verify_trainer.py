@@ -14,6 +14,7 @@ from exam.plant import load_plant
 from exam.sit import MODULES
 
 from models import CPU
+from phalanx.data.prepare import prepare_corpus
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
@@ -57,8 +58,12 @@ def judge_cases(
     shape = measure_foreign_shape(job)
     cases = make_trainer_cases(job, num_ranks=num_ranks, cluster=CPU, shape=shape)
     rows = []
+    data_dir: Path | None = None
+    if "source" in sections["data"]:
+        folder = Path(directory) / f"data-{rank}"
+        data_dir = prepare_corpus(job.data, folder, vocab_size=None).directory
     with open_mesh(Layout(dp_replicate=num_ranks), device="cpu") as mesh:
-        place = TrainerRowContext(mesh, Path(directory), None, "small")
+        place = TrainerRowContext(mesh, Path(directory), data_dir, "small")
         for case in cases:
             if isinstance(case, TrainerCase) and (not only or case.name in only):
                 rows.append(compare_trainer_run(job, case, place).to_json())
@@ -121,9 +126,9 @@ def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ..
         assert not any("clip" in line for line in row.not_judged), "both kinds of steps"
 
 
-WITH_DROPOUT, WITH_BATCHNORM, WITH_STEM = (
+WITH_DROPOUT, WITH_BATCHNORM, WITH_STEM, WITH_GAIN = (
     {"model": {"kind": f"exam_models:{name}"}, "data": {"seq_len": 16}}
-    for name in ("WithDropout", "WithBatchNorm", "WithStem")
+    for name in ("WithDropout", "WithBatchNorm", "WithStem", "WithGain")
 )
 
 
@@ -145,6 +150,7 @@ def test_a_layout_is_judged_though_the_next_one_refuses_the_module(
     [
         pytest.param(WITH_DROPOUT, id="dropout", marks=pytest.mark.long),
         pytest.param(WITH_BATCHNORM, id="batchnorm"),
+        pytest.param(WITH_GAIN, id="parameter-without-dimensions"),
         pytest.param(
             {**DECODER, "optim": {"kind": "sgd", "schedule": "wsd", "weight_decay": 0.1}},
             id="sgd",
@@ -184,6 +190,50 @@ def test_an_optimizer_without_a_second_version_is_refused() -> None:
     assert "user_code:adam is not written out a second time" in row.refused
 
 
+def test_samples_without_targets_are_refused_as_by_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(MODULES)
+    source = {"source": "exam_models:tokens_alone", "args": {"size": 16}}
+    sections = {"model": {"kind": "exam_models:WithGain"}, "data": {"seq_len": 16, **source}}
+    (row,) = rows_of("trainer-ddp", sections=sections).values()
+    assert row.refused == "the module alone, in one process in float64: KeyError: 'targets'"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plant", "case", "what"),
+    [
+        (
+            {"optim": {"clip_norm": None}},
+            *("no_clip_norm_clips_to_one", "ddp", "gradient"),
+        ),
+        (
+            {"precision": {"compute": "fp16", "loss_scale": 1024.0}},
+            *("fixed_loss_scale_adapts", "loss-scale", "loss scale"),
+        ),
+    ],
+)
+def test_what_a_job_fixes_is_judged_as_it_says(
+    overrides: dict[str, Any], plant: str, case: str, what: str
+) -> None:
+    sections = {**DECODER, **overrides}
+    (row,) = rows_of(f"trainer-{case}", sections=sections).values()
+    assert row.ok, row.first
+    assert ("clipping" in row.judged) == ("optim" not in overrides)
+    assert not any("loss_scale_initial" in line for line in row.not_judged)
+    (row,) = rows_of(f"trainer-{case}", sections=sections, plant=plant).values()
+    assert row.first is not None, "equal"
+    assert row.first.what == what
+    assert load_plant(plant).names_cause(row.first.cause), row.first.cause
+
+
+def test_a_row_says_which_numbers_of_a_loss_scale_are_its_own() -> None:
+    (row,) = rows_of("trainer-loss-scale").values()
+    (line,) = (line for line in row.not_judged if "loss_scale_initial" in line)
+    assert "begins at 1024 and doubles after 2 good steps" in line
+    assert any("a smaller loss scale answers it" in line for line in row.not_judged)
+
+
 # (plant, the case in which it is looked for, what differs, the step in which it shows)
 PLANTS = [
     ("skipped_step_is_applied", "zero3", "update", 4),
@@ -207,6 +257,9 @@ PLANTS = [
     ("all_decays_when_sharded", "zero3", "weight of the optimizer", 1),
     ("moments_swapped_in_stages", "pp2-1f1b", "optimizer state exp_avg of", 1),
     ("adamw_never_counts_when_sharded", "zero3", "weight of the optimizer", 2),
+    ("evaluation_takes_one_batch_of_a_source", "ddp", "evaluation's targets", 3),
+    ("source_without_targets_weighs", "ddp", "evaluation loss", 3),
+    ("repeated_step_adds_to_the_first_try", "zero3", "gradient norm", 8),
 ]
 
 

@@ -1,12 +1,12 @@
-"""The data of a judged run: the batch of each step, held-out batches, and an objective that spoils
-the gradients of one step."""
+"""The data of a judged run: the batch of each step, held-out batches, and an objective whose
+gradients are multiplied in some steps."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,20 @@ from phalanx.verify.trainer_cases import (
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
+    REPEATED_STEP,
 )
 
-SOURCE_WEIGHTS = {"first": 0.3, "second": 0.7}
+WITHOUT_TARGETS = "without targets"
+SOURCE_WEIGHTS = {"first": 0.3, WITHOUT_TARGETS: 0.2, "second": 0.5}
+"""What each held-out source weighs. One of them has no mean loss, and no part in that of all."""
 
 
 @dataclass(frozen=True)
 class TrainerRunBatches:
-    """All rows of each step, and of each held-out source; the same on every rank."""
+    """All rows of each step, and of each batch of the held-out sources; the same on every rank."""
 
     steps: tuple[Batch, ...]
-    held_out: Mapping[str, Batch]
+    held_out: Mapping[str, Sequence[Batch]]
 
     def microbatches(self, step: int, count: int) -> list[Batch]:
         """The rows of `step`, counted from 1, in `count` equal microbatches."""
@@ -50,10 +53,10 @@ class TrainerRunBatches:
 def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunBatches:
     """Batches in float64: made up, or of the data in `data_dir`.
 
-    In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has;
-    not where an own objective may not know what that is.
+    In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has, and
+    none in a held-out source; not where an own objective may not know what that is.
     """
-    num_batches = NUM_STEPS + len(SOURCE_WEIGHTS)
+    num_batches = NUM_STEPS + len(SOURCE_WEIGHTS) - 1
     global_steps = make_global_microbatches(job, plan, data_dir, num_steps=num_batches)
     batches: list[Batch] = []
     for microbatches in cast_steps_to_dtype(global_steps, torch.float64):
@@ -62,14 +65,39 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
         )
     steps = batches[:NUM_STEPS]
     num_rows = len(next(iter(steps[0].values())))
-    if has_step_without_targets(job, plan, num_batches):
+    # Of data without targets the second loop says what it lacks.
+    may_mask = has_step_without_targets(job, plan, num_batches) and "targets" in steps[0]
+    if may_mask:
         for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
             steps[step - 1] = _mask_targets_from_row(steps[step - 1], first_row)
-    held_out: dict[str, Batch] = {}
-    for name, batch in zip(SOURCE_WEIGHTS, batches[NUM_STEPS:], strict=True):
-        # A part is enough, which has a row for each rank.
-        held_out[name] = split_batch_rows(batch, NUM_MICROBATCHES)[0]
+    held_out = _make_held_out_batches(*batches[NUM_STEPS:], may_mask=may_mask)
     return TrainerRunBatches(tuple(steps), held_out)
+
+
+def _make_held_out_batches(
+    first: Batch, second: Batch, *, may_mask: bool
+) -> dict[str, list[Batch]]:
+    """The sources' batches, two of each: parts, which have a row for each rank.
+
+    With `may_mask` those of a source have unequal numbers of targets, and one source has none.
+    """
+    parts = split_batch_rows(first, NUM_MICROBATCHES)[:2]
+    other_parts = split_batch_rows(second, NUM_MICROBATCHES)[:2]
+    if not may_mask:
+        return {"first": parts, "second": other_parts}
+    return {
+        "first": [parts[0], _mask_every_second_target(parts[1])],
+        WITHOUT_TARGETS: [_mask_targets_from_row(part, 0) for part in other_parts],
+        "second": [_mask_every_second_target(other_parts[0]), other_parts[1]],
+    }
+
+
+def _mask_every_second_target(batch: Batch) -> Batch:
+    """The batch without every second one of the targets that it has."""
+    masked = batch["targets"].clone()
+    places = (masked != IGNORE_INDEX).nonzero()[1::2]
+    masked[tuple(places.T)] = IGNORE_INDEX
+    return {**batch, "targets": masked}
 
 
 def _mask_targets_from_row(batch: Batch, first_row: int) -> Batch:
@@ -107,8 +135,8 @@ class RankBatches:
     def held_out(self) -> HeldOutBatches:
         """This rank's share of the held-out batches, by source."""
         sources: dict[str, list[Batch]] = {}
-        for name, batch in self.batches.held_out.items():
-            sources[name] = [self._select_rank_share(batch)]
+        for name, held_out in self.batches.held_out.items():
+            sources[name] = [self._select_rank_share(batch) for batch in held_out]
         return sources
 
     def _select_rank_share(self, batch: Batch) -> Batch:
@@ -119,40 +147,58 @@ class RankBatches:
 
 
 @dataclass
-class OverflowInjector:
-    """Multiplies the gradients of the first microbatch of OVERFLOW_STEP on the first
-    data-parallel rank: its loss stays as it is, and only the norm is not finite. So they are when
-    the step is repeated: its numbers are at fault, and no processor.
+class GradientInjector:
+    """Multiplies gradients, and leaves the loss as it is. Those of `step_factors`: step -> what all
+    gradients of the step are multiplied by.
+
+    In OVERFLOW_STEP those of the first microbatch on the first data-parallel rank: only the norm is
+    not finite. So they are when the step is repeated: its numbers are at fault, and no processor.
+    In REPEATED_STEP, if the trainer `repeats_steps`, they are the first time alone: computed again
+    the step is as good as any other.
 
     Compressed gradients become infinite: compression keeps what it did not send of a finite one,
     also where the step is skipped for its norm.
     """
 
     batches: RankBatches
-    _num_calls: int = 0
+    step_factors: Mapping[int, float]
+    repeats_steps: bool
+    _num_calls: dict[int, int] = field(default_factory=dict)
 
     def wrap_objective(self, objective: Objective) -> Objective:
-        """The objective, which also spoils."""
+        """The objective, whose gradients are multiplied."""
 
         # Attributes of the objective say what it reads: the wrapper has them, too.
         @functools.wraps(objective)
-        def call_and_spoil(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        def call_and_multiply(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             loss, targets = objective(outputs, batch)
-            if loss.requires_grad and self._is_overflow_due():
-                loss.register_hook(lambda gradient: gradient * self._factor)
+            if loss.requires_grad:
+                factor = self._choose_factor()
+                if factor != 1.0:
+                    loss.register_hook(lambda gradient: gradient * factor)
             return loss, targets
 
-        return call_and_spoil
+        return call_and_multiply
+
+    def _choose_factor(self) -> float:
+        factor = self.step_factors.get(self.batches.step, 1.0)
+        if self._is_overflow_due():
+            factor *= self._overflow_factor
+        return factor
 
     @property
-    def _factor(self) -> float:
+    def _overflow_factor(self) -> float:
         if self.batches.plan.parallel.compress != "none":
             return math.inf
         return OVERFLOW_FACTOR
 
     def _is_overflow_due(self) -> bool:
-        if self.batches.step != OVERFLOW_STEP or self.batches.mesh.data_parallel_rank != 0:
+        step = self.batches.step
+        num_calls = self._num_calls.get(step, 0)
+        self._num_calls[step] = num_calls + 1
+        if self.batches.mesh.data_parallel_rank != 0:
             return False
-        self._num_calls += 1
+        if step == REPEATED_STEP:
+            return self.repeats_steps and num_calls == 0
         # The first of each time that the step is computed.
-        return (self._num_calls - 1) % self.batches.plan.num_microbatches == 0
+        return step == OVERFLOW_STEP and num_calls % self.batches.plan.num_microbatches == 0

@@ -24,6 +24,8 @@ WSD_DECAY_FRACTION = 0.23
 WARMUP_STEPS = 2
 # Good steps, of which the last finds what a skipped one left, follow each of both.
 OVERFLOW_STEP, NO_TARGETS_STEP = 4, 7
+REPEATED_STEP = 8
+"""Not finite the first time that it is computed, and good when it is computed again."""
 HALF_MASKED_STEP = 2
 """The step in which the second half of the batch has no target: whole microbatches have none."""
 SAVE_EVERY, STOP_STEP = 3, 5
@@ -33,6 +35,9 @@ EVAL_EVERY = 3
 EVALUATED_STEPS = frozenset((3, 6, 9, 10))
 # Squares of such gradients are infinite, while the gradients are not.
 OVERFLOW_FACTOR = 1e200
+UNCLIPPED_STEP, UNCLIPPED_FACTOR = NUM_STEPS, 64.0
+"""Where a job clips nothing, gradients of the last step are so many times as large: what clips
+them all the same shows. No later step has the weights that such a step makes."""
 TEST_LOSS_SCALING = LossScaling(initial=1024.0, growth_steps=2)
 
 
@@ -149,15 +154,18 @@ def make_trainer_job(job: Job) -> Job:
         "keep_every": None,
         "url": None,
     }
-    body["resilience"] |= {"max_skipped_steps": 10, "inject": ()}
+    # A step that is good when it is repeated must not end the run.
+    body["resilience"] |= {"max_skipped_steps": 10, "inject": (), "on_corruption": "warn"}
     return Job.model_validate_json(json.dumps(body))
 
 
 CLIPPING = "clipping"
+REPEATED_STEPS = "a step that is repeated, not finite the first time alone"
 JUDGED_PARTS = (
     "learning rates",
     CLIPPING,
     "skipped steps",
+    REPEATED_STEPS,
     "weights and optimizer state after each step",
     "evaluations",
     "a checkpoint saved in the background, and one at a stop",
@@ -170,6 +178,33 @@ NOT_JUDGED_PARTS = (
     "runs resumed on another number of ranks, from an older checkpoint, or from ranks' memory",
     "random draws other than dropout's",
 )
+
+
+def choose_step_factors(job: Job) -> dict[int, float]:
+    """Step -> what its gradients are multiplied by."""
+    if job.optim.clip_norm is not None:
+        return {}
+    return {UNCLIPPED_STEP: UNCLIPPED_FACTOR}
+
+
+def choose_row_loss_scaling(job: Job) -> LossScaling:
+    """How the row with a loss scale multiplies the loss: by the job's own number where it asks for
+    a fixed one; else by one that adapts within the steps of the run."""
+    scale = job.precision.loss_scale
+    if scale == "dynamic":
+        return TEST_LOSS_SCALING
+    return LossScaling(scale)
+
+
+def list_replaced_scale_numbers(job: Job) -> tuple[str, ...]:
+    """Lines on the job's own numbers that the row with a loss scale does not have."""
+    if job.precision.loss_scale != "dynamic":
+        return ()
+    scaling = choose_row_loss_scaling(job)
+    return (
+        "precision.loss_scale_initial and loss_scale_growth_steps of the job: this row's scale"
+        f" begins at {scaling.initial:g} and doubles after {scaling.growth_steps} good steps",
+    )
 
 
 def explain_no_trainer_run(job: Job) -> str:
@@ -206,7 +241,7 @@ def make_trainer_cases(
             TrainerCase(PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan)
         )
     if planned:
-        cases.append(_make_loss_scale_case(planned))
+        cases.append(_make_loss_scale_case(planned, choose_row_loss_scaling(job)))
     if num_ranks > 1:
         compressed = {"dp_replicate": num_ranks, "compress": "powersgd"}
         cases += [
@@ -250,7 +285,7 @@ def make_named_trainer_cases(
     return runs
 
 
-def _make_loss_scale_case(planned: list[Case]) -> TrainerCase:
+def _make_loss_scale_case(planned: list[Case], scaling: LossScaling) -> TrainerCase:
     """The first layout with a loss that is scaled as in fp16, resumed in the second."""
     case, other = planned[0], planned[min(1, len(planned) - 1)]
     assert case.plan is not None
@@ -258,9 +293,9 @@ def _make_loss_scale_case(planned: list[Case]) -> TrainerCase:
     return TrainerCase(
         PREFIX + LOSS_SCALE_VARIANT,
         dict(case.parallel),
-        replace(case.plan, loss_scaling=TEST_LOSS_SCALING),
+        replace(case.plan, loss_scaling=scaling),
         other.name,
-        replace(other.plan, loss_scaling=TEST_LOSS_SCALING),
+        replace(other.plan, loss_scaling=scaling),
     )
 
 

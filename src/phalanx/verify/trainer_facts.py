@@ -52,10 +52,11 @@ class SecondLoopStep(JsonRecord):
 
 @dataclass(frozen=True)
 class SecondLoopRecord(JsonRecord):
-    """The steps of the second loop. `unused`: parameters that never had a gradient; `narrows`: the
-    module computes in fewer digits than float64 on its way."""
+    """The steps of the second loop. `max_norm`: what it clips to, None where the job clips nothing;
+    `unused`: parameters that never had a gradient; `narrows`: the module computes in fewer digits
+    than float64 on its way."""
 
-    max_norm: float
+    max_norm: float | None
     narrows: bool
     unused: tuple[str, ...]
     steps: tuple[SecondLoopStep, ...]
@@ -115,7 +116,8 @@ class AttemptObservation(JsonRecord):
 
     `name` says what it is, in words. `end`: why it ended, of the trainer. `evaluations`: step ->
     loss, of rank 0, as `evaluated_targets` of these. `error`: what all ranks raised alike. `held`:
-    name -> the part of it that the rank has.
+    name -> the part of it that the rank has. `why_not_repeated`: why the trainer does not repeat a
+    step that was not finite; empty if it does.
     """
 
     name: str
@@ -128,6 +130,7 @@ class AttemptObservation(JsonRecord):
     evaluations: dict[str, float] = field(default_factory=dict)
     evaluated_targets: dict[str, int] = field(default_factory=dict)
     checkpoints: tuple[int, ...] = ()
+    why_not_repeated: str = ""
 
 
 def _root_mean_square(sizes: Iterable[float]) -> float:

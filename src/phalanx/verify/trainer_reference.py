@@ -39,7 +39,8 @@ from phalanx.verify.trainer_cases import (
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
-    TEST_LOSS_SCALING,
+    choose_row_loss_scaling,
+    choose_step_factors,
 )
 from phalanx.verify.trainer_facts import (
     BUFFER,
@@ -94,11 +95,7 @@ class _ReferenceWriter:
                 why="what a run by its own gradients comes to after ten steps is as good as chance",
                 fix="the rows of layouts judge it, by what that rounding costs",
             )
-        norms: list[float] = []
-        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
-            if not step.skipped:
-                norms.append(step.grad_norm)
-        max_norm = _median_norm(norms)
+        max_norm = self._choose_max_norm()
         module = self._build_reference_module()
         start = {name: p.detach().clone() for name, p in module.named_parameters()}
         _save_tensors(self._locate_step_file(0), _flatten_tensors_by_key(start, {}, {}, {}))
@@ -115,6 +112,16 @@ class _ReferenceWriter:
         )
         # Last: whoever finds this file finds the others.
         (self.directory / FACTS_FILE_NAME).write_text(json.dumps(run.to_json()))
+
+    def _choose_max_norm(self) -> float | None:
+        """A norm that half of the steps exceed; None where the job clips nothing."""
+        if self.job.optim.clip_norm is None:
+            return None
+        norms: list[float] = []
+        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
+            if not step.skipped:
+                norms.append(step.grad_norm)
+        return _median_norm(norms)
 
     def _locate_step_file(self, step: int) -> Path:
         return self.directory / f"step-{step}.safetensors"
@@ -135,8 +142,9 @@ class _ReferenceWriter:
             return masks.dropping_by_masks(step, first_row, num_rows)
 
         sources: dict[str, HeldOutSource] = {}
-        for name, batch in self.batches.held_out.items():
-            sources[name] = HeldOutSource(SOURCE_WEIGHTS[name], [batch])
+        for name, held_out in self.batches.held_out.items():
+            sources[name] = HeldOutSource(SOURCE_WEIGHTS[name], held_out)
+        scaling = choose_row_loss_scaling(self.job)
         run = PlainRun(
             steps=self._list_steps(),
             held_out=sources,
@@ -145,7 +153,8 @@ class _ReferenceWriter:
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
-            loss_scale=(TEST_LOSS_SCALING.initial, TEST_LOSS_SCALING.growth_steps),
+            step_factors=choose_step_factors(self.job),
+            loss_scale=(scaling.initial, scaling.growth_steps),
         )
         return train_by_definition(module, self._loss_sum, run, around=around)
 

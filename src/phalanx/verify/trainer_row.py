@@ -18,6 +18,7 @@ from phalanx.verify.trainer_cases import (
     RESUMED_ELSEWHERE,
     TrainerCase,
     explain_no_trainer_run,
+    list_replaced_scale_numbers,
 )
 from phalanx.verify.trainer_facts import FACTS_FILE_NAME, AttemptObservation
 from phalanx.verify.trainer_reference import SecondLoopReader, write_second_loop_reference
@@ -58,12 +59,13 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
         return _build_refused_row(case, trainer_place, str(error))
     gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in result.attempts])
     by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
+    is_scaled = case.name.endswith(LOSS_SCALE_VARIANT)
     comparator = RunComparator(
         by_rank,
         readers[0].recording_phase,
         readers[0 if result.other_refusal else 1].recording_phase,
         batch_size=job.train.global_batch_size,
-        is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
+        is_scaled=is_scaled,
         compress=case.plan.parallel.compress,
     )
     first = comparator.find_first_difference()
@@ -74,6 +76,8 @@ def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowCo
     else:
         of_other = f": {case.other_name} refuses the module ({reason})" if reason else ""
         not_judged = (*not_judged, RESUMED_ELSEWHERE + of_other)
+    if is_scaled:
+        not_judged = (*not_judged, *list_replaced_scale_numbers(job))
     return Row(
         layout=case.name,
         parallel=case.parallel,

@@ -39,11 +39,17 @@ from phalanx.verify.compare_steps import describe_held_part
 from phalanx.verify.late_store import DelayedCheckpointStore
 from phalanx.verify.trainer_batches import (
     SOURCE_WEIGHTS,
-    OverflowInjector,
+    GradientInjector,
     RankBatches,
     TrainerRunBatches,
 )
-from phalanx.verify.trainer_cases import SAME_LAYOUT, SAVE_EVERY, STOP_STEP, TrainerCase
+from phalanx.verify.trainer_cases import (
+    SAME_LAYOUT,
+    SAVE_EVERY,
+    STOP_STEP,
+    TrainerCase,
+    choose_step_factors,
+)
 from phalanx.verify.trainer_facts import (
     BUFFER,
     COMPRESSION,
@@ -58,7 +64,8 @@ from phalanx.verify.trainer_facts import (
 )
 from phalanx.verify.trainer_reference import SecondLoopReader
 
-_NO_DOTS: Dots = (0.0, 0.0, 0.0, 0.0)
+COUNTER_SLOT = "step"
+"""What an optimizer keeps of a parameter and counts: compared as a number, exactly."""
 CompressionStates = dict[int, dict[str, torch.Tensor]]
 """Step -> NAME/SLOT -> what the compression of gradients keeps on this rank after it."""
 
@@ -177,10 +184,14 @@ class TrainerRun:
             observer.stop_step = STOP_STEP
         if isinstance(storage.store, DelayedCheckpointStore):
             observer.last_update_hook = storage.store.release
+        observation.why_not_repeated = _explain_no_repeated_step(plan, state, mesh)
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
+        injector = GradientInjector(
+            batches, choose_step_factors(job), not observation.why_not_repeated
+        )
         data = TrainingData(
             batches,
-            OverflowInjector(batches).wrap_objective(build_objective(job)),
+            injector.wrap_objective(build_objective(job)),
             batches.held_out(),
             source_weights=SOURCE_WEIGHTS,
         )
@@ -200,8 +211,8 @@ class TrainerRun:
         return replace(storage, store=DelayedCheckpointStore(storage.store, SAVE_EVERY))
 
     def _make_attempt_job(self, reader: SecondLoopReader, *, saves: bool) -> Job:
-        """The job, which clips to what half of the steps exceed; an attempt that is resumed saves
-        nothing."""
+        """The job, which clips to what half of the steps exceed, or nothing as it says itself; an
+        attempt that is resumed saves nothing."""
         body = self.job.to_json()
         body["optim"]["clip_norm"] = reader.recording_phase.max_norm
         if not saves:
@@ -323,7 +334,8 @@ class _RunObserver:
             if not isinstance(value, torch.Tensor) or not step:
                 continue
             key = f"{STATE}/{slot}/{name}"
-            if value.shape == parameter.shape and value.ndim:
+            # Of a parameter without dimensions moments have its shape, and so has the counter.
+            if value.shape == parameter.shape and slot != COUNTER_SLOT:
                 shard = owner.like(name, get_local_tensor(value).detach())
                 self._compare_shard(observed, f"{STATE}/{slot}", name, shard, step)
             elif self.reader.has(step, key):
@@ -418,6 +430,15 @@ class _OptimizerHook:
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _explain_no_repeated_step(plan: Plan, state: TrainState, mesh: Mesh) -> str:
+    """Why the trainer does not repeat a step that was not finite; empty if it does. Collective."""
+    if plan.compile:
+        return "in compiled modules nothing is looked for"
+    if plan.loss_scaling is not None and plan.loss_scaling.growth_steps:
+        return "a smaller loss scale answers it"
+    return next(filter(None, mesh.gather_json(state.why_step_is_done_once)), "")
 
 
 def _view_blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.verify.row import Difference
+from phalanx.verify.trainer_cases import REPEATED_STEP
 from phalanx.verify.trainer_errors import (
     ErrorRecord,
     make_number_difference,
@@ -94,6 +95,8 @@ class StepComparator:
             self._errors.note("norm", error)
             if not error <= self._errors.tolerance:
                 cause = "gradients before clipping are others, of equal weights and data"
+                if step == REPEATED_STEP and not attempt.why_not_repeated:
+                    cause += ": the step is repeated, for it was not finite the first time"
                 yield make_number_difference("gradient norm", step, error, cause, rank)
         if observed.reason not in _ACCEPTED_SKIP_REASONS[reference.skipped]:
             cause = (

@@ -13,6 +13,7 @@ from phalanx.verify.trainer_cases import (
     CLIPPING,
     JUDGED_PARTS,
     NUM_STEPS,
+    REPEATED_STEPS,
     SAVE_EVERY,
     STOP_STEP,
 )
@@ -55,6 +56,11 @@ class RunComparator:
         self._steps = StepComparator(self._errors, is_scaled=is_scaled, compress=compress)
 
     @property
+    def _why_not_repeated(self) -> str:
+        """Why the layout repeats no step; empty if it does."""
+        return self._by_rank[0][0].why_not_repeated
+
+    @property
     def tolerance(self) -> float:
         """The relative error that is allowed."""
         return self._errors.tolerance
@@ -77,15 +83,22 @@ class RunComparator:
 
     def list_judged_parts(self) -> tuple[str, ...]:
         """List what was compared."""
+        left_out = set()
+        if self._compress != "none" or self._records[0].max_norm is None:
+            left_out.add(CLIPPING)
+        if self._why_not_repeated:
+            left_out.add(REPEATED_STEPS)
+        parts = tuple(part for part in JUDGED_PARTS if part not in left_out)
         if self._compress == "none":
-            return JUDGED_PARTS
-        parts = tuple(part for part in JUDGED_PARTS if part != CLIPPING)
+            return parts
         return (*parts, f"what {self._compress} keeps of gradients, in the runs that are resumed")
 
     def list_untested_parts(self) -> tuple[str, ...]:
         """List what this run had nothing of."""
         record = self._records[0]
         lines = []
+        if self._why_not_repeated:
+            lines.append(f"{REPEATED_STEPS}: {self._why_not_repeated}")
         if self._compress != "none":
             lines.append(f"gradients, their norm and {CLIPPING}: ddp-{self._compress} has them")
             return tuple(lines)
@@ -93,6 +106,8 @@ class RunComparator:
             lines.append(f"parameters without a gradient: {', '.join(record.unused)}")
         if not any(step.skipped == "no_targets" for step in record.steps):
             lines.append("a step without targets: the data has none")
+        if record.max_norm is None:
+            return (*lines, f"{CLIPPING}: optim.clip_norm is none")
         num_clipped = sum(step.is_clipped for step in record.steps)
         if num_clipped == 0:
             lines.append("active clipping")

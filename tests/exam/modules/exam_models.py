@@ -1,5 +1,6 @@
 """Modules of a user's own that plants and tests need: with dropout, with BatchNorm, with a buffer
-that its forward changes, with a layer before the blocks, and images."""
+that its forward changes, with a parameter without dimensions, with a layer before the blocks; images,
+and samples without targets."""
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,18 @@ class WithBatchNorm(nn.Module):
         return self.head(self.norm(hidden).relu().transpose(1, 2))
 
 
+class WithGain(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.gain = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, tokens):
+        return self.head(self.gain * torch.tanh(self.embed(tokens)))
+
+
 class WithMovingScale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,3 +89,12 @@ def pictures(split, size):
         image[:, index % 8] += 1.0
         images.append({"inputs": image.numpy(), "labels": index % 8})
     return images
+
+
+def tokens_alone(split, size):
+    """Sequences of tokens without targets, which no objective of phalanx's has a loss for."""
+    samples = []
+    for index in range(480 if split == "train" else 24):
+        generator = torch.Generator().manual_seed(index)
+        samples.append({"inputs": torch.randint(0, 200, (size,), generator=generator).numpy()})
+    return samples

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -119,13 +119,15 @@ class OptimizerDefinition:
 @dataclass
 class LossScaleRule:
     """Dynamic loss scaling: halved by a step that is not finite, doubled after `growth_steps` good
-    ones in a row."""
+    ones in a row. With `growth_steps` 0 the scale is fixed."""
 
     scale: float
     growth_steps: int
     num_good: int = 0
 
     def adjust_scale(self, *, is_finite: bool) -> None:
+        if not self.growth_steps:
+            return
         if not is_finite:
             self.scale, self.num_good = self.scale / 2, 0
             return
@@ -146,9 +148,10 @@ class HeldOutSource:
 class PlainRun:
     """A run as the loop is told of it. Steps are counted from 1.
 
-    `gradient_factors`: what the gradients of a step's first microbatch are multiplied by.
-    `evaluated`: the steps after which `held_out` is evaluated. `loss_scale`: (first scale,
-    growth_steps), None where nothing is scaled.
+    `gradient_factors`: what the gradients of a step's first microbatch are multiplied by;
+    `step_factors`: what those of all of its microbatches are. `evaluated`: the steps after which
+    `held_out` is evaluated. `loss_scale`: (first scale, growth_steps), None where nothing is
+    scaled.
     """
 
     steps: Sequence[Sequence[Batch]]
@@ -158,6 +161,7 @@ class PlainRun:
     rule: OptimizerDefinition
     max_norm: float | None
     gradient_factors: Mapping[int, float]
+    step_factors: Mapping[int, float] = field(default_factory=dict)
     loss_scale: tuple[float, int] | None = None
 
 
@@ -301,7 +305,9 @@ def _accumulate_gradients(
         with around(step, first_row, num_rows):
             total, targets = loss_sum(module, batch)
         first_row += num_rows
-        factor = run.gradient_factors.get(step, 1.0) if index == 0 else 1.0
+        factor = run.step_factors.get(step, 1.0)
+        if index == 0:
+            factor *= run.gradient_factors.get(step, 1.0)
         # The loss stays what it is: only its gradients are multiplied.
         (total * factor).backward()
         loss, count = loss + total.item(), count + int(targets)
