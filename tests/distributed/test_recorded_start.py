@@ -5,6 +5,7 @@ its own parts with the very numbers that one process gets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 
 from hf_zoo import write_config
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
-from phalanx.nn import build
 from phalanx.nn.build import build_large_module, build_objective, build_own_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
@@ -54,11 +55,11 @@ def compare_start(kind: str, layout: str) -> dict[str, Any]:
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33))
     started, buffers, trained = [], [], []
     with open_mesh(plan.layout, device="cpu") as mesh:
-        for first_bytes in (0, 2**40):
-            build.MIN_RECORDED_INIT_BYTES = first_bytes
-            state = build_training_state(job, plan, mesh, PhaseTimer())
+        for first_bytes in (1, 2**40):
+            with use_block_sizes(replace(BlockSizes(), recorded_init_bytes=first_bytes)):
+                state = build_training_state(job, plan, mesh, PhaseTimer())
             module = state.model.module
-            assert (get_initial_values_of_module(module) is not None) == (first_bytes == 0)
+            assert (get_initial_values_of_module(module) is not None) == (first_bytes == 1)
             assert not any(tensor.is_meta for tensor in module.state_dict().values())
             started.append(clone_shards(state))
             buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})

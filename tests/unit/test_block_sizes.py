@@ -40,6 +40,7 @@ USUAL = BlockSizes()
 # Smaller than those that `verify` takes, so that each of these loops runs three times.
 SMALL = BlockSizes(
     query_block=3,
+    recorded_init_bytes=1,
     loss_chunk_tokens=5,
     bucket_bytes=2053,
     norm_elements=37,

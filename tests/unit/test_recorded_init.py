@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zoo import ZOO, write_config
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Model
@@ -25,7 +26,6 @@ from phalanx.mesh.recorded_init import (
     build_module_and_record,
     get_initial_values_of_module,
 )
-from phalanx.nn import build as nn_build
 from phalanx.nn.build import build_own_module
 from phalanx.nn.probe import describe_module_for_planner
 from phalanx.plan.cluster import Cluster
@@ -277,12 +277,12 @@ def test_such_a_module_is_built_plainly() -> None:
     torch.manual_seed(0)
 
 
-def test_a_plan_counts_the_start_of_what_is_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn_build, "MIN_RECORDED_INIT_BYTES", 0)
-    described = {
-        name: describe_module_for_planner(f"{__name__}:{name}", {})["is_built_whole"]
-        for name in ("Reseeding", "Drawn")
-    }
+def test_a_plan_counts_the_start_of_what_is_built_whole() -> None:
+    with use_block_sizes(replace(BlockSizes(), recorded_init_bytes=1)):
+        described = {
+            name: describe_module_for_planner(f"{__name__}:{name}", {})["is_built_whole"]
+            for name in ("Reseeding", "Drawn")
+        }
     assert described == {"Reseeding": True, "Drawn": False}
     keys = ["model.kind=own:module", "parallel.ranks=4", "parallel.zero_stage=3"]
     job = load_job(None, [*keys, "cluster.memory_gib=16", "cluster.device=cpu"])

@@ -46,6 +46,10 @@ class BlockSizes:
     """Initial weights drawn at a time: scratch memory of a quarter MiB, and few enough that torch
     starts no threads of its own."""
 
+    recorded_init_bytes: int = 256 * MIB
+    """Bytes of a user's module, its parameters in float32, from which training builds it without
+    memory and fills each rank's parts: a smaller one is built sooner than it is recorded."""
+
     mapped_scratch_bytes: int = 4 * MIB
     """Bytes from which scratch memory on a CPU (logits of a chunk) has pages of its own."""
 
@@ -124,6 +128,7 @@ def shrink_block_sizes() -> BlockSizes:
         cpu_dropout_pairs=101,
         gpu_dropout_pairs=101,
         init_elements=1009,
+        recorded_init_bytes=1,
         mapped_scratch_bytes=1,
         # A bucket has three chunks. No smaller: each transfer is one of Python's calls.
         shared_chunk_bytes=6151,

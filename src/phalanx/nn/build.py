@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import LayoutError
 from phalanx.core.host_lock import holding_host_lock
@@ -29,9 +30,6 @@ from phalanx.nn.objective import Objective, build_logits_cross_entropy, causal_c
 MODELS_PACKAGE = "phalanx.nn.models"
 
 
-MIN_RECORDED_INIT_BYTES = 256 * 2**20
-"""Of parameters in float32: a smaller module is built sooner than it is recorded."""
-
 BUILD_TIMEOUT_S = 1800.0
 """A rank that builds a module for longer keeps the others of its machine from it."""
 
@@ -40,12 +38,12 @@ def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with
     its own weights.
 
-    With `is_recorded` a large module of the user's is on meta, too, and only what building it does
-    to its parameters is recorded; where that is not possible ranks of a machine build it one at a
-    time.
+    With `is_recorded` a large module of the user's (`get_block_sizes` says what is large) is on
+    meta, too, and only what building it does to its parameters is recorded; where that is not
+    possible ranks of a machine build it one at a time.
     """
     if job.model.is_foreign:
-        is_large = 4 * shape.num_params >= MIN_RECORDED_INIT_BYTES
+        is_large = 4 * shape.num_params >= get_block_sizes().recorded_init_bytes
         if is_recorded and is_large:
             return build_large_module(job.model, job.run.seed)
         return build_own_module(job.model, job.run.seed)

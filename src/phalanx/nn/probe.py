@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 import phalanx
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.job.module_probe import TellProgress, make_progress_writer
@@ -72,7 +73,7 @@ def describe_module_for_planner(
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
-    if 4 * int(str(description["num_params"])) >= build.MIN_RECORDED_INIT_BYTES:
+    if 4 * int(str(description["num_params"])) >= get_block_sizes().recorded_init_bytes:
         tell(1, num_parts, "records how its weights are made")
         model = Model.model_validate({"kind": kind, "args": args})
         description["is_built_whole"] = not build.can_build_without_memory(model)

@@ -45,6 +45,10 @@ CHANGED_BUFFER_CAUSE = (
     " own: it follows rank 0's, one microbatch after the other (docs/own-code.md, other buffers);"
     " keep it out of forward"
 )
+FILLED_PARTS_CAUSE = (
+    "ranks build the module without memory and fill their parts, as training does for large models:"
+    " what they take from stored weights, or draw again, is not what one process builds"
+)
 BUFFER_TOLERANCE = 1e-8  # relative; far above float64's rounding
 
 
@@ -185,6 +189,8 @@ class DifferenceDiagnosis:
         if not all(map(math.isfinite, squares)):
             return NOT_FINITE_CAUSE
         if label == "initial weight":
+            if any(observation.get("is_filled_in_parts") for observation in self._observations):
+                return FILLED_PARTS_CAUSE
             return "initial weights depend on the layout"
         if label == "buffer":
             return self._explain_wrong_buffer(name)

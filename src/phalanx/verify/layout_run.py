@@ -12,6 +12,7 @@ import torch
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn.build import build_objective
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.executor import Batch
@@ -33,6 +34,8 @@ class LayoutResult:
     """The result of one layout: `observations` of each rank, and `apart`, the errors by design.
 
     `watch`: this rank's routers; `choices`: those of all ranks, in the form of `verify.routes`.
+    `is_filled_in_parts`: the user's module was built without memory, and each rank has filled its
+    parts.
     """
 
     observations: list[Any]
@@ -40,6 +43,7 @@ class LayoutResult:
     notes: tuple[str, ...]
     watch: LayoutRouting
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_filled_in_parts: bool = False
 
 
 @dataclass
@@ -49,6 +53,7 @@ class LayoutRun:
     job: Job
     plan: Plan
     _model: ParallelModel | None = None
+    _is_filled_in_parts: bool = False
 
     @property
     def has_unfinished_schedule(self) -> bool:
@@ -91,7 +96,10 @@ class LayoutRun:
         watch: LayoutRouting,
         notes: tuple[str, ...],
     ) -> LayoutResult:
-        own_observations = observations.to_json() | {"narrow_reductions": reductions.narrow}
+        own_observations = observations.to_json() | {
+            "narrow_reductions": reductions.narrow,
+            "is_filled_in_parts": self._is_filled_in_parts,
+        }
         all_observations = mesh.gather_json(own_observations)
         tolerance = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(trace.dtype)]
         # Where a forward begins to go wrong is asked of a loss that is off: it takes as long as a
@@ -108,6 +116,7 @@ class LayoutRun:
             notes,
             watch,
             watch.gather(read_expert_choices(trace.directory)),
+            is_filled_in_parts=self._is_filled_in_parts,
         )
 
     def _build_parallel_model(
@@ -116,6 +125,7 @@ class LayoutRun:
         module, notes = build_original_module(
             self.job, self.plan, parameter_dtype_of_row(trace.dtype), materialize=False
         )
+        self._is_filled_in_parts = get_initial_values_of_module(module) is not None
         self._model = parallelize(module, self.plan, mesh, seed=self.job.run.seed)
         return self._model, notes
 

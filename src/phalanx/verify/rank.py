@@ -87,6 +87,10 @@ FP8_NOTE = (
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
 
+FILLED_IN_PARTS = (
+    "weights that each rank fills part by part, as training does for large models, beside those of"
+    " the module as one process builds it"
+)
 READ_IN_PLACE = "shards read in place in every second step, and sent as messages in the others"
 
 
@@ -315,6 +319,7 @@ def _build_judged_row(
         judged=(
             *list_compared_quantities(plan, reference, optimizer),
             *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
+            *((FILLED_IN_PARTS,) if result.is_filled_in_parts else ()),
             *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),
         ),
         not_judged=list_quantities_not_compared(plan, reference),
@@ -339,8 +344,11 @@ def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     chunk = num_tokens // NUM_LOSS_CHUNKS + 1
     if chunk > 1:
         sizes = replace(sizes, loss_chunk_tokens=chunk)
+    usual = BlockSizes()
+    if dtype != "float64":
+        sizes = replace(sizes, recorded_init_bytes=usual.recorded_init_bytes)
     if dtype == "float32":
-        sizes = replace(sizes, query_block=BlockSizes().query_block)
+        sizes = replace(sizes, query_block=usual.query_block)
         return restore_shared_memory_sizes(sizes)
     return _grow_shared_memory_sizes(sizes)
 

@@ -29,6 +29,14 @@ class WithDropout(nn.Module):
         return self.head(hidden)
 
 
+class WithRedrawnWeights(WithDropout):
+    """Draws its embedding twice, as models do that initialize what their layers have drawn."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.normal_(self.embed.weight, std=0.1)
+
+
 class WithStem(nn.Module):
     """Pipelines refuse it: the stem is used before the blocks, and stands behind them."""
 

@@ -16,8 +16,13 @@ def build_original_module(
     job: Job, plan: Plan, dtype: str, *, materialize: bool
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The job's module in `dtype`, in training mode, without dropout that each rank draws; and
-    what was done to it."""
-    module = _cast_floating_point(build_model(job, plan.model_shape), getattr(torch, dtype))
+    what was done to it.
+
+    With `materialize` its weights are there, as one process makes them; without, parameters may be
+    on the meta device, as in training, for `parallelize` to fill.
+    """
+    built = build_model(job, plan.model_shape, is_recorded=not materialize)
+    module = _cast_floating_point(built, getattr(torch, dtype))
     done: tuple[str, ...] = ()
     if dtype == "float64" and use_batched_expert_products(module):
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
