@@ -22,6 +22,7 @@ from phalanx.plan.layout import Layout
 from phalanx.verify.cases import make_verified_job, shrink_job
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import (
+    LINKED_FILES,
     NUM_STEPS,
     RESUMED_ELSEWHERE,
     TrainerCase,
@@ -120,7 +121,7 @@ def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ..
     for row in rows.values():
         kinds = ("loss", "norm", "gradient", "weight", "optim", "evaluation", "rate")
         assert set(row.errors) == set(kinds), row.layout
-        assert RESUMED_ELSEWHERE in row.judged
+        assert {RESUMED_ELSEWHERE, LINKED_FILES} <= set(row.judged)
         # Something was compared: sums in another order round otherwise.
         assert 0 < row.errors["gradient"] < 1e-12
         assert not any("clip" in line for line in row.not_judged), "both kinds of steps"
@@ -260,6 +261,7 @@ PLANTS = [
     ("evaluation_takes_one_batch_of_a_source", "ddp", "evaluation's targets", 3),
     ("source_without_targets_weighs", "ddp", "evaluation loss", 3),
     ("repeated_step_adds_to_the_first_try", "zero3", "gradient norm", 8),
+    ("large_blocks_linked_without_digest", "zero3", "optimizer state exp_avg of", 7),
 ]
 
 

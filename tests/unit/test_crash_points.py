@@ -30,9 +30,9 @@ from phalanx.checkpoint.ownership.fencing_token import (
 from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing import incremental
 from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.phases import PhaseTimer
@@ -58,9 +58,7 @@ def tensors(value: int) -> Tensors:
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incremental, "MIN_REUSABLE_FILE_BYTES", 4000)
-        patch.setattr(incremental, "MIN_REUSABLE_BLOCK_BYTES", 1000)
+    with use_block_sizes(BlockSizes(reusable_file_bytes=4000, reusable_block_bytes=1000)):
         yield
 
 

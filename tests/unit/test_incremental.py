@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from phalanx.checkpoint.shard_file import VerifiedSafetensorsFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
 from phalanx.checkpoint.writing.write import RankSnapshot, WrittenCheckpoint, write_checkpoint
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.plan.layout import Layout
@@ -27,10 +29,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks() -> Iterator[None]:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
-    monkeypatch.setattr(incremental, "MIN_REUSABLE_FILE_BYTES", 400)
-    monkeypatch.setattr(incremental, "MIN_REUSABLE_BLOCK_BYTES", 100)
+    with use_block_sizes(BlockSizes(reusable_file_bytes=400, reusable_block_bytes=100)):
+        yield
 
 
 def state(num_tensors: int = 8) -> Tensors:

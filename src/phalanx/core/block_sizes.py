@@ -53,6 +53,14 @@ class BlockSizes:
     mapped_scratch_bytes: int = 4 * MIB
     """Bytes from which scratch memory on a CPU (logits of a chunk) has pages of its own."""
 
+    reusable_file_bytes: int = MIB
+    """Bytes from which a checkpoint puts its blocks that did not change into a file of their own,
+    which the next one may link; fewer are written with the changed ones."""
+
+    reusable_block_bytes: int = 64 * KIB
+    """Bytes of the smallest block in such a file: when one of them changes, everything in it is
+    written again."""
+
     shared_chunk_bytes: int = 4 * MIB
     """Bytes of a tensor, over all ranks' parts of it, that one transfer of a collective in shared
     memory moves: chunks stay in the processors' last cache. Ranks of a group must have it alike."""
@@ -130,6 +138,9 @@ def shrink_block_sizes() -> BlockSizes:
         init_elements=1009,
         recorded_init_bytes=1,
         mapped_scratch_bytes=1,
+        # A rank's part of a matrix is larger, and of a norm or a counter smaller.
+        reusable_file_bytes=1009,
+        reusable_block_bytes=509,
         # A bucket has three chunks. No smaller: each transfer is one of Python's calls.
         shared_chunk_bytes=6151,
         shared_whole_bytes=1009,

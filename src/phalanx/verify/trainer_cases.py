@@ -30,7 +30,11 @@ HALF_MASKED_STEP = 2
 """The step in which the second half of the batch has no target: whole microbatches have none."""
 SAVE_EVERY, STOP_STEP = 3, 5
 """Step 3 is saved in the background, step 5 at a stop."""
+LINKED_STEP = NO_TARGETS_STEP
+"""The resumed run saves each of its steps; nothing has changed in the one that is skipped, so that
+its checkpoint may link all files of the one before."""
 SAME_LAYOUT = "resumed in the same layout"
+LINKED_CHECKPOINT = "resumed from a checkpoint that may link files of the one before"
 EVAL_EVERY = 3
 EVALUATED_STEPS = frozenset((3, 6, 9, 10))
 # Squares of such gradients are infinite, while the gradients are not.
@@ -171,6 +175,7 @@ JUDGED_PARTS = (
     "a checkpoint saved in the background, and one at a stop",
     "a run resumed in the same layout",
 )
+LINKED_FILES = "a checkpoint whose files are linked from the one before"
 RESUMED_ELSEWHERE = "a run resumed in another layout"
 NOT_JUDGED_PARTS = (
     "metrics of an own objective, the best step",

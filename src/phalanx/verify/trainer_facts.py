@@ -117,7 +117,8 @@ class AttemptObservation(JsonRecord):
     `name` says what it is, in words. `end`: why it ended, of the trainer. `evaluations`: step ->
     loss, of rank 0, as `evaluated_targets` of these. `error`: what all ranks raised alike. `held`:
     name -> the part of it that the rank has. `why_not_repeated`: why the trainer does not repeat a
-    step that was not finite; empty if it does.
+    step that was not finite; empty if it does. `num_linked_bytes`: of rank 0, how many bytes of the
+    checkpoint of LINKED_STEP were not written for it.
     """
 
     name: str
@@ -131,6 +132,7 @@ class AttemptObservation(JsonRecord):
     evaluated_targets: dict[str, int] = field(default_factory=dict)
     checkpoints: tuple[int, ...] = ()
     why_not_repeated: str = ""
+    num_linked_bytes: int = 0
 
 
 def _root_mean_square(sizes: Iterable[float]) -> float:

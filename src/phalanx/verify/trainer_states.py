@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.verify.diagnosis import CHANGED_BUFFER_CAUSE
 from phalanx.verify.row import Difference
-from phalanx.verify.trainer_cases import EVALUATED_STEPS, SAME_LAYOUT
+from phalanx.verify.trainer_cases import EVALUATED_STEPS, LINKED_CHECKPOINT, SAME_LAYOUT
 from phalanx.verify.trainer_errors import (
     ErrorRecord,
     make_number_difference,
@@ -242,6 +242,8 @@ def _describe_restore_cause(subject: str, restored: str) -> str:
     cause = f"{subject} not restored from the checkpoint: {restored}"
     if restored == SAME_LAYOUT:
         return cause
+    if restored == LINKED_CHECKPOINT:
+        return f"{cause}: a file was linked though a block in it had changed"
     return (
         f"{cause} from what a thread wrote, which must be a copy that later updates do not change"
     )

@@ -12,8 +12,12 @@ from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import (
     CLIPPING,
     JUDGED_PARTS,
+    LINKED_CHECKPOINT,
+    LINKED_FILES,
+    LINKED_STEP,
     NUM_STEPS,
     REPEATED_STEPS,
+    SAME_LAYOUT,
     SAVE_EVERY,
     STOP_STEP,
 )
@@ -33,7 +37,7 @@ TOLERANCE, NARROW_TOLERANCE = 1e-8, 1e-4
 class RunComparator:
     """Compares the attempts of all ranks with the second loop.
 
-    `by_rank`: of each rank its attempts. `record` is of the layout of the first two attempts,
+    `by_rank`: of each rank its attempts. `record` is of the layout of the first three attempts,
     `other` of the one that the last is resumed in. `is_scaled`: the loss was multiplied by a scale.
     `compress`: how gradients were compressed, which makes them others than the second loop's.
     """
@@ -48,7 +52,7 @@ class RunComparator:
         is_scaled: bool,
         compress: str = "none",
     ) -> None:
-        self._by_rank, self._records = by_rank, (record, record, other)
+        self._by_rank, self._records = by_rank, (record, record, record, other)
         self._compress = compress
         narrows = record.narrows or other.narrows
         self._errors = ErrorRecord(NARROW_TOLERANCE if narrows else TOLERANCE)
@@ -59,6 +63,10 @@ class RunComparator:
     def _why_not_repeated(self) -> str:
         """Why the layout repeats no step; empty if it does."""
         return self._by_rank[0][0].why_not_repeated
+
+    @property
+    def _has_linked_files(self) -> bool:
+        return any(attempt.num_linked_bytes for attempt in self._by_rank[0])
 
     @property
     def tolerance(self) -> float:
@@ -89,6 +97,8 @@ class RunComparator:
         if self._why_not_repeated:
             left_out.add(REPEATED_STEPS)
         parts = tuple(part for part in JUDGED_PARTS if part not in left_out)
+        if self._has_linked_files:
+            parts = (*parts, LINKED_FILES)
         if self._compress == "none":
             return parts
         return (*parts, f"what {self._compress} keeps of gradients, in the runs that are resumed")
@@ -97,6 +107,11 @@ class RunComparator:
         """List what this run had nothing of."""
         record = self._records[0]
         lines = []
+        if not self._has_linked_files:
+            why = "none was linked"
+            if not record.get_step_record(LINKED_STEP).skipped:
+                why = "no step is skipped, in which nothing changes"
+            lines.append(f"{LINKED_FILES}: {why}")
         if self._why_not_repeated:
             lines.append(f"{REPEATED_STEPS}: {self._why_not_repeated}")
         if self._compress != "none":
@@ -167,7 +182,7 @@ class RunComparator:
             yield difference
 
     def _compare_saved_steps(self, attempt: AttemptObservation) -> Iterator[Difference]:
-        due = _list_saved_steps()
+        due = _list_saved_steps(attempt.name)
         if attempt.name and attempt.checkpoints != due:
             yield make_number_difference(
                 "checkpoints",
@@ -188,6 +203,8 @@ class RunComparator:
         # The first run is stopped on the way.
         if not attempt.name:
             expected, last = "sigterm", STOP_STEP
+        if attempt.name == LINKED_CHECKPOINT:
+            expected, last = "restored", LINKED_STEP
         actual_last = _find_last_step_of_attempt(attempt)
         if attempt.end != expected or actual_last != last:
             cause = (
@@ -234,10 +251,14 @@ class RunComparator:
             yield make_number_difference("evaluation loss", step, error, cause)
 
 
-def _list_saved_steps() -> tuple[int, ...]:
-    """The steps that the first attempt saves, the newest first."""
+def _list_saved_steps(name: str) -> tuple[int, ...]:
+    """The steps that have been saved when the attempt `name` is resumed, the newest first: by the
+    first attempt some, by the second all of its own."""
     regular = [step for step in range(1, STOP_STEP) if step % SAVE_EVERY == 0]
-    return (STOP_STEP, *reversed(regular))
+    own: list[int] = []
+    if name != SAME_LAYOUT:
+        own = list(range(STOP_STEP + 1, NUM_STEPS + 1))
+    return (*reversed(own), STOP_STEP, *reversed(regular))
 
 
 def _find_last_step_of_attempt(attempt: AttemptObservation) -> int:

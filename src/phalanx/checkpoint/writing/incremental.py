@@ -29,12 +29,9 @@ from phalanx.checkpoint.shard_file import (
     write_safetensors_stream,
 )
 from phalanx.checkpoint.stores.protocol import Draft
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import CheckpointError
 
-# Unchanged blocks of fewer bytes in sum are written with the changed ones.
-MIN_REUSABLE_FILE_BYTES = 1 << 20
-# So are smaller blocks: when one of them changes, everything in a file with it is written again.
-MIN_REUSABLE_BLOCK_BYTES = 1 << 16
 # Files of one rank; what is in the smaller ones is written into one.
 MAX_REUSED_FILES = 32
 
@@ -138,13 +135,14 @@ def _separate_unchanged_blocks(
     apart: dict[_BlockIdentity, BlockToSave] = {}
     mixed: dict[_BlockIdentity, BlockToSave] = {}
     num_apart_bytes = 0
+    sizes = get_block_sizes()
     for identity, block in blocks.items():
-        if identity in unchanged and block.num_bytes >= MIN_REUSABLE_BLOCK_BYTES:
+        if identity in unchanged and block.num_bytes >= sizes.reusable_block_bytes:
             apart[identity] = block
             num_apart_bytes += block.num_bytes
         else:
             mixed[identity] = block
-    if num_apart_bytes < MIN_REUSABLE_FILE_BYTES:
+    if num_apart_bytes < sizes.reusable_file_bytes:
         # In their order, as if none had been apart.
         return {}, blocks
     return apart, mixed
