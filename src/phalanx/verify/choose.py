@@ -53,6 +53,7 @@ from phalanx.verify.number_types import (
 )
 from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.row import MAX_SEQ_LEN, Row
+from phalanx.verify.scope import list_unread_weights
 from phalanx.verify.selection_words import (
     ROUNDED_OTHERWISE,
     describe_asked_layout,
@@ -183,7 +184,7 @@ def select_layout_cases(
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
     dtypes = resolve_dtype_names(types, compute)
-    left_out = list_settings_not_judged(job, dtypes)
+    left_out = [*list_settings_not_judged(job, dtypes), *list_unread_weights(job)]
     omissions = [f"not judged: {setting}" for setting in left_out]
     requested_job, job = job, make_verified_job(job, num_ranks, max_seq_len=max_seq_len)
     notes.append(f"changed {describe_job_changes(requested_job, job)}")

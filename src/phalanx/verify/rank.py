@@ -67,6 +67,7 @@ from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.rerouted import ReroutedReference, compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import list_compared_quantities, list_quantities_not_compared
+from phalanx.verify.taken_weights import judge_taken_weights
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_job
 from phalanx.verify.trainer_row import TrainerRowContext, compare_trainer_run
@@ -183,7 +184,10 @@ def _verify_trainer_run(
     mesh = references.mesh
     trainer_place = TrainerRowContext(mesh, payload.run_dir, payload.data_dir, payload.model_name)
     run = TrainerCase(case.name, case.parallel, case.plan, case.other_name, other_plan)
-    row = compare_trainer_run(make_trainer_job(payload.job), run, trainer_place)
+    job = make_trainer_job(payload.job)
+    row = compare_trainer_run(job, run, trainer_place)
+    if row.ok and job.model.init_from is not None:
+        row = judge_taken_weights(row, job, case.plan, payload.run_dir / case.name)
     if mesh.rank != 0:
         return None
     if row.ok is None:

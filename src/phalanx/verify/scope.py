@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.units import plural
+from phalanx.job.schema import Job
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.plan.plan import Plan
 from phalanx.verify.cases import MANY_MICROBATCHES
@@ -15,6 +16,16 @@ from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compre
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
 from phalanx.verify.trainer_cases import list_axes_without_trainer_row
+
+UNREAD_INITIAL_WEIGHTS = (
+    "weights of model.init_from: every row begins with random ones; how a run takes them is judged"
+    " by rows trainer-*, from a checkpoint of their own"
+)
+
+
+def list_unread_weights(job: Job) -> list[str]:
+    """A line where the job begins with weights that no row reads; none for none."""
+    return [UNREAD_INITIAL_WEIGHTS] if job.model.init_from is not None else []
 
 
 def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
