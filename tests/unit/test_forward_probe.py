@@ -16,11 +16,14 @@ NUM_ROWS, NUM_TOKENS, WIDTH, VOCAB = 4, 8, 16, 31
 
 
 class Model(nn.Module):
-    """Logits of tokens; with `centred` less the mean over all tokens of all rows."""
+    """Logits of tokens; with `centred` less the mean over all tokens of all rows, with `branches`
+    scaled by what the first row of the batch begins with."""
 
-    def __init__(self, *, centred: bool, narrow: bool = False) -> None:
+    def __init__(
+        self, *, centred: bool = False, narrow: bool = False, branches: bool = False
+    ) -> None:
         super().__init__()
-        self.centred, self.narrow = centred, narrow
+        self.centred, self.narrow, self.branches = centred, narrow, branches
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -29,6 +32,9 @@ class Model(nn.Module):
             x = x.float().tanh().to(x.dtype)
         if self.centred:
             x = x - x.mean((0, 1))
+        if self.branches:
+            # Large enough to move the loss by itself.
+            return 10 * self.head(x) * (1 + tokens[0, 0])  # type: ignore[no-any-return]
         # As at the start of a training, when no token is likelier than another.
         logits: torch.Tensor = 1e-4 * self.head(x)
         return logits
@@ -65,6 +71,14 @@ def test_rows_that_see_each_other_show_in_outputs_before_the_loss(dtype: torch.d
     assert (probe.mixes_rows, probe.mixed_by) == (True, "model")
     # Layouts make up for what phalanx's own models do with a batch.
     assert not probe_forward(model, Loss(), batch, 0).mixes_rows
+
+
+def test_a_branch_by_the_first_row_is_the_models_and_not_the_objectives() -> None:
+    """The first row is in the first half: its outputs stay when the last rows are others."""
+    batch = make_batch()
+    assert batch["inputs"][0, 0] != batch["inputs"][NUM_ROWS // 2, 0]
+    probe = probe_forward(build(branches=True), Loss(), batch, 0, is_users_own=True)
+    assert (probe.mixes_rows, probe.mixed_by) == (True, "model")
 
 
 @pytest.mark.parametrize("narrow", [False, True])

@@ -80,8 +80,8 @@ def find_part_that_mixes_rows(
     masks: DropoutMasks,
     tolerance: float = MIN_MIXING_DIFFERENCE,
 ) -> MixingPart:
-    """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the
-    last rows.
+    """The part of a loss that mixes rows: "model" if its outputs for some rows change with the
+    others.
 
     Else "objective".
     """
@@ -96,34 +96,46 @@ def find_part_that_mixes_rows(
 def measure_change_by_other_rows(
     module: nn.Module, loss: SplitLoss, batch: Batch, masks: DropoutMasks
 ) -> float | None:
-    """By how much, relative, a module's outputs for the first rows of a batch change when its last
-    rows are others; None if it returns no rows."""
+    """By how much, relative, a module's outputs for one half of a batch's rows change when the
+    other half are others, the larger of both; None if it returns no rows."""
     rows = count_batch_rows(batch)
     half = rows // 2
+    # Copies of a row: other rows, and surely some that the model can read. Each half in its turn,
+    # for a module may look at the first row alone: then that is the one with which the second half
+    # begins, as it does where `mixes_rows` takes it alone.
     other_last_rows = {
-        # Copies of the first row: other rows, and surely some that the model can read.
         key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:])))
         for key, t in batch.items()
     }
-    outputs = []
-    for each in (batch, other_last_rows):
+    other_first_rows = {
+        key: torch.cat((t[half : half + 1].expand(half, *t.shape[1:]), t[half:]))
+        for key, t in batch.items()
+    }
+    outputs: list[list[torch.Tensor]] = []
+    for each in (batch, other_last_rows, other_first_rows):
         with masks.dropping_by_masks(1, 0, rows), restoring_buffers(module):
             outputs.append(list(_list_floating_point_outputs(loss.compute_outputs(module, each))))
-    pairs = [
-        (a, b)
-        for a, b in zip(*outputs, strict=False)
-        # Only outputs with equally many rows for each row of the batch can be cut in halves.
-        if a.ndim and len(a) == len(b) and len(a) % rows == 0
+    usual, with_other_last, with_other_first = outputs
+    changes = [
+        *_measure_changes_of_rows(usual, with_other_last, rows, slice(0, half)),
+        *_measure_changes_of_rows(usual, with_other_first, rows, slice(half, rows)),
     ]
-    if not pairs:
-        return None
-    changes = [0.0]
-    for a, b in pairs:
-        firsts = a[: len(a) // rows * half].double()
-        difference = (firsts - b[: len(b) // rows * half].double()).norm()
-        if difference > 0:
-            changes.append(float(difference / firsts.norm()))
-    return max(changes)
+    return max(changes) if changes else None
+
+
+def _measure_changes_of_rows(
+    usual: list[torch.Tensor], others: list[torch.Tensor], num_rows: int, compared: slice
+) -> Iterator[float]:
+    """The relative change of the rows `compared` of each output that has a number of rows for each
+    of the batch's; only such can be cut by rows."""
+    for a, b in zip(usual, others, strict=False):
+        if not a.ndim or len(a) != len(b) or len(a) % num_rows:
+            continue
+        size = len(a) // num_rows
+        rows = slice(size * compared.start, size * compared.stop)
+        before = a[rows].double()
+        difference = (before - b[rows].double()).norm()
+        yield float(difference / before.norm()) if difference > 0 else 0.0
 
 
 @contextmanager
