@@ -288,6 +288,8 @@ def test_a_bug_of_the_training_loop_is_found(
         ),
         ("evaluation_leaves_its_mode", "WithDropout", "mode"),
         ("evaluation_moves_statistics", "WithBatchNorm", "buffer"),
+        ("running_mean_of_all_is_a_tenth", "WithAveragingBatchNorm", "buffer"),
+        ("counters_are_in_no_checkpoint", "WithAveragingBatchNorm", "buffer"),
     ],
 )
 def test_a_bug_that_only_some_modules_show_is_found(

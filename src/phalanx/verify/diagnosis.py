@@ -49,6 +49,11 @@ FILLED_PARTS_CAUSE = (
     "ranks build the module without memory and fill their parts, as training does for large models:"
     " what they take from stored weights, or draw again, is not what one process builds"
 )
+MISSING_STATE_CAUSE = "no rank has it among its state: neither have checkpoints"
+EQUAL_BUFFERS_CAUSE = (
+    "gradients and weights agree, and all ranks have the same values: what moves it has another"
+    " factor (momentum) or other statistics than the whole batch's, or is nothing"
+)
 BUFFER_TOLERANCE = 1e-8  # relative; far above float64's rounding
 
 
@@ -176,6 +181,8 @@ class DifferenceDiagnosis:
     ) -> str:
         # Before values: parts that do not make the tensor are not comparable with it.
         if self._compared.tensor_coverage_gap(kind, name):
+            if not self._compared.find_ranks_holding_parameter(name):
+                return MISSING_STATE_CAUSE
             return (
                 "the ranks' parts do not make the tensor: borders of shards are off, or another"
                 " dimension is cut than the one that is gathered"
@@ -193,7 +200,7 @@ class DifferenceDiagnosis:
                 return FILLED_PARTS_CAUSE
             return "initial weights depend on the layout"
         if label == "buffer":
-            return self._explain_wrong_buffer(name)
+            return self._explain_wrong_buffer(kind, name)
         if label == "update":
             return self._explain_wrong_update(name, step, ranks)
         if label == "gradient" and not self._trace.sizes[kind][name]:
@@ -202,13 +209,16 @@ class DifferenceDiagnosis:
             return CHANGED_BUFFER_CAUSE.format(name=buffer)
         return self._gradients.explain(kind, name, off, ranks, step)
 
-    def _explain_wrong_buffer(self, name: str) -> str:
+    def _explain_wrong_buffer(self, kind: str, name: str) -> str:
         if name in self._trace.moved:
             return CHANGED_BUFFER_CAUSE.format(name=name)
         cause = (
             "gradients and weights agree, so a rank moves it by its own share of the batch, or"
             " not at all"
         )
+        holders = self._compared.find_ranks_holding_parameter(name)
+        if len({self._compared.squared_tensor_error(kind, name, rank) for rank in holders}) == 1:
+            cause = EQUAL_BUFFERS_CAUSE
         return self._experts.explain_wrong_router_bias(name) or cause
 
     def _explain_wrong_update(self, name: str, step: int, ranks: Sequence[int]) -> str:

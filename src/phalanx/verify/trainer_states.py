@@ -6,7 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.verify.diagnosis import CHANGED_BUFFER_CAUSE
+from phalanx.verify.diagnosis import (
+    CHANGED_BUFFER_CAUSE,
+    EQUAL_BUFFERS_CAUSE,
+    MISSING_STATE_CAUSE,
+)
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import EVALUATED_STEPS, LINKED_CHECKPOINT, SAME_LAYOUT
 from phalanx.verify.trainer_errors import (
@@ -25,6 +29,9 @@ from phalanx.verify.trainer_facts import (
     SecondLoopRecord,
     StateObservation,
 )
+
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of a BatchNorm, which ranks move by statistics of the whole batch."""
 
 
 class StateComparator:
@@ -54,6 +61,7 @@ class StateComparator:
                 yield make_tensor_difference(
                     "gradient", name, step, observed.left[name], rank, "", cause
                 )
+        yield from _find_missing_buffers(ranks, record)
         for kind in _list_tensor_kinds(ranks):
             yield from self._compare_tensors(kind, ranks, record, restored, attempts, is_evaluated)
         for rank, observed in enumerate(ranks):
@@ -136,7 +144,7 @@ class StateComparator:
         for name, (error, rank) in off.items():
             if kind == BUFFER and not restored and step:
                 cause = _explain_wrong_buffer(
-                    name, is_evaluated, is_skipped=bool(record.get_step_record(step).skipped)
+                    name, sums, is_evaluated, is_skipped=bool(record.get_step_record(step).skipped)
                 )
             elif kind in (WEIGHT, COPY, BUFFER):
                 cause = self._explain_wrong_weight(name, sums, step, record, restored, is_evaluated)
@@ -205,12 +213,30 @@ class StateComparator:
         return f"{words} are not what the optimizer's definition makes of the same gradients"
 
 
-def _explain_wrong_buffer(name: str, is_evaluated: bool, *, is_skipped: bool) -> str:
+def _explain_wrong_buffer(
+    name: str, sums: Sequence[Mapping[str, Dots]], is_evaluated: bool, *, is_skipped: bool
+) -> str:
     if is_evaluated:
         return "a buffer is another one than before: an evaluation leaves its buffers"
     if is_skipped:
         return "a skipped step leaves what its forward made of a buffer"
+    values = {of_rank[name] for of_rank in sums if name in of_rank}
+    # Other buffers of all ranks follow one rank's rows, alike and wrong.
+    if name.rpartition(".")[2] in RUNNING_STATISTICS and len(values) == 1:
+        return EQUAL_BUFFERS_CAUSE
     return CHANGED_BUFFER_CAUSE.format(name=name)
+
+
+def _find_missing_buffers(
+    ranks: Sequence[StateObservation], record: SecondLoopRecord
+) -> Iterator[Difference]:
+    """A difference for each buffer that checkpoints keep, of which no rank has a part."""
+    step = ranks[0].step
+    if not step:
+        return
+    for name in record.get_step_record(step).sizes.get(BUFFER, {}):
+        if not any(name in observed.tensors.get(BUFFER, {}) for observed in ranks):
+            yield make_tensor_difference("buffer", name, step, 1.0, 0, "", MISSING_STATE_CAUSE)
 
 
 def find_changed_modes(ranks: Sequence[StateObservation]) -> Iterator[Difference]:

@@ -63,6 +63,13 @@ class WithBatchNorm(nn.Module):
         return self.head(self.norm(hidden).relu().transpose(1, 2))
 
 
+class WithAveragingBatchNorm(WithBatchNorm):
+    def __init__(self):
+        super().__init__()
+        # Running statistics are means over all batches.
+        self.norm.momentum = None
+
+
 class WithGain(nn.Module):
     """A parameter without dimensions."""
 

@@ -13,7 +13,7 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("moves it", "running"),
+    cause=("what moves it", "running"),
     tensors=("norm.running_mean", "norm.running_var"),
     job=("--model", "exam_models:WithBatchNorm", "data.seq_len=16"),
 )

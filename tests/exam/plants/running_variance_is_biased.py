@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("moves it", "running", "variance"),
+    cause=("what moves it", "running", "variance"),
     tensors=("norm.running_var",),
     job=("--model", "exam_models:WithBatchNorm", "data.seq_len=16"),
 )
