@@ -259,8 +259,9 @@ def _compute_in_layout(
     Raises LayoutError for a module that the layout refuses.
     """
     dtype, device = references.dtype, references.mesh.device.type
+    fills_parts = references.is_first_of_layout(plan)
     with (
-        use_block_sizes(_choose_block_sizes(dtype, plan)),
+        use_block_sizes(_choose_block_sizes(dtype, plan, fills_parts=fills_parts)),
         _choosing_kernels(dtype, plan),
         _emulating_fp8_on_cpus(dtype, device),
         open_mesh(plan.layout, device=device, collectives=plan.parallel.collectives) as mesh,
@@ -333,7 +334,7 @@ def _build_judged_row(
     )
 
 
-def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
+def _choose_block_sizes(dtype: str, plan: Plan, *, fills_parts: bool = False) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
     block. In float32 attention has one mask, and shared memory the usual chunks, as in training:
     what has one block there is judged, too."""
@@ -349,7 +350,9 @@ def _choose_block_sizes(dtype: str, plan: Plan) -> BlockSizes:
     if chunk > 1:
         sizes = replace(sizes, loss_chunk_tokens=chunk)
     usual = BlockSizes()
-    if dtype != "float64":
+    # A user's module is built as large ones are, without memory, and filled part by part. Once for
+    # each layout, for recording takes longer than building what is small.
+    if dtype != "float64" or not fills_parts:
         sizes = replace(sizes, recorded_init_bytes=usual.recorded_init_bytes)
     if dtype == "float32":
         sizes = replace(sizes, query_block=usual.query_block)

@@ -89,6 +89,15 @@ class ReferenceTraces:
     _traces: dict[str, Trace | str] = field(default_factory=dict)
     _steps_of: dict[Path, list[list[Batch]]] = field(default_factory=dict)
     _num_replays: int = 0
+    _filled_layouts: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def is_first_of_layout(self, plan: Plan) -> bool:
+        """True for the first plan of its layout, its ZeRO stage and the place of its parameters:
+        the others give each rank the same parts."""
+        key = (plan.layout, plan.chosen.zero_stage, plan.parallel.has_parameters_on_host)
+        is_first = key not in self._filled_layouts
+        self._filled_layouts.add(key)
+        return is_first
 
     def find_trace_for_plan(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
         """(the trace, or why there is none; the microbatches of each step). Collective.
