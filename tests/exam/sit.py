@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from exam.plant import Plant, edit_sources
+from exam.plant import PACKAGE, Plant, edit_sources
 from exam.score import ALL_LAYOUTS, OWN_LAYOUTS, Row, Score, add_marks, score_rows
 
 HERE = Path(__file__).parent
@@ -154,7 +154,8 @@ def write_edits(plant: Plant, folder: Path) -> dict[str, str]:
 
 
 def build_environment() -> dict[str, str]:
-    """The environment of `phalanx verify`: one thread a rank, and the modules of the exam."""
+    """The environment of `phalanx verify`: one thread a rank, the modules of the exam, and the code
+    of this checkout, which plants edit, whatever the environment has installed."""
     before = os.environ.get("PYTHONPATH")
-    paths = [str(HOOK), str(MODULES), *([before] if before else [])]
+    paths = [str(HOOK), str(MODULES), str(PACKAGE.parent), *([before] if before else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

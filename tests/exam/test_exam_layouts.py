@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from exam.__main__ import main
 from exam.generate import generate_variants
 from exam.plant import DEFAULT_JOB, Plant, list_plants, load_plant
 from exam.score import ALL_LAYOUTS
-from exam.sit import MODULES, NUM_TIMEOUTS_OF_ALL_LAYOUTS, Processes, sit
+from exam.sit import MODULES, NUM_TIMEOUTS_OF_ALL_LAYOUTS, Processes, build_environment, sit
 from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
@@ -192,3 +193,11 @@ def test_an_exam_in_all_layouts_has_results_of_its_own(
         "own",
         "own",
     ]
+
+
+def test_the_code_of_this_checkout_is_judged_whatever_is_installed() -> None:
+    place = Path(__file__).parent
+    environment = build_environment() | {"PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", "import phalanx; print(phalanx.__file__)"]
+    found = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert Path(found.stdout.strip()) == place.parents[1] / "src" / "phalanx" / "__init__.py"
