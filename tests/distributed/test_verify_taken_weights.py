@@ -81,7 +81,7 @@ def judge(tmp_path: Path, init_from: str | None, plant: Callable[[], None] | Non
     return json.loads(line)
 
 
-@pytest.mark.parametrize("init_from", [None, "weights"])
+@pytest.mark.parametrize("init_from", [pytest.param(None, marks=pytest.mark.long), "weights"])
 def test_weights_are_taken_as_they_are_saved(tmp_path: Path, init_from: str | None) -> None:
     row = judge(tmp_path, init_from, None)
     assert row["ok"], row["first"]
@@ -92,7 +92,12 @@ def test_weights_are_taken_as_they_are_saved(tmp_path: Path, init_from: str | No
     ("plant", "name", "words"),
     [
         (leave_norms_as_drawn, "blocks.0.attention_norm.weight", "leaves it as it was drawn"),
-        (double_the_last_norm, "norm.weight", "has others than a run that is resumed"),
+        pytest.param(
+            double_the_last_norm,
+            "norm.weight",
+            "has others than a run that is resumed",
+            marks=pytest.mark.long,
+        ),
         (refuse, "", "nothing fits"),
     ],
 )
