@@ -31,7 +31,7 @@ def test_the_first_wrong_rate_is_named_with_its_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         phalanx.verify.rate_definition,
         "learning_rate",
-        lambda job, step: right(job, step) * (1.01 if step == 4997 else 1),
+        lambda job, step, peak: right(job, step, peak) * (1.01 if step == 4997 else 1),
     )
     wrong = find_wrong_rate(Job.model_validate({"train": {"steps": 5000}}))
     assert wrong is not None

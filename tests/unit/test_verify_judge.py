@@ -122,10 +122,7 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
 def test_gradients_that_some_ranks_do_not_clip_are_named_with_the_ranks() -> None:
     steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5),)
     factor = 1 / 0.3
-    off = {
-        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
-        for n, s in SIZES.items()
-    }
+    off = scale_tensors(factor)
     seen = [saw(), saw(tensors={name_gradients_set(0): off})]
     verdict = LayoutComparator(
         traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10
@@ -286,6 +283,14 @@ def saw(**changes: Any) -> dict[str, Any]:
     for kind, tensors in changes.pop("tensors", {}).items():
         seen["tensors"][kind] |= tensors
     return seen | changes
+
+
+def scale_tensors(factor: float) -> dict[str, tuple[float, ...]]:
+    """What a rank saw of tensors that are `factor` times the reference's."""
+    return {
+        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
+        for n, s in SIZES.items()
+    }
 
 
 def first_of(*seen: dict[str, Any]) -> Any:
@@ -570,10 +575,7 @@ def test_a_factor_near_1_is_told_with_its_digits(factor: float, text: str) -> No
 )
 def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
     steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5 if clips else None),)
-    off = {
-        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
-        for n, s in SIZES.items()
-    }
+    off = scale_tensors(factor)
     seen = saw(tensors={name_gradients_set(0): off})
     first = (
         LayoutComparator(traced(steps=steps), [seen, seen], JudgedLayout(2), tolerance=1e-10)
@@ -588,10 +590,7 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
 def test_a_rank_that_scales_its_gradients_is_named_alone(clips: bool) -> None:
     steps = (TraceStep(3.0, 10, 5.0**0.5, 2.0 if clips else None),)
     factor = 1.002
-    off = {
-        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
-        for n, s in SIZES.items()
-    }
+    off = scale_tensors(factor)
     seen = [saw(), saw(tensors={name_gradients_set(0): off})]
     verdict = LayoutComparator(
         traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10

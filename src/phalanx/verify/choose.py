@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -198,10 +198,7 @@ def select_layout_cases(
     for dtype in filter(is_narrow_dtype, dtypes):
         cases_of_type[dtype] = maker.make_narrow_dtype_cases(dtype)
         omissions += describe_layouts_left_out(dtype, axes_of_name, cases_of_type[dtype])
-        # None of the named layouts is judged in the type that the job computes in.
-        is_judged = any(case.plan is not None for case in cases_of_type[dtype])
-        if not is_judged and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
-            left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
+        left_out += _list_type_of_job_without_a_case(dtype, compute, cases_of_type[dtype])
     with_a_plan = [case.name for case in cases if case.plan is not None]
     omissions.append(
         describe_parts_without_a_row(job, with_a_plan, asked_seq_len=requested_job.data.seq_len)
@@ -227,6 +224,15 @@ def select_layout_cases(
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+def _list_type_of_job_without_a_case(
+    dtype: str, compute: str, cases: Sequence[Case]
+) -> Iterator[str]:
+    """A line if the job computes in `dtype`, in which none of the named layouts is judged."""
+    is_judged = any(case.plan is not None for case in cases)
+    if not is_judged and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
+        yield f"precision.compute={compute}: {ROUNDED_OTHERWISE}"
 
 
 def _require_stated_axes_share_batch(job: Job) -> None:

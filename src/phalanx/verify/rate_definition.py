@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from phalanx.job.learning_rate import resolve_unscaled_learning_rate
+from phalanx.job.learning_rate import resolve_peak_learning_rate, resolve_unscaled_learning_rate
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 from phalanx.verify.plain.training import RateSchedule
@@ -45,17 +45,18 @@ def find_wrong_rate(job: Job) -> Difference | None:
     """The first step of the run that `job` asks for whose rate is not that of the definition; None
     if there is none among the first and last steps, and about NUM_COMPARED_RATES between them."""
     schedule, steps = make_rate_schedule(job), job.train.steps
+    peak = resolve_peak_learning_rate(job).lr
     stride = max(1, steps // NUM_COMPARED_RATES)
     near_ends = (
         range(1, min(steps, 2 * MAX_WARMUP_STEPS) + 1),
         range(max(1, steps - MAX_WARMUP_STEPS), steps + 1),
     )
     for step in sorted(set(itertools.chain(range(1, steps + 1, stride), *near_ends))):
-        found, expected = learning_rate(job, step), schedule.rate(step)
-        if not math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=1e-300):
-            error = abs(found - expected) / max(abs(found), abs(expected))
+        rate, expected = learning_rate(job, step, peak), schedule.rate(step)
+        if not math.isclose(rate, expected, rel_tol=TOLERANCE, abs_tol=1e-300):
+            error = abs(rate - expected) / max(abs(rate), abs(expected))
             cause = (
-                f"in step {step} of {steps:,} the learning rate is {found:.4g}, by the schedule it"
+                f"in step {step} of {steps:,} the learning rate is {rate:.4g}, by the schedule it"
                 f" is {expected:.4g}: warm-up, decay or peak is another"
             )
             return make_number_difference("learning rate", step, error, cause)

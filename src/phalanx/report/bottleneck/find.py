@@ -32,10 +32,10 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     if table.steps:
         first, last = table.steps[0], table.steps[-1]
     if table.num_steps < MIN_STEPS:
-        seen = plural(table.num_steps, "window of steps", "windows of steps")
+        length = plural(table.num_steps, "window of steps", "windows of steps")
         if table.num_covered == table.num_steps:
-            seen = plural(table.num_steps, "step")
-        why_not = f"{seen} after the first ones; it takes {MIN_STEPS}"
+            length = plural(table.num_steps, "step")
+        why_not = f"{length} after the first ones; it takes {MIN_STEPS}"
         return BottleneckVerdict(
             first, last, table.num_steps, len(table.ranks), 0.0, (), {}, why_not
         )
