@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.chunks import CHUNK_BYTES, FileSizeAndChecksums
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
@@ -28,6 +27,7 @@ from phalanx.checkpoint.manifest import (
 )
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.shard_file import TensorToWrite, VerifiedSafetensorsFile, write_safetensors
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import CheckpointError
 
 RANDOM = np.random.default_rng(0)
@@ -96,10 +96,8 @@ def test_any_block_is_read_as_numpy_slices_it(
     array = ARRAYS[key]
     start = tuple(data.draw(st.integers(0, n)) for n in array.shape)
     size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, start, strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            shard_file, "MAX_READ_SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
-        )
+    sizes = BlockSizes(checkpoint_read_bytes=data.draw(st.sampled_from([16, 600, 9000, 32 << 20])))
+    with use_block_sizes(sizes):
         with VerifiedSafetensorsFile(written[0], "a.safetensors", written[1]) as file:
             found = file.read_box_of_entry(file.entries[key], start, size)
     expected = array[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))]

@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkChecksumStream, FileSizeAndChecksums
 from phalanx.checkpoint.folder import CheckpointFolder, FileRangeReader, convert_path_to_folder
 from phalanx.checkpoint.os_errors import convert_os_error
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
-# The most that is read at once for a block with gaps between its rows.
-MAX_READ_SPAN_BYTES = 32 << 20
 # safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
 # Whatever parsing a stranger's JSON as a header may raise.
@@ -238,14 +237,15 @@ class VerifiedSafetensorsFile:
         # Bytes of one row from its first wanted element to its last.
         span = last + item - inner
         has_gaps = span != math.prod(out.shape[1:]) * item
+        max_bytes = get_block_sizes().checkpoint_read_bytes
         # Row by row where one row is too much at once, or its gaps may hold whole chunks.
-        if len(shape) > 1 and (span > MAX_READ_SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
+        if len(shape) > 1 and (span > max_bytes or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
                 self._read_box_in_spans(
                     out[index], base + (start[0] + index) * row, shape[1:], item, start[1:]
                 )
             return
-        rows_at_once = max(1, MAX_READ_SPAN_BYTES // max(row, 1))
+        rows_at_once = max(1, max_bytes // max(row, 1))
         # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
         if row - span >= CHUNK_BYTES:
             rows_at_once = 1

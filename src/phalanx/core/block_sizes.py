@@ -61,6 +61,14 @@ class BlockSizes:
     """Bytes of the smallest block in such a file: when one of them changes, everything in it is
     written again."""
 
+    replica_split_bytes: int = MIB
+    """Bytes from which a block of a checkpoint that several ranks hold is written in parts, one by
+    each of them; a smaller one is written by one rank. Ranks must have it alike."""
+
+    checkpoint_read_bytes: int = 32 * MIB
+    """Bytes that are read at once, at most, of a block of a checkpoint: of several rows with the
+    gaps between them, or of one row."""
+
     shared_chunk_bytes: int = 4 * MIB
     """Bytes of a tensor, over all ranks' parts of it, that one transfer of a collective in shared
     memory moves: chunks stay in the processors' last cache. Ranks of a group must have it alike."""
@@ -141,6 +149,10 @@ def shrink_block_sizes() -> BlockSizes:
         # A rank's part of a matrix is larger, and of a norm or a counter smaller.
         reusable_file_bytes=1009,
         reusable_block_bytes=509,
+        # Embedding and head are written in parts. Matrices of blocks are not: another layout reads
+        # rows from the middle of their only piece, two of 32 at a time, and one of 90 in turn.
+        replica_split_bytes=30_011,
+        checkpoint_read_bytes=577,
         # A bucket has three chunks. No smaller: each transfer is one of Python's calls.
         shared_chunk_bytes=6151,
         shared_whole_bytes=1009,

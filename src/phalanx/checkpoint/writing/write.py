@@ -32,12 +32,10 @@ from phalanx.checkpoint.writing.incremental import (
     open_checkpoint_for_reuse,
     write_or_reuse_blocks,
 )
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
-
-# A replicated block of at least so many bytes is written in parts, one by each replica.
-MIN_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -192,12 +190,13 @@ def _select_boxes_to_write(shard: LogicalShard) -> Iterator[Box]:
         return
     item_bytes = SAFETENSORS_DTYPE_OF_TORCH_DTYPE[shard.dtype][1]
     name_digest = xxhash.xxh3_64_intdigest(shard.name.encode())
+    min_split_bytes = get_block_sizes().replica_split_bytes
     for box in shard.boxes:
         replica = shard.replica * box.num_replicas + box.replica
         num_replicas = shard.num_replicas * box.num_replicas
         # A scalar has no rows, and is never split.
         num_rows = next(iter(box.size), 0)
-        if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= MIN_SPLIT_BYTES:
+        if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= min_split_bytes:
             # Parts that differ by one row at most, and together are all rows.
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas
