@@ -262,6 +262,20 @@ PLANTS = [
     ("source_without_targets_weighs", "ddp", "evaluation loss", 3),
     ("repeated_step_adds_to_the_first_try", "zero3", "gradient norm", 8),
     ("large_blocks_linked_without_digest", "zero3", "optimizer state exp_avg of", 7),
+    ("second_background_save_is_the_first", "zero3", "read weight", 9),
+    ("infinite_loss_is_applied", "zero3", "skipped step", 9),
+    ("norms_of_updates_and_weights_change_places", "ddp", "recorded update", 1),
+    ("exports_put_pieces_at_the_begin", "zero3", "read weight", 10),
+    ("each_source_is_told_the_loss_of_all", "ddp", "evaluation loss of a source", 3),
+    ("long_blocks_repeat_their_first_rows", "ddp", "optimizer state exp_avg of", 3),
+    ("recorded_loss_is_divided_by_microbatches", "ddp", "recorded loss", 1),
+    ("no_clipping_where_no_target_is_masked", "ddp", "gradient", 5),
+    ("exports_choose_the_oldest_checkpoint", "ddp", "checkpoint", 10),
+    ("replicas_write_their_first_rows", "ddp", "optimizer state exp_avg of", 5),
+    ("recorded_rate_is_the_next_steps", "ddp", "recorded learning rate", 1),
+    ("pipelines_drop_the_last_batches_of_an_evaluation", "pp2-1f1b", "evaluation's targets", 3),
+    ("recorded_norm_is_the_clipped_one", "ddp", "recorded gradient norm", 1),
+    ("norms_of_blocks_count_each_replica", "ddp", "recorded update", 1),
 ]
 
 

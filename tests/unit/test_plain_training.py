@@ -35,8 +35,6 @@ def test_an_evaluation_of_the_second_loop_leaves_modes_and_buffers() -> None:
         assert not module.training
         return module(batch["numbers"]).sum(), torch.tensor(len(batch["numbers"]))
 
-    loss, num_targets = evaluate_by_definition(
-        module, sum_outputs, {"text": HeldOutSource(1.0, batches)}
-    )
-    assert (loss, num_targets) == ((4 * 3 + 2 * 4) / 6, 6)
+    evaluation = evaluate_by_definition(module, sum_outputs, {"text": HeldOutSource(1.0, batches)})
+    assert (evaluation.loss, evaluation.num_targets) == ((4 * 3 + 2 * 4) / 6, 6)
     assert (module.calls.item(), module.never_saved.item(), module.training) == (2, 0, True)

@@ -1,5 +1,5 @@
-"""Judges how a run takes the weights of model.init_from, by a checkpoint that the row's own run has
-saved: each tensor must have the bits that a run has which is resumed from it."""
+"""Judges how a run takes the weights of model.init_from, by those that the row's own run has saved:
+each tensor must have the bits that a run has which is resumed from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def judge_taken_weights(row: Row, job: Job, plan: Plan, run_dir: Path) -> Row:
         folder = storage.store.folder(names[0])
         bus = Bus(rank=mesh.rank, attempt=TAKER_ATTEMPT, run_dir=run_dir)
         try:
-            wrong = _find_wrong_tensors(job, plan, mesh, folder, bus)
+            wrong = _find_wrong_tensors(job, plan, mesh, folder, run_dir, bus)
         # Raised on every rank alike.
         except CheckpointError as error:
             cause = REFUSED_CHECKPOINT_CAUSE.format(error.why or error.what)
@@ -88,16 +88,18 @@ def judge_taken_weights(row: Row, job: Job, plan: Plan, run_dir: Path) -> Row:
 
 
 def _find_wrong_tensors(
-    job: Job, plan: Plan, mesh: Mesh, folder: CheckpointFolder, bus: Bus
+    job: Job, plan: Plan, mesh: Mesh, folder: CheckpointFolder, run_dir: Path, bus: Bus
 ) -> list[_WrongTensor]:
-    """This rank's tensors that are others than in the checkpoint. Collective."""
+    """This rank's tensors that are others than in the checkpoint, the newest one of the run in
+    `run_dir`. Collective."""
     restored = _build_state(job, plan, mesh)
     restored.restore(folder, phases=PhaseTimer())
     expected = [shard.tensor.clone() for _, shard in _list_shards(restored)]
     del restored
     state = _build_state(job, plan, mesh)
     drawn = [shard.tensor.clone() for _, shard in _list_shards(state)]
-    fill_model_with_initial_weights({"checkpoint": folder.url}, job.model, state, bus)
+    # The run, of which the newest checkpoint is to be chosen.
+    fill_model_with_initial_weights({"checkpoint": str(run_dir)}, job.model, state, bus)
     wrong: list[_WrongTensor] = []
     for (name, shard), reference, before in zip(_list_shards(state), expected, drawn, strict=True):
         if torch.equal(shard.tensor, reference):

@@ -26,11 +26,13 @@ from phalanx.verify.batches import (
 from phalanx.verify.cases import NUM_MICROBATCHES
 from phalanx.verify.trainer_cases import (
     HALF_MASKED_STEP,
+    INFINITE_LOSS_STEP,
     NO_TARGETS_STEP,
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
     REPEATED_STEP,
+    UNMASKED_STEP,
 )
 
 WITHOUT_TARGETS = "without targets"
@@ -54,7 +56,8 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
     """Batches in float64: made up, or of the data in `data_dir`.
 
     In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has, and
-    none in a held-out source; not where an own objective may not know what that is.
+    none in a held-out source; in UNMASKED_STEP all are targets. Not so where an own objective may
+    not know what that is.
     """
     num_batches = NUM_STEPS + len(SOURCE_WEIGHTS) - 1
     global_steps = make_global_microbatches(job, plan, data_dir, num_steps=num_batches)
@@ -70,6 +73,7 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
     if may_mask:
         for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
             steps[step - 1] = _mask_targets_from_row(steps[step - 1], first_row)
+        steps[UNMASKED_STEP - 1] = _unmask_targets(steps[UNMASKED_STEP - 1])
     held_out = _make_held_out_batches(*batches[NUM_STEPS:], may_mask=may_mask)
     return TrainerRunBatches(tuple(steps), held_out)
 
@@ -77,18 +81,19 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
 def _make_held_out_batches(
     first: Batch, second: Batch, *, may_mask: bool
 ) -> dict[str, list[Batch]]:
-    """The sources' batches, two of each: parts, which have a row for each rank.
+    """The sources' batches: parts, which have a row for each rank; two of each source, and three of
+    the last one, which no number of stages divides.
 
     With `may_mask` those of a source have unequal numbers of targets, and one source has none.
     """
     parts = split_batch_rows(first, NUM_MICROBATCHES)[:2]
-    other_parts = split_batch_rows(second, NUM_MICROBATCHES)[:2]
+    other_parts = split_batch_rows(second, NUM_MICROBATCHES)
     if not may_mask:
         return {"first": parts, "second": other_parts}
     return {
         "first": [parts[0], _mask_every_second_target(parts[1])],
-        WITHOUT_TARGETS: [_mask_targets_from_row(part, 0) for part in other_parts],
-        "second": [_mask_every_second_target(other_parts[0]), other_parts[1]],
+        WITHOUT_TARGETS: [_mask_targets_from_row(part, 0) for part in other_parts[:2]],
+        "second": [_mask_every_second_target(other_parts[0]), *other_parts[1:]],
     }
 
 
@@ -98,6 +103,12 @@ def _mask_every_second_target(batch: Batch) -> Batch:
     places = (masked != IGNORE_INDEX).nonzero()[1::2]
     masked[tuple(places.T)] = IGNORE_INDEX
     return {**batch, "targets": masked}
+
+
+def _unmask_targets(batch: Batch) -> Batch:
+    """The batch with token or class 0 in the place of masked targets."""
+    # IGNORE_INDEX is negative.
+    return {**batch, "targets": batch["targets"].clamp(min=0)}
 
 
 def _mask_targets_from_row(batch: Batch, first_row: int) -> Batch:
@@ -151,6 +162,9 @@ class GradientInjector:
     """Multiplies gradients, and leaves the loss as it is. Those of `step_factors`: step -> what all
     gradients of the step are multiplied by.
 
+    In INFINITE_LOSS_STEP it leaves the gradients, and the first microbatch on the first
+    data-parallel rank has an infinite loss, as often as the step is computed.
+
     In OVERFLOW_STEP those of the first microbatch on the first data-parallel rank: only the norm is
     not finite. So they are when the step is repeated: its numbers are at fault, and no processor.
     In REPEATED_STEP, if the trainer `repeats_steps`, they are the first time alone: computed again
@@ -166,23 +180,32 @@ class GradientInjector:
     _num_calls: dict[int, int] = field(default_factory=dict)
 
     def wrap_objective(self, objective: Objective) -> Objective:
-        """The objective, whose gradients are multiplied."""
+        """The objective, whose gradients are multiplied, or whose loss is infinite."""
 
         # Attributes of the objective say what it reads: the wrapper has them, too.
         @functools.wraps(objective)
         def call_and_multiply(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             loss, targets = objective(outputs, batch)
             if loss.requires_grad:
-                factor = self._choose_factor()
+                num_calls = self._count_call()
+                factor = self._choose_factor(num_calls)
                 if factor != 1.0:
                     loss.register_hook(lambda gradient: gradient * factor)
+                if self._is_first_microbatch_of(INFINITE_LOSS_STEP, num_calls):
+                    loss = loss + math.inf
             return loss, targets
 
         return call_and_multiply
 
-    def _choose_factor(self) -> float:
+    def _count_call(self) -> int:
+        """How often the objective was called for the step before."""
+        num_calls = self._num_calls.get(self.batches.step, 0)
+        self._num_calls[self.batches.step] = num_calls + 1
+        return num_calls
+
+    def _choose_factor(self, num_calls: int) -> float:
         factor = self.step_factors.get(self.batches.step, 1.0)
-        if self._is_overflow_due():
+        if self._is_overflow_due(num_calls):
             factor *= self._overflow_factor
         return factor
 
@@ -192,13 +215,15 @@ class GradientInjector:
             return math.inf
         return OVERFLOW_FACTOR
 
-    def _is_overflow_due(self) -> bool:
-        step = self.batches.step
-        num_calls = self._num_calls.get(step, 0)
-        self._num_calls[step] = num_calls + 1
-        if self.batches.mesh.data_parallel_rank != 0:
+    def _is_overflow_due(self, num_calls: int) -> bool:
+        if self.batches.step == REPEATED_STEP:
+            is_first_rank = self.batches.mesh.data_parallel_rank == 0
+            return is_first_rank and self.repeats_steps and num_calls == 0
+        return self._is_first_microbatch_of(OVERFLOW_STEP, num_calls)
+
+    def _is_first_microbatch_of(self, step: int, num_calls: int) -> bool:
+        """True for the first microbatch on the first data-parallel rank, each time that `step` is
+        computed."""
+        if self.batches.step != step or self.batches.mesh.data_parallel_rank != 0:
             return False
-        if step == REPEATED_STEP:
-            return self.repeats_steps and num_calls == 0
-        # The first of each time that the step is computed.
-        return step == OVERFLOW_STEP and num_calls % self.batches.plan.num_microbatches == 0
+        return num_calls % self.batches.plan.num_microbatches == 0

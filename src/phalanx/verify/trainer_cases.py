@@ -26,6 +26,11 @@ WARMUP_STEPS = 2
 OVERFLOW_STEP, NO_TARGETS_STEP = 4, 7
 REPEATED_STEP = 8
 """Not finite the first time that it is computed, and good when it is computed again."""
+INFINITE_LOSS_STEP = 9
+"""Its loss is infinite, and its gradients are not."""
+UNMASKED_STEP, UNMASKED_FACTOR = 5, 64.0
+"""No target of the step is masked. Where a job clips, its gradients are so many times as large, and
+are clipped."""
 HALF_MASKED_STEP = 2
 """The step in which the second half of the batch has no target: whole microbatches have none."""
 SAVE_EVERY, STOP_STEP = 3, 5
@@ -34,6 +39,11 @@ LINKED_STEP = NO_TARGETS_STEP
 """The resumed run saves each of its steps; nothing has changed in the one that is skipped, so that
 its checkpoint may link all files of the one before."""
 SAME_LAYOUT = "resumed in the same layout"
+BACKGROUND_STEPS = (6, 9)
+"""The run that is resumed elsewhere saves these steps in the background, in a folder of its own:
+the second save has the memory of the first."""
+NORMS_EVERY = 2
+"""Norms by block are measured in each second step, from the first on."""
 LINKED_CHECKPOINT = "resumed from a checkpoint that may link files of the one before"
 EVAL_EVERY = 3
 EVALUATED_STEPS = frozenset((3, 6, 9, 10))
@@ -146,6 +156,7 @@ def make_trainer_job(job: Job) -> Job:
     # In steps no whole number: one rounded up is another one.
     body["optim"]["decay_fraction"] = WSD_DECAY_FRACTION
     body["optim"]["warmup_steps"] = WARMUP_STEPS
+    body["observe"]["norms_every"] = NORMS_EVERY
     body["eval"] |= {"every_steps": EVAL_EVERY, "keep_best": False, "metric": "loss", "mode": None}
     body["checkpoint"] |= {
         "every_steps": SAVE_EVERY,
@@ -165,6 +176,8 @@ def make_trainer_job(job: Job) -> Job:
 
 CLIPPING = "clipping"
 REPEATED_STEPS = "a step that is repeated, not finite the first time alone"
+RECORDED_STEPS = "what is recorded of steps: loss, targets, tokens, rate, norm, loss scale"
+RECORDED_NORMS = "recorded norms of gradients, updates and weights by block"
 JUDGED_PARTS = (
     "learning rates",
     CLIPPING,
@@ -173,7 +186,11 @@ JUDGED_PARTS = (
     "weights and optimizer state after each step",
     "evaluations",
     "a checkpoint saved in the background, and one at a stop",
+    "a second checkpoint saved in the background",
     "a run resumed in the same layout",
+    "weights of the run's newest checkpoint, read as exports do",
+    RECORDED_STEPS,
+    RECORDED_NORMS,
 )
 LINKED_FILES = "a checkpoint whose files are linked from the one before"
 RESUMED_ELSEWHERE = "a run resumed in another layout"
@@ -182,13 +199,15 @@ NOT_JUDGED_PARTS = (
     "saves by the clock, to a store, and which checkpoints are kept",
     "runs resumed on another number of ranks, from an older checkpoint, or from ranks' memory",
     "random draws other than dropout's",
+    "seconds, bytes and memory on record",
+    "checksums of a checkpoint's file beyond its first 4 MiB",
 )
 
 
 def choose_step_factors(job: Job) -> dict[int, float]:
     """Step -> what its gradients are multiplied by."""
     if job.optim.clip_norm is not None:
-        return {}
+        return {UNMASKED_STEP: UNMASKED_FACTOR}
     return {UNCLIPPED_STEP: UNCLIPPED_FACTOR}
 
 

@@ -15,6 +15,8 @@ COMPRESSION = "compression"
 """Kinds of tensors: those of the model; COPY, what the optimizer updates, where that is other
 memory; STATE is followed by the slot: optim/exp_avg. COMPRESSION/SLOT is what the compression of
 gradients keeps, of which there is no second loop."""
+BEFORE, UPDATE = "before", "update"
+"""Kinds of sizes of trained weights: before a step, and of what it changed."""
 
 Dots = tuple[float, float, float, float]
 """Over the elements that a rank holds, with `a` the trainer's and `r` the second loop's tensor:
@@ -25,7 +27,8 @@ other kinds than weights."""
 @dataclass(frozen=True)
 class SecondLoopStep(JsonRecord):
     """A step of the second loop; see `PlainStep`. `sizes`: kind -> name -> norm of the tensor after
-    the step, of a weight how far it is from where it began."""
+    the step, of a weight how far it is from where it began; of BEFORE and UPDATE as they say.
+    `evaluated_sources`: name -> its loss."""
 
     step: int
     loss: float
@@ -38,6 +41,7 @@ class SecondLoopStep(JsonRecord):
     loss_scale: float
     evaluation: float | None
     evaluated_targets: int
+    evaluated_sources: Mapping[str, float]
     sizes: Mapping[str, Mapping[str, float]]
 
     def scale(self, kind: str, name: str) -> float:
@@ -110,15 +114,65 @@ class StepObservation(JsonRecord):
     gradients: dict[str, Dots] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RecordedStep(JsonRecord):
+    """A step as a rank has recorded it; what is not finite is NaN."""
+
+    step: int
+    loss: float
+    num_targets: int
+    tokens_seen: int
+    learning_rate: float
+    grad_norm: float
+    loss_scale: float
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class RecordedSkip(JsonRecord):
+    """A skipped step as rank 0 has recorded it."""
+
+    step: int
+    reason: str
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class RecordedNorms(JsonRecord):
+    """The norms by block of a step as rank 0 has recorded them: block -> norm."""
+
+    step: int
+    gradients: Mapping[str, float]
+    updates: Mapping[str, float]
+    weights: Mapping[str, float]
+
+
+@dataclass
+class ReadCheckpoint(JsonRecord):
+    """The newest checkpoint of a run, read whole by rank 0. `tensors`: kind -> name -> Dots of what
+    was read, of a stack once as a whole and once element by element; `missing`: names of the second
+    loop that it does not have; `error`: why it cannot be read."""
+
+    step: int = 0
+    tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    error: str = ""
+
+
 @dataclass
 class AttemptObservation(JsonRecord):
     """One attempt of a run on one rank.
 
     `name` says what it is, in words. `end`: why it ended, of the trainer. `evaluations`: step ->
-    loss, of rank 0, as `evaluated_targets` of these. `error`: what all ranks raised alike. `held`:
-    name -> the part of it that the rank has. `why_not_repeated`: why the trainer does not repeat a
-    step that was not finite; empty if it does. `num_linked_bytes`: of rank 0, how many bytes of the
-    checkpoint of LINKED_STEP were not written for it.
+    loss, of rank 0, as `evaluated_targets` of these, and `evaluated_sources`: step -> source ->
+    loss. `recorded`: the steps on record, of this rank; `skips` and `norms`: of rank 0. `read`: the
+    newest checkpoint that it has saved, read by rank 0; none of an attempt whose checkpoints others
+    read. `error`: what all ranks raised alike. `held`: name -> the part of it that the rank has.
+    `why_not_repeated`: why the trainer does not repeat a step that was not finite; empty if it
+    does. `num_linked_bytes`: of rank 0, how many bytes of the checkpoint of LINKED_STEP were not
+    written for it.
     """
 
     name: str
@@ -130,6 +184,11 @@ class AttemptObservation(JsonRecord):
     steps: tuple[StepObservation, ...] = ()
     evaluations: dict[str, float] = field(default_factory=dict)
     evaluated_targets: dict[str, int] = field(default_factory=dict)
+    evaluated_sources: dict[str, dict[str, float]] = field(default_factory=dict)
+    recorded: tuple[RecordedStep, ...] = ()
+    skips: tuple[RecordedSkip, ...] = ()
+    norms: tuple[RecordedNorms, ...] = ()
+    read: tuple[ReadCheckpoint, ...] = ()
     checkpoints: tuple[int, ...] = ()
     why_not_repeated: str = ""
     num_linked_bytes: int = 0

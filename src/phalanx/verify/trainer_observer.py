@@ -16,6 +16,7 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
 from phalanx.verify.compare_steps import describe_held_part
+from phalanx.verify.trainer_cases import BACKGROUND_STEPS
 from phalanx.verify.trainer_facts import (
     BUFFER,
     COMPRESSION,
@@ -55,6 +56,8 @@ class RunObserver:
     stop_step: int | None = None
     last_update_hook: Callable[[], None] | None = None
     """Called after the update of `stop_step`."""
+    save_in_background: Callable[[], None] | None = None
+    """Called after each of BACKGROUND_STEPS. Collective."""
     _modes: dict[str, bool] = field(default_factory=dict)
     _step: StepObservation | None = None
     _num_begun: int = 0
@@ -75,6 +78,8 @@ class RunObserver:
         num_done = self.observation.first_step - 1 + self._num_begun
         self._num_begun += 1
         self.compare_state_with_second_loop(num_done, asked_step=step)
+        if self.save_in_background is not None and num_done in BACKGROUND_STEPS:
+            self.save_in_background()
         # One rank's request is enough.
         if num_done + 1 == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
             self.stop.sigterm = True
@@ -168,28 +173,9 @@ class RunObserver:
         # Buffers have no record of the beginning.
         if not self.reader.has(step, key):
             return
-        before = f"{step - 1}" if reference_kind == WEIGHT and step else None
-        observed.tensors.setdefault(kind, {})[name] = self._compute_shard_dots(
-            shard, key, step, before
+        observed.tensors.setdefault(kind, {})[name] = compute_shard_dots(
+            self.reader, shard, key, step
         )
-
-    def _compute_shard_dots(
-        self, shard: LogicalShard, key: str, step: int, before: str | None
-    ) -> Dots:
-        sums = torch.zeros(4, dtype=torch.float64)
-        for actual, box in _view_blocks(shard):
-            if not (actual.is_floating_point() or actual.dtype in (torch.int64, torch.bool)):
-                continue
-            reference = self.reader.block(step, key, box.global_offset, box.size).double()
-            actual = actual.double()
-            off = actual - reference
-            if before is not None:
-                base = self.reader.block(int(before), key, box.global_offset, box.size).double()
-                actual, reference = actual - base, reference - base
-            products = (off * off, actual * actual, actual * reference, reference * reference)
-            sums += torch.stack([product.sum() for product in products])
-        first, second, third, fourth = sums.tolist()
-        return first, second, third, fourth
 
     def _compare_and_replace_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare the gradients that the optimizer is given, and put the second loop's in their
@@ -215,7 +201,7 @@ class RunObserver:
                 gradient = get_local_tensor(parameter.grad).detach()
             shard = trained[name].like(name, gradient)
             if is_compared:
-                step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
+                step.gradients[name] = compute_shard_dots(self.reader, shard, key, step.step)
             # Zeros in the place of no gradient are nobody's.
             for block, box in _view_blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
@@ -226,6 +212,25 @@ class RunObserver:
             return
         if step.step == self.stop_step:
             self.last_update_hook()
+
+
+def compute_shard_dots(reader: SecondLoopReader, shard: LogicalShard, key: str, step: int) -> Dots:
+    """The Dots of a shard beside the second loop's tensor `key` after `step`."""
+    before = step - 1 if key.startswith(f"{WEIGHT}/") and step else None
+    sums = torch.zeros(4, dtype=torch.float64)
+    for actual, box in _view_blocks(shard):
+        if not (actual.is_floating_point() or actual.dtype in (torch.int64, torch.bool)):
+            continue
+        reference = reader.block(step, key, box.global_offset, box.size).double()
+        actual = actual.double()
+        off = actual - reference
+        if before is not None:
+            base = reader.block(before, key, box.global_offset, box.size).double()
+            actual, reference = actual - base, reference - base
+        products = (off * off, actual * actual, actual * reference, reference * reference)
+        sums += torch.stack([product.sum() for product in products])
+    first, second, third, fourth = sums.tolist()
+    return first, second, third, fourth
 
 
 @dataclass

@@ -36,6 +36,7 @@ from phalanx.verify.rate_definition import make_rate_schedule
 from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, TrainerRunBatches
 from phalanx.verify.trainer_cases import (
     EVALUATED_STEPS,
+    INFINITE_LOSS_STEP,
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
@@ -43,10 +44,12 @@ from phalanx.verify.trainer_cases import (
     choose_step_factors,
 )
 from phalanx.verify.trainer_facts import (
+    BEFORE,
     BUFFER,
     FACTS_FILE_NAME,
     GRADIENT,
     STATE,
+    UPDATE,
     WEIGHT,
     SecondLoopRecord,
     SecondLoopStep,
@@ -99,14 +102,18 @@ class _ReferenceWriter:
         module = self._build_reference_module()
         start = {name: p.detach().clone() for name, p in module.named_parameters()}
         _save_tensors(self._locate_step_file(0), _flatten_tensors_by_key(start, {}, {}, {}))
-        records, unused = [], set(start)
-        for step in self._train_by_definition(module, max_norm=max_norm):
+        records, unused, before = [], set(start), start
+        steps = self._train_by_definition(
+            module, max_norm=max_norm, step_factors=choose_step_factors(self.job)
+        )
+        for step in steps:
             tensors = _flatten_tensors_by_key(
                 step.weights, step.buffers, step.gradients, step.states
             )
             _save_tensors(self._locate_step_file(step.step), tensors)
             unused -= {name for name, gradient in step.gradients.items() if gradient.any()}
-            records.append(_make_step_record(step, start))
+            records.append(_make_step_record(step, start, before))
+            before = {name: tensor.detach().clone() for name, tensor in step.weights.items()}
         run = SecondLoopRecord(
             max_norm, bool(probed.narrows), tuple(sorted(unused)), tuple(records)
         )
@@ -118,7 +125,8 @@ class _ReferenceWriter:
         if self.job.optim.clip_norm is None:
             return None
         norms: list[float] = []
-        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
+        module = self._build_reference_module()
+        for step in self._train_by_definition(module, max_norm=None, step_factors={}):
             if not step.skipped:
                 norms.append(step.grad_norm)
         return _median_norm(norms)
@@ -134,7 +142,7 @@ class _ReferenceWriter:
         return [self.batches.microbatches(number, self.num_microbatches) for number in numbers]
 
     def _train_by_definition(
-        self, module: nn.Module, *, max_norm: float | None
+        self, module: nn.Module, *, max_norm: float | None, step_factors: Mapping[int, float]
     ) -> Iterator[PlainStep]:
         masks = DropoutMasks(module, self.job.run.seed)
 
@@ -153,7 +161,8 @@ class _ReferenceWriter:
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
-            step_factors=choose_step_factors(self.job),
+            step_factors=step_factors,
+            infinite_losses=frozenset({INFINITE_LOSS_STEP}),
             loss_scale=(scaling.initial, scaling.growth_steps),
         )
         return train_by_definition(module, self._loss_sum, run, around=around)
@@ -197,7 +206,8 @@ def _save_tensors(path: Path, tensors: Tensors) -> None:
     save_file(copies, path)
 
 
-def _make_step_record(step: PlainStep, start: Tensors) -> SecondLoopStep:
+def _make_step_record(step: PlainStep, start: Tensors, before: Tensors) -> SecondLoopStep:
+    """The record of a step; weights were `start` at first and `before` just before it."""
     moved: Tensors = {}
     for name, tensor in step.weights.items():
         moved[name] = tensor.detach() - start[name]
@@ -205,7 +215,13 @@ def _make_step_record(step: PlainStep, start: Tensors) -> SecondLoopStep:
         WEIGHT: _compute_norms_by_name(moved),
         BUFFER: _compute_norms_by_name(step.buffers),
         GRADIENT: _compute_norms_by_name(step.gradients),
+        # States are those of the trained ones.
+        BEFORE: _compute_norms_by_name({name: before[name] for name in step.states}),
+        UPDATE: _compute_norms_by_name(
+            {name: step.weights[name].detach() - before[name] for name in step.states}
+        ),
     }
+    evaluation = step.evaluation
     for name, slots in step.states.items():
         for slot, tensor in slots.items():
             sizes.setdefault(f"{STATE}/{slot}", {})[name] = tensor.double().norm().item()
@@ -219,8 +235,9 @@ def _make_step_record(step: PlainStep, start: Tensors) -> SecondLoopStep:
         is_clipped=step.is_clipped,
         tokens_seen=step.tokens_seen,
         loss_scale=step.loss_scale,
-        evaluation=step.evaluation,
-        evaluated_targets=step.evaluated_targets,
+        evaluation=None if evaluation is None else evaluation.loss,
+        evaluated_targets=0 if evaluation is None else evaluation.num_targets,
+        evaluated_sources={} if evaluation is None else dict(evaluation.loss_by_source),
         sizes=sizes,
     )
 

@@ -4,7 +4,6 @@ observed between its steps beside the second loop."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointSaved, EvalFinished
-from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.one_process.original_module import build_original_module
@@ -36,6 +33,7 @@ from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
 from phalanx.train.training_data import TrainingData
 from phalanx.verify.late_store import DelayedCheckpointStore
+from phalanx.verify.read_records import read_records_of_attempt
 from phalanx.verify.trainer_batches import (
     SOURCE_WEIGHTS,
     GradientInjector,
@@ -51,6 +49,7 @@ from phalanx.verify.trainer_cases import (
     TrainerCase,
     choose_step_factors,
 )
+from phalanx.verify.trainer_checkpoint import read_newest_checkpoint
 from phalanx.verify.trainer_facts import (
     AttemptObservation,
 )
@@ -126,8 +125,9 @@ class TrainerRun:
         """Observe one attempt; with `linked`, which is filled, it saves each step, and restores the
         checkpoint of LINKED_STEP behind its end."""
         collectives = plan.parallel.collectives
+        saves_elsewhere = bool(name) and linked is None
         with (
-            use_block_sizes(_shrink_reusable_sizes()),
+            use_block_sizes(_shrink_checkpoint_sizes(reads=saves_elsewhere)),
             open_mesh(plan.layout, device="cpu", collectives=collectives) as mesh,
         ):
             bus = Bus(rank=mesh.rank, attempt=attempt, run_dir=self.run_dir)
@@ -141,13 +141,17 @@ class TrainerRun:
                 observation.error = f"{type(error).__name__}: {error}"
             finally:
                 bus.close()
-            if mesh.rank == 0:
-                for event in _read_evaluations(self.run_dir, attempt):
-                    observation.evaluations[str(event.step)] = event.loss
-                    observation.evaluated_targets[str(event.step)] = event.num_targets
-                if linked is not None:
-                    linked.num_linked_bytes = _count_linked_bytes(self.run_dir, attempt)
+            read_records_of_attempt(self.run_dir, mesh.rank, attempt, observation, linked)
+            is_whole = not observation.error and observation.end == "finished"
+            if mesh.rank == 0 and name and is_whole:
+                run_dir = self._background_dir if saves_elsewhere else self.run_dir
+                observation.read = (read_newest_checkpoint(run_dir, reader),)
             return observation
+
+    @property
+    def _background_dir(self) -> Path:
+        """Where the run that is resumed elsewhere saves in the background."""
+        return self.run_dir / "background"
 
     def _run_trainer_attempt_in_mesh(
         self,
@@ -186,6 +190,10 @@ class TrainerRun:
         if isinstance(storage.store, DelayedCheckpointStore):
             observer.last_update_hook = storage.store.release
         observation.why_not_repeated = _explain_no_repeated_step(plan, state, mesh)
+        saves_elsewhere = is_resumed and linked is None
+        if saves_elsewhere:
+            # What it is restored from stays as it is.
+            storage = replace(storage, store=RunStorage.open(self._background_dir).store)
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         injector = GradientInjector(
             batches, choose_step_factors(job), not observation.why_not_repeated
@@ -199,6 +207,8 @@ class TrainerRun:
         trainer = build_trainer(
             job, plan, state, bus, data, storage=storage, stop=stop, guards=(observer,)
         )
+        if saves_elsewhere:
+            observer.save_in_background = trainer.save
         with observer.observing_updates():
             observation.end = trainer.run()
         observer.compare_state_with_second_loop(state.step)
@@ -238,7 +248,7 @@ class TrainerRun:
         self, reader: SecondLoopReader, *, is_resumed: bool, saves_all: bool
     ) -> Job:
         """The job, which clips to what half of the steps exceed, or nothing as it says itself; an
-        attempt that is resumed saves nothing, or waits for a save after each step."""
+        attempt that is resumed saves nothing by itself, or waits for a save after each step."""
         body = self.job.to_json()
         body["optim"]["clip_norm"] = reader.recording_phase.max_norm
         if saves_all:
@@ -257,29 +267,17 @@ def _explain_no_repeated_step(plan: Plan, state: TrainState, mesh: Mesh) -> str:
     return next(filter(None, mesh.gather_json(state.why_step_is_done_once)), "")
 
 
-def _shrink_reusable_sizes() -> BlockSizes:
-    """The sizes in force, with files and blocks so small that those of a small model are linked."""
+def _shrink_checkpoint_sizes(*, reads: bool) -> BlockSizes:
+    """The sizes in force, with files and blocks so small that those of a small model are linked,
+    and blocks that ranks share out when they write them; with `reads` blocks are read in several
+    turns, too."""
     small = shrink_block_sizes()
-    return replace(
+    sizes = replace(
         get_block_sizes(),
         reusable_file_bytes=small.reusable_file_bytes,
         reusable_block_bytes=small.reusable_block_bytes,
+        replica_split_bytes=small.replica_split_bytes,
     )
-
-
-def _count_linked_bytes(run_dir: Path, attempt: int) -> int:
-    """Bytes of the checkpoint of LINKED_STEP that were not written for it in an attempt."""
-    for envelope in read_recorded_events(run_dir, CheckpointSaved):
-        event = envelope.event
-        if envelope.attempt != attempt or not isinstance(event, CheckpointSaved):
-            continue
-        if event.step == LINKED_STEP:
-            return event.num_bytes - event.num_new_bytes
-    return 0
-
-
-def _read_evaluations(run_dir: Path, attempt: int) -> Iterator[EvalFinished]:
-    """The evaluations that rank 0 has recorded in an attempt."""
-    for envelope in read_recorded_events(run_dir, EvalFinished):
-        if envelope.attempt == attempt and isinstance(envelope.event, EvalFinished):
-            yield envelope.event
+    if reads:
+        sizes = replace(sizes, checkpoint_read_bytes=small.checkpoint_read_bytes)
+    return sizes

@@ -24,7 +24,7 @@ from phalanx.verify.trainer_facts import (
 )
 
 EQUAL_RATIO_TOLERANCE = 1e-3  # ratios that are alike
-_ACCEPTED_SKIP_REASONS = {
+ACCEPTED_SKIP_REASONS = {
     "": ("",),
     "no_targets": ("no_targets",),
     "not_finite": ("nonfinite_gradients", "overflow"),
@@ -98,7 +98,7 @@ class StepComparator:
                 if step == REPEATED_STEP and not attempt.why_not_repeated:
                     cause += ": the step is repeated, for it was not finite the first time"
                 yield make_number_difference("gradient norm", step, error, cause, rank)
-        if observed.reason not in _ACCEPTED_SKIP_REASONS[reference.skipped]:
+        if observed.reason not in ACCEPTED_SKIP_REASONS[reference.skipped]:
             cause = (
                 f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
                 f" {reference.skipped}"

@@ -16,6 +16,7 @@ from phalanx.verify.trainer_cases import (
     LINKED_FILES,
     LINKED_STEP,
     NUM_STEPS,
+    RECORDED_NORMS,
     REPEATED_STEPS,
     SAME_LAYOUT,
     SAVE_EVERY,
@@ -28,6 +29,7 @@ from phalanx.verify.trainer_facts import (
     SecondLoopStep,
     StateObservation,
 )
+from phalanx.verify.trainer_records import ReadCheckpointComparator, RecordComparator
 from phalanx.verify.trainer_states import StateComparator
 from phalanx.verify.trainer_steps import StepComparator
 
@@ -58,6 +60,10 @@ class RunComparator:
         self._errors = ErrorRecord(NARROW_TOLERANCE if narrows else TOLERANCE)
         self._states = StateComparator(self._errors, batch_size=batch_size, compress=compress)
         self._steps = StepComparator(self._errors, is_scaled=is_scaled, compress=compress)
+        self._recorded = RecordComparator(
+            self._errors, batch_size=batch_size, is_scaled=is_scaled, compress=compress
+        )
+        self._checkpoints = ReadCheckpointComparator(self._errors)
 
     @property
     def _why_not_repeated(self) -> str:
@@ -112,6 +118,8 @@ class RunComparator:
             if not record.get_step_record(LINKED_STEP).skipped:
                 why = "no step is skipped, in which nothing changes"
             lines.append(f"{LINKED_FILES}: {why}")
+        if not any(norms.updates for attempt in self._by_rank[0] for norms in attempt.norms):
+            lines.append(f"{RECORDED_NORMS}: of gradients alone, for want of memory in the plan")
         if self._why_not_repeated:
             lines.append(f"{REPEATED_STEPS}: {self._why_not_repeated}")
         if self._compress != "none":
@@ -163,6 +171,10 @@ class RunComparator:
                     differences = self._name_changed_buffer(differences, after, record)
                 yield from differences
         yield from self._compare_attempt_end(attempt)
+        # Of the linked checkpoint's observation there is no attempt of its own.
+        if attempt.name != LINKED_CHECKPOINT:
+            yield from self._recorded.compare(ranks, record)
+        yield from self._checkpoints.compare(attempt, record)
 
     def _name_changed_buffer(
         self,
@@ -249,6 +261,28 @@ class RunComparator:
                 " in evaluation mode"
             )
             yield make_number_difference("evaluation loss", step, error, cause)
+        yield from self._compare_evaluated_sources(attempt, reference)
+
+    def _compare_evaluated_sources(
+        self, attempt: AttemptObservation, reference: SecondLoopStep
+    ) -> Iterator[Difference]:
+        """The losses of the sources by themselves."""
+        step, expected = reference.step, reference.evaluated_sources
+        # One by itself has the loss of all, which is told once.
+        if len(expected) < 2:
+            expected = {}
+        losses = attempt.evaluated_sources[str(step)]
+        for name in sorted(expected.keys() | losses.keys()):
+            error = math.nan
+            if name in expected and name in losses:
+                error = relative_error(losses[name], expected[name])
+                self._errors.note("evaluation", error)
+            if not error <= self._errors.tolerance:
+                cause = (
+                    f"of the source {name} the evaluation tells another loss than its batches have,"
+                    " or one of no targets"
+                )
+                yield make_number_difference("evaluation loss of a source", step, error, cause)
 
 
 def _list_saved_steps(name: str) -> tuple[int, ...]:

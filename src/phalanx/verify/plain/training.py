@@ -149,7 +149,9 @@ class PlainRun:
     """A run as the loop is told of it. Steps are counted from 1.
 
     `gradient_factors`: what the gradients of a step's first microbatch are multiplied by;
-    `step_factors`: what those of all of its microbatches are. `evaluated`: the steps after which
+    `step_factors`: what those of all of its microbatches are. `infinite_losses`: the steps in which
+    the loss of the first microbatch is infinite, and its gradients are what they are without.
+    `evaluated`: the steps after which
     `held_out` is evaluated. `loss_scale`: (first scale, growth_steps), None where nothing is
     scaled.
     """
@@ -162,7 +164,19 @@ class PlainRun:
     max_norm: float | None
     gradient_factors: Mapping[int, float]
     step_factors: Mapping[int, float] = field(default_factory=dict)
+    infinite_losses: frozenset[int] = frozenset()
     loss_scale: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True)
+class PlainEvaluation:
+    """`loss` per target in evaluation mode: the mean of the sources' own losses, by their weights,
+    and `num_targets` of all. A source without targets has no loss, and is not in
+    `loss_by_source`."""
+
+    loss: float
+    num_targets: int
+    loss_by_source: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -170,8 +184,8 @@ class PlainStep:
     """A step and the state after it.
 
     `skipped`: "" if it was applied, else "no_targets" or "not_finite". `grad_norm` is before
-    clipping, `gradients` are after it (none of a skipped step). `evaluation`: loss per target after
-    the step, by source weights, None where nothing was evaluated; `evaluated_targets` of it.
+    clipping, `gradients` are after it (none of a skipped step). `evaluation`: after the step, None
+    where nothing was evaluated.
     """
 
     step: int
@@ -187,8 +201,7 @@ class PlainStep:
     weights: Tensors
     buffers: Tensors
     states: Mapping[str, Tensors]
-    evaluation: float | None
-    evaluated_targets: int
+    evaluation: PlainEvaluation | None
 
 
 def find_decayed_parameters(module: nn.Module) -> set[str]:
@@ -250,9 +263,9 @@ def train_by_definition(
             # Routers move their biases by the load of the step.
             if hasattr(module, "after_step"):
                 module.after_step()
-        evaluation, evaluated_targets = None, 0
+        evaluation = None
         if number in run.evaluated:
-            evaluation, evaluated_targets = evaluate_by_definition(module, loss_sum, run.held_out)
+            evaluation = evaluate_by_definition(module, loss_sum, run.held_out)
         yield PlainStep(
             step=number,
             loss=loss / max(1, count),
@@ -268,7 +281,6 @@ def train_by_definition(
             buffers=_list_persistent_buffers(module),
             states=states,
             evaluation=evaluation,
-            evaluated_targets=evaluated_targets,
         )
 
 
@@ -311,6 +323,8 @@ def _accumulate_gradients(
         # The loss stays what it is: only its gradients are multiplied.
         (total * factor).backward()
         loss, count = loss + total.item(), count + int(targets)
+    if step in run.infinite_losses:
+        loss = math.inf
     return loss, count
 
 
@@ -330,21 +344,20 @@ def _update_parameters(
 @torch.no_grad()
 def evaluate_by_definition(
     module: nn.Module, loss_sum: LossSum, held_out: Mapping[str, HeldOutSource]
-) -> tuple[float, int]:
-    """(loss per target in evaluation mode, targets): the mean of the sources' own losses, by their
-    weights. A source without targets has none.
-
-    Modes and buffers are left as they were."""
+) -> PlainEvaluation:
+    """Evaluate; modes and buffers are left as they were."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     module.eval()
     weighted, weights, num_targets = 0.0, 0.0, 0
-    for source in held_out.values():
+    loss_by_source: dict[str, float] = {}
+    for name, source in held_out.items():
         loss, count = 0.0, 0
         for batch in source.batches:
             total, targets = loss_sum(module, batch)
             loss, count = loss + total.item(), count + int(targets)
         if count:
+            loss_by_source[name] = loss / count
             weighted += source.weight * loss / count
             weights += source.weight
             num_targets += count
@@ -352,7 +365,7 @@ def evaluate_by_definition(
         part.training = mode
     for buffer, value in buffers:
         buffer.copy_(value)
-    return weighted / weights, num_targets
+    return PlainEvaluation(weighted / weights, num_targets, loss_by_source)
 
 
 def _compute_l2_norm(tensors: Tensors) -> float:
