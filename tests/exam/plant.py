@@ -60,7 +60,8 @@ class Edit:
 
     @property
     def module(self) -> str:
-        return "phalanx." + self.file.removesuffix(".py").replace("/", ".")
+        name = "phalanx." + self.file.removesuffix(".py").replace("/", ".")
+        return name.removesuffix(".__init__")
 
     def apply(self, source: str) -> str:
         """The source of the module with the edit. Raises StaleAnchorError, and SyntaxError."""
