@@ -56,8 +56,8 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
     """Batches in float64: made up, or of the data in `data_dir`.
 
     In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has, and
-    none in a held-out source; in UNMASKED_STEP all are targets. Not so where an own objective may
-    not know what that is.
+    none in a held-out source; in UNMASKED_STEP none is masked. Not so where an own objective may
+    not know what that is, nor of images, but for the last.
     """
     num_batches = NUM_STEPS + len(SOURCE_WEIGHTS) - 1
     global_steps = make_global_microbatches(job, plan, data_dir, num_steps=num_batches)
@@ -73,6 +73,7 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> TrainerRunB
     if may_mask:
         for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
             steps[step - 1] = _mask_targets_from_row(steps[step - 1], first_row)
+    if job.model.objective is None and "targets" in steps[0]:
         steps[UNMASKED_STEP - 1] = _unmask_targets(steps[UNMASKED_STEP - 1])
     held_out = _make_held_out_batches(*batches[NUM_STEPS:], may_mask=may_mask)
     return TrainerRunBatches(tuple(steps), held_out)
@@ -106,9 +107,8 @@ def _mask_every_second_target(batch: Batch) -> Batch:
 
 
 def _unmask_targets(batch: Batch) -> Batch:
-    """The batch with token or class 0 in the place of masked targets."""
-    # IGNORE_INDEX is negative.
-    return {**batch, "targets": batch["targets"].clamp(min=0)}
+    """The batch with token or class 0 for each target."""
+    return {**batch, "targets": torch.zeros_like(batch["targets"])}
 
 
 def _mask_targets_from_row(batch: Batch, first_row: int) -> Batch:

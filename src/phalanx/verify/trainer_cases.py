@@ -28,9 +28,9 @@ REPEATED_STEP = 8
 """Not finite the first time that it is computed, and good when it is computed again."""
 INFINITE_LOSS_STEP = 9
 """Its loss is infinite, and its gradients are not."""
-UNMASKED_STEP, UNMASKED_FACTOR = 5, 64.0
-"""No target of the step is masked. Where a job clips, its gradients are so many times as large, and
-are clipped."""
+UNMASKED_STEP = 5
+"""No target of the step is masked, and all are the same one: they pull together, so that its
+gradients are larger than those of other steps, and are clipped."""
 HALF_MASKED_STEP = 2
 """The step in which the second half of the batch has no target: whole microbatches have none."""
 SAVE_EVERY, STOP_STEP = 3, 5
@@ -207,7 +207,7 @@ NOT_JUDGED_PARTS = (
 def choose_step_factors(job: Job) -> dict[int, float]:
     """Step -> what its gradients are multiplied by."""
     if job.optim.clip_norm is not None:
-        return {UNMASKED_STEP: UNMASKED_FACTOR}
+        return {}
     return {UNCLIPPED_STEP: UNCLIPPED_FACTOR}
 
 

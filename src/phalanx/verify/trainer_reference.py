@@ -103,10 +103,7 @@ class _ReferenceWriter:
         start = {name: p.detach().clone() for name, p in module.named_parameters()}
         _save_tensors(self._locate_step_file(0), _flatten_tensors_by_key(start, {}, {}, {}))
         records, unused, before = [], set(start), start
-        steps = self._train_by_definition(
-            module, max_norm=max_norm, step_factors=choose_step_factors(self.job)
-        )
-        for step in steps:
+        for step in self._train_by_definition(module, max_norm=max_norm):
             tensors = _flatten_tensors_by_key(
                 step.weights, step.buffers, step.gradients, step.states
             )
@@ -125,8 +122,7 @@ class _ReferenceWriter:
         if self.job.optim.clip_norm is None:
             return None
         norms: list[float] = []
-        module = self._build_reference_module()
-        for step in self._train_by_definition(module, max_norm=None, step_factors={}):
+        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
             if not step.skipped:
                 norms.append(step.grad_norm)
         return _median_norm(norms)
@@ -142,7 +138,7 @@ class _ReferenceWriter:
         return [self.batches.microbatches(number, self.num_microbatches) for number in numbers]
 
     def _train_by_definition(
-        self, module: nn.Module, *, max_norm: float | None, step_factors: Mapping[int, float]
+        self, module: nn.Module, *, max_norm: float | None
     ) -> Iterator[PlainStep]:
         masks = DropoutMasks(module, self.job.run.seed)
 
@@ -161,7 +157,7 @@ class _ReferenceWriter:
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
-            step_factors=step_factors,
+            step_factors=choose_step_factors(self.job),
             infinite_losses=frozenset({INFINITE_LOSS_STEP}),
             loss_scale=(scaling.initial, scaling.growth_steps),
         )

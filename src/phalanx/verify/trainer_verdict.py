@@ -21,6 +21,7 @@ from phalanx.verify.trainer_cases import (
     SAME_LAYOUT,
     SAVE_EVERY,
     STOP_STEP,
+    UNMASKED_STEP,
 )
 from phalanx.verify.trainer_errors import ErrorRecord, make_number_difference, relative_error
 from phalanx.verify.trainer_facts import (
@@ -134,6 +135,8 @@ class RunComparator:
         num_clipped = sum(step.is_clipped for step in record.steps)
         if num_clipped == 0:
             lines.append("active clipping")
+        elif not record.get_step_record(UNMASKED_STEP).is_clipped:
+            lines.append("active clipping of a step without masked targets")
         if num_clipped == sum(not step.skipped for step in record.steps):
             lines.append("steps below the clipping norm")
         return tuple(lines)
