@@ -13,7 +13,7 @@ from typing import Any
 from exam.sit import MODULES, Processes, build_environment, read_rows, verify_command
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.verify.cases import (
-    SECOND_IMPLEMENTATIONS,
+    ONE_PROCESS_ROWS,
     list_all_layouts,
     list_gradient_compression_layouts,
 )
@@ -93,7 +93,7 @@ def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
         has_experts = model in ("small-mixtral", "small-deepseek")
         names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=has_experts)]
         names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
-        names += [*SECOND_IMPLEMENTATIONS]
+        names += [*ONE_PROCESS_ROWS]
         names += list_trainer_case_names(NUM_RANKS, experts=has_experts)
         yield _draw_run(model, seed, names)
     names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=False)]

@@ -26,7 +26,7 @@ from phalanx.verify.choose import select_layout_cases
 NUM_STEPS = 20
 ONE_PROCESS = "one process"
 # Rows of these names train in no layout of their own.
-WITHOUT_LAYOUT = ("plain", "hugging-face")
+WITHOUT_LAYOUT = ("plain", "hugging-face", "definitions")
 NUM_BYTES = 400_000
 # The bytes, and the end of a document.
 NUM_TOKENS = 257

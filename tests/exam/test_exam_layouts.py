@@ -24,7 +24,7 @@ from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.verify.cases import (
-    SECOND_IMPLEMENTATIONS,
+    ONE_PROCESS_ROWS,
     SHRUNK_VOCAB_SIZE,
     list_all_layouts,
     list_gradient_compression_layouts,
@@ -59,7 +59,7 @@ def list_rows_of_all_layouts(job: Job, num_ranks: int) -> set[str]:
         *list_all_layouts(num_ranks, experts=experts),
         *list_gradient_compression_layouts(num_ranks),
     ]
-    names = [*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks, experts=experts)]
+    names = [*ONE_PROCESS_ROWS, *list_trainer_case_names(num_ranks, experts=experts)]
     return {*names, *(name for name, _ in layouts)}
 
 

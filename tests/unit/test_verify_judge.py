@@ -478,8 +478,12 @@ def test_blocks_of_which_each_rank_has_its_own_are_no_replicas() -> None:
 
 
 def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
-    trace = traced(loads=({"moe.router": (4, 2)},))
-    for load, words in (((2, 1, 0), "3 choices were counted"), ((4, 3, 0), "7 choices")):
+    trace = traced(loads=({"moe.router": (4, 2, 1)},))
+    for load, words in (
+        ((2, 1, 1), "3 choices were counted"),
+        ((4, 3, 1), "7 choices"),
+        ((4, 2, 5), "5 choices are said to be dropped"),
+    ):
         verdict = LayoutComparator(
             trace,
             [saw(loads=[{"moe.router": load}])],

@@ -206,6 +206,11 @@ class Corpus:
         return names
 
     @property
+    def weight_of_name(self) -> dict[str, float]:
+        """The weight of each component in the mixture, by its name."""
+        return dict(zip(self.names, self.weights, strict=True))
+
+    @property
     def splits(self) -> dict[Split, SplitCounts]:
         """Over all components."""
         splits = {}

@@ -402,7 +402,7 @@ def _build_trainer_of_rank(
         batches,
         build_objective(job),
         open_held_out_batches(job, plan, state.model.mesh, corpus),
-        source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
+        source_weights=corpus.weight_of_name,
         records=batches.record,
         sample_numbers=batches.share.sample_indices,
     )

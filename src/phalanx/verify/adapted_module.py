@@ -4,6 +4,7 @@ of transformers would: a mistake of the adapter is the same in the reference and
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.files import read_json, write_json_atomically
-from phalanx.job.hugging_face import is_hugging_face, read_model_config
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.schema import Job
 from phalanx.nn.objective import CausalOutput
 from phalanx.plan.plan import Plan
@@ -59,16 +60,23 @@ def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> Adapte
 
 
 def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFacts:
-    """Compare which parts of `module` are in training mode with those of transformers' class as it
-    is built; then logits and gradients, in float64, with those of that class with the same weights,
-    both in evaluation mode."""
+    """Compare which parts of `module` are in training mode, and their numbers, with those of
+    transformers' class as it is built; then logits and gradients, in float64, with those of that
+    class with the same weights, both in evaluation mode."""
     architecture = type(module).__name__
     try:
-        own = _build_own_model(job, architecture, module)
+        own = _build_own_model(job, architecture)
+        name = _find_other_shape(module, own)
+        if name:
+            return AdapterFacts(architecture, what="shape", name=name, error=1.0)
+        own.load_state_dict(module.state_dict())
         evaluating = _list_parts_that_should_train(module, own)
         if evaluating:
             name = evaluating[0] or WHOLE_MODEL
             return AdapterFacts(architecture, what="mode", name=name, error=len(evaluating))
+        number = _find_other_number(module, own)
+        if number is not None:
+            return AdapterFacts(architecture, what="number", name=number[0], error=number[1])
         own.eval()
         calls = list(_list_calls(plan, own))
         with cast_to_float64() as casts:
@@ -100,19 +108,43 @@ def _list_parts_that_should_train(module: nn.Module, own: nn.Module) -> tuple[st
     return tuple(name for name, part in own.named_modules() if part.training and name in evaluating)
 
 
-def _build_own_model(job: Job, architecture: str, module: nn.Module) -> Any:
-    """transformers' model of the job's config.json with the weights of `module`, in the mode in
-    which its class builds it."""
+def _find_other_number(module: nn.Module, own: nn.Module) -> tuple[str, float] | None:
+    """(name, relative error) of the first number, a probability of dropout say, that a part of
+    `module` has otherwise than the same part of `own`; evaluation mode does not show it."""
+    parts = dict(module.named_modules())
+    for name, part in own.named_modules():
+        numbers = vars(parts[name]) if name in parts else {}
+        for key, expected in vars(part).items():
+            value = numbers.get(key)
+            if isinstance(expected, float) and isinstance(value, float) and value != expected:
+                error = abs(value - expected) / max(abs(value), abs(expected))
+                return f"{name}.{key}".removeprefix("."), replace_nan_by_infinity(error)
+    return None
+
+
+def _find_other_shape(module: nn.Module, own: nn.Module) -> str:
+    """The first parameter of `module` that has another shape in `own`; "" for none."""
+    shapes = {name: parameter.shape for name, parameter in own.named_parameters()}
+    for name, parameter in module.named_parameters():
+        if shapes.get(name, parameter.shape) != parameter.shape:
+            return name
+    return ""
+
+
+def _build_own_model(job: Job, architecture: str) -> Any:
+    """transformers' model of the job's config.json, in the mode in which its class builds it."""
     import transformers
 
     kind = job.model.kind
     assert kind is not None
-    values = {**read_model_config(kind), **(job.model.args or {})}
+    # Read here: what phalanx makes of the file is judged, too.
+    path = Path(kind.partition(":")[2]).expanduser()
+    text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+    values = {**json.loads(text), **(job.model.args or {})}
     config = transformers.AutoConfig.for_model(**values)
     own = getattr(transformers, architecture)(config).to(torch.float64)
     if getattr(own.config, "_experts_implementation", None) is not None:
         own.set_experts_implementation(EAGER)
-    own.load_state_dict(module.state_dict())
     return own
 
 

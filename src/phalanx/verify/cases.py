@@ -37,7 +37,9 @@ NUM_SHRUNK_EXPERTS = 8
 TRAINER_ROW_PREFIX = "trainer-"
 # No layouts: phalanx's own module in one process, beside a second implementation of it.
 PLAIN, HUGGING_FACE = "plain", "hugging-face"
-SECOND_IMPLEMENTATIONS = (PLAIN, HUGGING_FACE)
+# Neither: parts of training that no layout runs, in one process beside their definitions.
+DEFINITIONS = "definitions"
+ONE_PROCESS_ROWS = (PLAIN, HUGGING_FACE, DEFINITIONS)
 # Of the rows that have several steps' microbatches in one; and what their names end with.
 MANY_MICROBATCHES = 3 * NUM_MICROBATCHES
 MANY_MICROBATCHES_SUFFIX = f"-{MANY_MICROBATCHES}-microbatches"
@@ -78,7 +80,7 @@ def is_judged_in_float64_only(name: str) -> bool:
     """True for what is judged in float64 alone: it is no layout, or a layout whose rounding other
     rows judge."""
     return (
-        name in SECOND_IMPLEMENTATIONS
+        name in ONE_PROCESS_ROWS
         or name.startswith(TRAINER_ROW_PREFIX)
         or name.endswith(MANY_MICROBATCHES_SUFFIX)
     )

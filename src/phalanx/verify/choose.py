@@ -28,7 +28,7 @@ from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
-    SECOND_IMPLEMENTATIONS,
+    ONE_PROCESS_ROWS,
     SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
     Case,
@@ -412,8 +412,7 @@ def _map_layout_names_to_axes(
         [*list_all_layouts(num_ranks, experts=True), *list_gradient_compression_layouts(num_ranks)]
     )
     known |= {
-        key: {}
-        for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks, experts=True))
+        key: {} for key in (*ONE_PROCESS_ROWS, *list_trainer_case_names(num_ranks, experts=True))
     }
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
@@ -427,7 +426,7 @@ def _map_layout_names_to_axes(
             chosen |= {
                 key: {}
                 for key in (
-                    *SECOND_IMPLEMENTATIONS,
+                    *ONE_PROCESS_ROWS,
                     *list_trainer_case_names(num_ranks, experts=has_experts),
                 )
             }

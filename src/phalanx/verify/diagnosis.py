@@ -272,7 +272,12 @@ class DifferenceDiagnosis:
     def explain_wrong_expert_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
         """The cause of a load (choices of each expert, then those that were dropped) while routers
         choose as in one process."""
-        counted, came = sum(load[: len(expected)]), sum(expected)
+        if list(load[:-1]) == list(expected[:-1]):
+            return (
+                f"{load[-1]:g} choices are said to be dropped for want of room, and"
+                f" {expected[-1]:g} were; those that came are counted rightly"
+            )
+        counted, came = sum(load[:-1]), sum(expected[:-1])
         if self._dp > 1 and counted * self._dp == came:
             return (
                 f"{counted} choices were counted and {came} were made: only those of one rank, so"

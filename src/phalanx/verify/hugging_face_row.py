@@ -7,6 +7,7 @@ The weights go there as `phalanx checkpoint export` writes them, and the gradien
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,8 @@ NOT_JUDGED_OF_SETTING = {
     "balance_loss": "the balance loss, 0 in this row: transformers has another one",
     "expert_capacity": "the capacity of experts, none in this row: transformers drops no token",
 }
+# Of exports: the longest sequences that the model is said to be trained on.
+LONGEST_SEQUENCE = 61
 ROUTER_BIASES_NOT_JUDGED = "how routers' biases move: transformers leaves them as they are"
 
 
@@ -92,6 +95,7 @@ class HuggingFaceImplementation:
         with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
             exported, gradients = Path(folder) / "weights", Path(folder) / "gradients"
             self._export_weights(module, exported)
+            self._require_longest_sequence(exported)
             hugging_face_model = _load_exported_model(exported)
             casts.is_narrowed = _has_narrow_tensors(hugging_face_model)
             total, count = 0.0, 0
@@ -108,7 +112,7 @@ class HuggingFaceImplementation:
 
     def _export_weights(self, module: nn.Module, directory: Path) -> None:
         # No token is padding: transformers gives the row of such a one no gradient.
-        extras = ExtraConfigAndFiles({"pad_token_id": None}, {}, {})
+        extras = ExtraConfigAndFiles({"pad_token_id": None}, {}, {}, LONGEST_SEQUENCE)
         weights = _ModuleTensorReader(module)
         # Several files, and an index.
         size = 1 + sum(info.num_bytes for info in weights.tensors.values()) // 3
@@ -118,6 +122,22 @@ class HuggingFaceImplementation:
             )
         except MismatchError as error:
             raise _build_weights_error("exported weight", error) from None
+
+    def _require_longest_sequence(self, directory: Path) -> None:
+        """Raise WeightsError for rotary positions that are exported for sequences of another length
+        than the model was trained on, or than its positions are stretched to if that is more."""
+        shape = self.shape
+        if not isinstance(shape, DecoderShape) or shape.positions != "rope":
+            return
+        expected = max(LONGEST_SEQUENCE, int(shape.rope_original_len * shape.rope_factor))
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        length = config.get("max_position_embeddings")
+        if length != expected:
+            cause = (
+                f"config.json says max_position_embeddings {length}, of a model that was trained on"
+                f" {LONGEST_SEQUENCE} tokens and should say {expected}"
+            )
+            raise WeightsError("exported config.json", "", cause)
 
     def _compute_loss_sum(self, hugging_face_model: Any, batch: Batch) -> torch.Tensor:
         targets = batch["targets"]

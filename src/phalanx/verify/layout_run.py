@@ -24,7 +24,11 @@ from phalanx.verify.begin import replace_learning_rate
 from phalanx.verify.compare_steps import RankObservations, train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import LayoutOutputs
-from phalanx.verify.reduction_types import ReductionTypes, watching_reduction_types
+from phalanx.verify.reduction_types import (
+    ReductionTypes,
+    RotaryTableTypes,
+    watching_reduction_types,
+)
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 
@@ -35,7 +39,7 @@ class LayoutResult:
 
     `watch`: this rank's routers; `choices`: those of all ranks, in the form of `verify.routes`.
     `is_filled_in_parts`: the user's module was built without memory, and each rank has filled its
-    parts.
+    parts. `has_rotary_tables`: the types of these were looked at.
     """
 
     observations: list[Any]
@@ -44,6 +48,7 @@ class LayoutResult:
     watch: LayoutRouting
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
     is_filled_in_parts: bool = False
+    has_rotary_tables: bool = False
 
 
 @dataclass
@@ -66,6 +71,7 @@ class LayoutRun:
         model, notes = self._build_parallel_model(trace, mesh)
         watch.attach(model)
         outputs = LayoutOutputs(model)
+        tables = RotaryTableTypes(model.module, self.plan, trace.dtype)
         with watching_reduction_types(self.plan, mesh, trace.dtype) as reductions:
             observations = train_beside_reference(
                 model,
@@ -74,10 +80,16 @@ class LayoutRun:
                 trace,
                 lambda lr: self._build_watched_optimizer(model, lr, reductions),
                 seed=self.job.run.seed,
+                after_backward=lambda: reductions.look_at_kept_gradients(model.module),
             )
         # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
         with use_block_sizes(BlockSizes()):
-            return self._gather_result(trace, mesh, observations, reductions, outputs, watch, notes)
+            types = {
+                "narrow_reductions": reductions.narrow,
+                "narrow_tables": tables.narrow,
+                "has_rotary_tables": tables.is_judged,
+            }
+            return self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
 
     def _build_watched_optimizer(
         self, model: ParallelModel, lr: float, reductions: ReductionTypes
@@ -91,13 +103,14 @@ class LayoutRun:
         trace: Trace,
         mesh: Mesh,
         observations: RankObservations,
-        reductions: ReductionTypes,
+        types: Mapping[str, Any],
         outputs: LayoutOutputs,
         watch: LayoutRouting,
         notes: tuple[str, ...],
     ) -> LayoutResult:
-        own_observations = observations.to_json() | {
-            "narrow_reductions": reductions.narrow,
+        own_observations = {
+            **observations.to_json(),
+            **types,
             "is_filled_in_parts": self._is_filled_in_parts,
         }
         all_observations = mesh.gather_json(own_observations)
@@ -117,6 +130,7 @@ class LayoutRun:
             watch,
             watch.gather(read_expert_choices(trace.directory)),
             is_filled_in_parts=self._is_filled_in_parts,
+            has_rotary_tables=any(seen["has_rotary_tables"] for seen in all_observations),
         )
 
     def _build_parallel_model(

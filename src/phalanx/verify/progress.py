@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.verify.cases import SECOND_IMPLEMENTATIONS, TRAINER_ROW_PREFIX
+from phalanx.verify.cases import ONE_PROCESS_ROWS, TRAINER_ROW_PREFIX
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RowTimeEstimator:
 
 def _kind_of_row(dtype: str, layout: str) -> str:
     """Rows of one kind take about as long as each other."""
-    if layout in SECOND_IMPLEMENTATIONS:
+    if layout in ONE_PROCESS_ROWS:
         return layout
     if layout.startswith(TRAINER_ROW_PREFIX):
         return TRAINER_ROW_PREFIX

@@ -44,11 +44,12 @@ from phalanx.verify.batches import (
     move_steps_to_device,
     select_rank_rows,
 )
-from phalanx.verify.cases import LARGER_BATCH, PLAIN, SECOND_IMPLEMENTATIONS
+from phalanx.verify.cases import DEFINITIONS, LARGER_BATCH, ONE_PROCESS_ROWS, PLAIN
 from phalanx.verify.compressed_gradients import (
     choose_compression_tolerance,
     describe_compression_tolerance,
 )
+from phalanx.verify.definitions_row import compare_with_definitions
 from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutResult, LayoutRun
@@ -62,7 +63,11 @@ from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
 from phalanx.verify.rate_definition import RATES_JUDGED, find_wrong_rate
 from phalanx.verify.read_files import recording_read_files
-from phalanx.verify.reduction_types import REDUCTIONS_JUDGED, are_reduction_types_judged
+from phalanx.verify.reduction_types import (
+    REDUCTIONS_JUDGED,
+    TABLES_JUDGED,
+    are_reduction_types_judged,
+)
 from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.rerouted import ReroutedReference, compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
@@ -150,14 +155,16 @@ def _build_row_of_case(
 ) -> Row | None:
     """The row of a case on rank 0; on the others None, or the same one if it is refused.
 
-    Collective, but for those of a second implementation.
+    Collective, but for those of one process.
     """
     if case.other_plan is not None:
         return _verify_trainer_run(payload, case, case.other_plan, references)
-    if case.name not in SECOND_IMPLEMENTATIONS:
+    if case.name not in ONE_PROCESS_ROWS:
         return compare_layout_with_reference(payload.job, case, references, payload.model_name)
     if references.mesh.rank != 0:
         return None
+    if case.name == DEFINITIONS:
+        return compare_with_definitions(payload.asked_job or payload.job, payload.model_name)
     row = _verify_by_second_implementation(payload, case, references.steps)
     return replace(row, model=payload.model_name)
 
@@ -326,6 +333,7 @@ def _build_judged_row(
             *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
             *((FILLED_IN_PARTS,) if result.is_filled_in_parts else ()),
             *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),
+            *((TABLES_JUDGED,) if result.has_rotary_tables else ()),
         ),
         not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
-from phalanx.job.learning_rate import resolve_peak_learning_rate, resolve_unscaled_learning_rate
-from phalanx.job.schema import Job
+from phalanx.job.learning_rate import resolve_peak_learning_rate
+from phalanx.job.schema import Job, Model
 from phalanx.optim.schedule import learning_rate
+from phalanx.verify.plain.documented import (
+    RANDOM_WEIGHTS_RATE,
+    TRAINED_WEIGHTS_RATE_OF_OPTIMIZER,
+)
 from phalanx.verify.plain.training import RateSchedule
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_errors import make_number_difference
@@ -23,7 +28,7 @@ TOLERANCE = 1e-9
 
 def make_rate_schedule(job: Job) -> RateSchedule:
     """The schedule of a job whose optimizer is written out a second time."""
-    optim, peak = job.optim, resolve_unscaled_learning_rate(job).lr
+    optim, peak = job.optim, _define_unscaled_peak(job)
     rule = RULE_OF_OPTIMIZER[optim.kind] if optim.lr_scaling == "auto" else optim.lr_scaling
     if rule != "none" and optim.reference_batch_size is not None:
         ratio = job.train.global_batch_size / optim.reference_batch_size
@@ -39,6 +44,26 @@ def make_rate_schedule(job: Job) -> RateSchedule:
         last_over_peak=optim.min_lr_ratio,
         decay_fraction=optim.decay_fraction,
     )
+
+
+def _define_unscaled_peak(job: Job) -> float:
+    """The rate for the batch that it was tuned for: the job's; else the documented one of weights
+    that are trained already, or of random ones."""
+    if job.optim.lr != "auto":
+        return job.optim.lr
+    if not _begins_with_trained_weights(job.model):
+        return RANDOM_WEIGHTS_RATE
+    return TRAINED_WEIGHTS_RATE_OF_OPTIMIZER.get(job.optim.kind, RANDOM_WEIGHTS_RATE)
+
+
+def _begins_with_trained_weights(model: Model) -> bool:
+    """True for weights of another run, and for a directory of Hugging Face's that has some."""
+    if model.init_from is not None:
+        return True
+    prefix, _, path = (model.kind or "").partition(":")
+    names = ("model.safetensors", "model.safetensors.index.json")
+    directory = Path(path).expanduser()
+    return prefix == "hf" and any((directory / name).is_file() for name in names)
 
 
 def find_wrong_rate(job: Job) -> Difference | None:

@@ -3,6 +3,7 @@ one: the bands of such a row are wider than what a narrow reduction rounds."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from phalanx.mesh.c10d_calls import HandlerDepth, Operator, handling_c10d_calls
+from phalanx.mesh.compat import list_unsharded_fsdp_gradients
+from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
+from phalanx.nn.attention import Attention
+from phalanx.nn.latent_attention import LatentAttention
 from phalanx.plan.plan import Plan
 from phalanx.verify.number_types import is_narrow_dtype
+from phalanx.verify.trace_facts import SUM_OVER_MICROBATCHES
 
 REDUCTIONS_JUDGED = "that gradients are reduced over data parallelism in float32 or wider"
+TABLES_JUDGED = "that blocks rotate by tables in float32 or wider"
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -37,6 +46,15 @@ class ReductionTypes:
         """After an update: the next step begins."""
         self._num_updates += 1
 
+    def look_at_kept_gradients(self, root: nn.Module) -> None:
+        """After the microbatches of a step: look at the gradients that FSDP has added up over them
+        and not reduced yet, as in pipelines."""
+        if not isinstance(root, FSDPModule):
+            return
+        for gradient in list_unsharded_fsdp_gradients(root):
+            if gradient.dtype.itemsize < torch.float32.itemsize:
+                self._note_narrow_kind(SUM_OVER_MICROBATCHES, gradient.dtype, 1)
+
     def handle(self, operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
         """Look at a call, and make it."""
         if operator.words in _REDUCTIONS:
@@ -51,7 +69,10 @@ class ReductionTypes:
         group = dist.ProcessGroup.unbox(args[operator.group_at])
         if group.group_name in self.ignored_groups:
             return
-        kind = operator.words, str(first.dtype).removeprefix("torch."), group.size()
+        self._note_narrow_kind(operator.words, first.dtype, group.size())
+
+    def _note_narrow_kind(self, words: str, dtype: torch.dtype, num_ranks: int) -> None:
+        kind = words, str(dtype).removeprefix("torch."), num_ranks
         if kind not in self._known:
             self._known.add(kind)
             self.narrow.append((self._num_updates, *kind))
@@ -80,3 +101,35 @@ def watching_reduction_types(plan: Plan, mesh: Mesh, dtype: str) -> Iterator[Red
         return
     with handling_c10d_calls(types, HandlerDepth.WATCHES):
         yield types
+
+
+def are_rotary_tables_judged(plan: Plan, dtype: str) -> bool:
+    """True for rows of a narrow type, but for those that leave small parameters whole: there FSDP
+    casts what comes into a block, and docs say so."""
+    return is_narrow_dtype(dtype) and plan.parallel.keep_whole_below == 0
+
+
+class RotaryTableTypes:
+    """The types of the rotary tables that blocks get, where rows judge them.
+
+    `narrow`: the name of each attention that got one in fewer digits than float32 has, and its
+    type, in the order in which they were called first.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, dtype: str) -> None:
+        self.narrow: dict[str, str] = {}
+        self.is_judged = False
+        if not are_rotary_tables_judged(plan, dtype):
+            return
+        for name, part in module.named_modules():
+            if isinstance(part, Attention | LatentAttention):
+                hook = functools.partial(self._look_at_table, full_name(name))
+                part.register_forward_pre_hook(hook)
+
+    def _look_at_table(self, name: str, part: nn.Module, args: tuple[Any, ...]) -> None:
+        table = args[1]
+        if table is None:
+            return
+        self.is_judged = True
+        if table.dtype.itemsize < torch.float32.itemsize:
+            self.narrow.setdefault(name, str(table.dtype).removeprefix("torch."))

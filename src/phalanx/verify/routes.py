@@ -28,6 +28,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.nn.routing import ExpertChooser, Router
 from phalanx.parallel.model import ParallelModel
+from phalanx.verify.plain.experts import count_dropped_choices
 from phalanx.verify.routing_differences import EVALUATION_KIND, RoutingChange, train_phase_of_step
 
 ChosenExperts = Mapping[str, torch.Tensor]
@@ -75,7 +76,8 @@ class ReferenceRouting(ForwardPhaseRecorder):
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
 
     def count_loads(self, num_steps: int) -> list[dict[str, list[int]]]:
-        """Loads of each step: router -> how many tokens chose each of its experts."""
+        """Loads of each step: router -> how many tokens chose each of its experts, and how many
+        choices were dropped for want of room."""
         choices = self.choices
         loads: list[dict[str, list[int]]] = [{} for _ in range(num_steps)]
         for step, load_of in enumerate(loads):
@@ -83,7 +85,10 @@ class ReferenceRouting(ForwardPhaseRecorder):
                 chosen = choices.get(f"{train_phase_of_step(step)}/{name}")
                 if chosen is not None:
                     counts = chosen.flatten().bincount(minlength=router.num_experts)
-                    load_of[name] = counts.tolist()
+                    dropped = count_dropped_choices(
+                        chosen, router.num_experts, router.capacity_factor
+                    )
+                    load_of[name] = [*counts.tolist(), dropped]
         return loads
 
     def _choose_and_record_experts(

@@ -15,6 +15,8 @@ DEFAULT_DTYPES = WIDE_DTYPES
 NUM_STEPS = 6
 MAX_SEQ_LEN = 64
 """So many tokens of longer sequences are judged, if nobody asks for more."""
+NO_STEP = -1
+"""The step of a difference that is no step's."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Difference:
         if self.name:
             text += f" {self.name}"
         text += f" is off by {self.error:.1e}"
-        if self.what not in ("initial weight", "initial distribution", "evaluation loss"):
+        is_of_step = self.what not in ("initial weight", "initial distribution", "evaluation loss")
+        if is_of_step and self.step != NO_STEP:
             text += f" in step {self.step + 1}"
-        if self.name:
+        if self.name and self.step != NO_STEP:
             text += f", on rank {self.rank}"
             if len(self.ranks) > 1:
                 text += f" and {len(self.ranks) - 1} more"

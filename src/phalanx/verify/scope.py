@@ -52,7 +52,7 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         judged.append(
             f"outputs and gradients of the adapted module beside {trace.adapter.architecture} of"
             " transformers, called as by its users, in evaluation mode; which modules are in"
-            " training mode, beside that class as it is built"
+            " training mode, and their numbers (dropout, say), beside that class as it is built"
         )
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")

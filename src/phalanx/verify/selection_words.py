@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.verify.cases import PLAIN, TRAINER_ROW_PREFIX, Case, is_judged_in_float64_only
+from phalanx.verify.cases import (
+    DEFINITIONS,
+    PLAIN,
+    TRAINER_ROW_PREFIX,
+    Case,
+    is_judged_in_float64_only,
+)
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, FP8
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ def describe_parts_without_a_row(
     """The parts of training that no row of these names looks at. `asked_seq_len`: of the job as it
     was, which may have longer sequences than `job`, the judged one."""
     names = set(layout_names)
-    parts = ["which samples and targets the data gives"]
+    parts = ["which samples the data gives"]
     if asked_seq_len > job.data.seq_len:
         parts.append(f"tokens beyond the first {job.data.seq_len} of a sequence (--max-seq-len)")
     if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
@@ -73,6 +79,11 @@ def describe_parts_without_a_row(
         )
     if not job.model.is_foreign and PLAIN not in names:
         parts.append(f"the model's own arithmetic, which the reference shares (row {PLAIN})")
+    if DEFINITIONS not in names:
+        parts.append(
+            "defaults, targets and positions that are made of tokens, how large weights are drawn,"
+            f" sums in narrow types (row {DEFINITIONS})"
+        )
     return f"not judged: {'; '.join(parts)}"
 
 

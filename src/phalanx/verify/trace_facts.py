@@ -38,6 +38,8 @@ BUFFER_KIND_PREFIX = "buffers-"  # persistent ones
 TRACE_FILE_NAME = "trace.json"
 # An update rounds each element a few times, relative to the weight and not to how far it moves.
 UPDATE_ROUNDINGS = 8
+# What may be narrow besides a reduction of ranks.
+SUM_OVER_MICROBATCHES = "the sum over microbatches"
 
 
 def name_gradients_set(step: int) -> str:
@@ -88,7 +90,8 @@ class AdapterFacts:
 
     `what`: "output", or "gradient" of the parameter `name`, where it differs by `error`, relative;
     "mode" where `error` parts, `name` the first, are built in evaluation mode, and in training mode
-    by its own class; "" where nothing differs. `unjudged`: why nothing was compared.
+    by its own class; "number" where an attribute `name` of a part is another one, "shape" where a
+    parameter has another one; "" where nothing differs. `unjudged`: why nothing was compared.
     """
 
     architecture: str
@@ -120,7 +123,8 @@ class Trace:
     leader: Path | None = None
     randomized: tuple[str, ...] = ()
     loads: tuple[Mapping[str, tuple[int, ...]], ...] = ()
-    """For each step: router -> how many tokens chose each expert."""
+    """For each step: router -> how many tokens chose each expert, and how many choices were
+    dropped for want of room."""
     narrows: str = ""
     mixes_rows: bool = False
     dropped: tuple[str, ...] = ()

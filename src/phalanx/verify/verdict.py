@@ -18,6 +18,7 @@ from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, 
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
+    SUM_OVER_MICROBATCHES,
     TOLERANCE_OF_DTYPE,
     Trace,
     name_buffers_set,
@@ -34,6 +35,10 @@ EVALUATION_MODE_CAUSE = (
     "{} modules are in evaluation mode as phalanx builds the model for training, {} the first, and"
     " in training mode as transformers' {} is built: their dropout does nothing, in one process and"
     " in every layout"
+)
+NUMBER_CAUSE = (
+    "the {} of {} is another one as phalanx builds the model for training than as transformers' {}"
+    " is built from the same config.json, in one process and in every layout"
 )
 
 
@@ -101,6 +106,7 @@ class LayoutComparator:
         yield from self._compare_initial_distributions()
         yield from self._compare_adapter()
         yield from self._compare_arithmetic()
+        yield from self._compare_rotary_tables()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
@@ -180,6 +186,10 @@ class LayoutComparator:
             part = f"{int(facts.error)} modules"
             yield Difference("mode", facts.name, 0, facts.error, 0, ranks, part, cause)
             return
+        if facts.what in ("number", "shape"):
+            cause = NUMBER_CAUSE.format(facts.what, facts.name, facts.architecture)
+            yield Difference(facts.what, facts.name, 0, facts.error, 0, ranks, part, cause)
+            return
         if facts.name:
             what = "the adapter's gradient of"
             part = self._observations[0]["held"].get(facts.name, "nothing")
@@ -222,12 +232,30 @@ class LayoutComparator:
             return
         rank = min(seen)
         words, dtype, num_ranks = seen[rank]
-        cause = (
-            f"{words} of {num_ranks} ranks adds gradients up in {dtype}, and not in float32: each"
-            " sum is rounded to as few digits, however many ranks there are"
-        )
+        if words == SUM_OVER_MICROBATCHES:
+            cause = f"{words} of a step adds gradients up in {dtype}, and not in float32"
+        else:
+            cause = (
+                f"{words} of {num_ranks} ranks adds gradients up in {dtype}, and not in float32:"
+                " each sum is rounded to as few digits, however many ranks there are"
+            )
         error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
         yield Difference("gradient reduction", "", step, error, rank, tuple(seen), "", cause)
+
+    def _compare_rotary_tables(self) -> Iterator[Difference]:
+        """The first block that rotates by a table in a narrow type."""
+        ranks = [
+            rank for rank, seen in enumerate(self._observations) if seen.get("narrow_tables", {})
+        ]
+        if not ranks:
+            return
+        name, dtype = next(iter(self._observations[ranks[0]]["narrow_tables"].items()))
+        cause = (
+            f"the cosines and sines that {name} rotates by are cast to {dtype}, and one process has"
+            " them in float32: positions far from a sequence's begin run into each other"
+        )
+        error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
+        yield Difference("rotary table of", name, 0, error, ranks[0], tuple(ranks), "whole", cause)
 
     def _compare_dropout_masks(self, step: int) -> Iterator[Difference]:
         """The dropout layers with wrong masks, in the order in which a forward meets them."""
@@ -355,12 +383,12 @@ class LayoutComparator:
                 load = observation["loads"][step].get(router)
                 if load is None:
                     continue
-                off = sum(abs(a - b) for a, b in zip(load, expected, strict=False))
+                off = sum(abs(a - b) for a, b in zip(load, expected, strict=True))
                 if off:
                     ranks.append(rank)
                     worst = max(worst, off)
             if ranks:
-                error = worst / max(1, sum(expected))
+                error = worst / max(1, sum(expected[:-1]))
                 cause = self._diagnosis.explain_wrong_expert_load(
                     self._observations[ranks[0]]["loads"][step][router], expected
                 )

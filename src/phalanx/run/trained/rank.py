@@ -87,7 +87,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
             mesh,
             objective=build_objective(job),
             held_out=held_out,
-            source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
+            source_weights=corpus.weight_of_name,
             stop=StopSignalFlags(),
         ).evaluate()
         if mesh.rank == 0:

@@ -89,9 +89,9 @@ def _is_within_capacity(settings: PlainSettings, chosen_BTE: torch.Tensor) -> to
     if settings.expert_capacity == 0:
         return torch.ones_like(chosen_BTE)
     batch_size, num_tokens, num_experts = chosen_BTE.shape
-    share = num_tokens * settings.experts_per_token / num_experts
-    # A product that is whole but for its last bits is that whole number.
-    room = max(1, math.ceil(settings.expert_capacity * share - 1e-6))
+    room = _compute_room(
+        settings.expert_capacity, num_tokens, settings.experts_per_token, num_experts
+    )
     has_room = torch.zeros_like(chosen_BTE)
     for row in range(batch_size):
         num_taken = [0] * num_experts
@@ -100,6 +100,23 @@ def _is_within_capacity(settings: PlainSettings, chosen_BTE: torch.Tensor) -> to
                 has_room[row, token, expert] = num_taken[expert] < room
                 num_taken[expert] += 1
     return has_room
+
+
+def _compute_room(capacity: float, num_tokens: int, per_token: int, num_experts: int) -> int:
+    """Tokens of a sequence that an expert takes."""
+    # A product that is whole but for its last bits is that whole number.
+    return max(1, math.ceil(capacity * num_tokens * per_token / num_experts - 1e-6))
+
+
+def count_dropped_choices(chosen_BTK: torch.Tensor, num_experts: int, capacity: float) -> int:
+    """How many of the choices `chosen_BTK`, numbers of experts, come after those that these have
+    room for; with a capacity of 0 they have room for all."""
+    if capacity == 0:
+        return 0
+    _, num_tokens, per_token = chosen_BTK.shape
+    room = _compute_room(capacity, num_tokens, per_token, num_experts)
+    counts_BE = [row.flatten().bincount(minlength=num_experts) for row in chosen_BTK]
+    return sum(int((counts_E - room).clamp(min=0).sum()) for counts_E in counts_BE)
 
 
 def _run_expert(

@@ -1,0 +1,30 @@
+"""A part of training that is compared with its definition. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from phalanx.job.schema import Job
+from phalanx.verify.row import NO_STEP, Difference
+
+FindDifferences = Callable[[Job], Iterator[Difference]]
+"""The differences of a part from its definition, for the job that a person asks for."""
+
+
+@dataclass(frozen=True)
+class DefinitionCheck:
+    """`judged`: what is compared, in words."""
+
+    judged: str
+    find_differences: FindDifferences
+
+
+def make_difference(what: str, name: str, error: float, cause: str) -> Difference:
+    """The difference of something that is no step's and no rank's."""
+    return Difference(what, name, NO_STEP, error, 0, (0,), "as defined", cause)
+
+
+def compute_relative_error(value: float, expected: float) -> float:
+    """How far a number is off, as a part of the larger one."""
+    return abs(value - expected) / max(abs(value), abs(expected), 1e-300)

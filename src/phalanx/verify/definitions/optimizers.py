@@ -1,0 +1,82 @@
+"""The job's optimizer in float32, in which weights are trained, beside its definition in float64:
+rows of the trainer compare it in float64 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from phalanx.job.schema import Job
+from phalanx.optim.build import build_optimizer
+from phalanx.verify.definitions.check import make_difference
+from phalanx.verify.plain.training import OptimizerDefinition
+from phalanx.verify.row import Difference
+from phalanx.verify.trainer_cases import explain_no_trainer_run
+from phalanx.verify.trainer_reference import WEIGHT_DECAY_OF_OPTIMIZER
+
+JUDGED = "updates of float32 weights by the job's optimizer, beside its definition in float64"
+RATE, NUM_STEPS, WIDTH = 0.01, 4, 16
+# Of the largest movement of a weight.
+TOLERANCE = 1e-5
+
+
+def find_wrong_updates(job: Job) -> Iterator[Difference]:
+    """The parameters of a small module that the job's optimizer moves otherwise than by definition;
+    none for an optimizer of the user's own."""
+    if explain_no_trainer_run(job):
+        return
+    optim, decay = job.optim, job.optim.weight_decay
+    if decay == "auto":
+        decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
+    rule = OptimizerDefinition(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
+    module = _make_module()
+    before = {name: p.detach().double() for name, p in module.named_parameters()}
+    expected = {name: tensor.clone() for name, tensor in before.items()}
+    states = {name: rule.start(tensor) for name, tensor in expected.items()}
+    optimizer = build_optimizer(module, optim.model_copy(update={"lr": RATE}))
+    for gradients in _list_gradients(module):
+        for name, parameter in module.named_parameters():
+            parameter.grad = gradients[name].clone()
+            rule.update(
+                expected[name],
+                gradients[name].double(),
+                states[name],
+                rate=RATE,
+                # Norms, biases and other vectors do not.
+                decays=parameter.ndim > 1,
+            )
+        optimizer.step()
+    for name, parameter in module.named_parameters():
+        largest = float((expected[name] - before[name]).abs().max())
+        error = float((parameter.detach().double() - expected[name]).abs().max()) / largest
+        if not error <= TOLERANCE:
+            cause = (
+                f"{optim.kind} moves float32 weights otherwise than its definition with the job's"
+                " numbers does, by gradients from 1e-12 to 1"
+            )
+            yield make_difference("update of", name, error, cause)
+
+
+def _make_module() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def _list_gradients(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Gradients of each step, whose sizes go through all decades that matter."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {}
+    for name, parameter in module.named_parameters():
+        decades = torch.linspace(-12, 0, parameter.numel()).view(parameter.shape)
+        sizes[name] = 10.0**decades
+    for _ in range(NUM_STEPS):
+        yield {
+            name: size * (0.5 + torch.rand(size.shape, generator=generator))
+            for name, size in sizes.items()
+        }
