@@ -102,11 +102,9 @@ def train_beside_reference(
     build_optimizer: Callable[[float], torch.optim.Optimizer],
     *,
     seed: int = 0,
-    after_backward: Callable[[], None] = lambda: None,
 ) -> RankObservations:
     """Train `steps` (this rank's microbatches of each) as the reference did, and compare.
 
-    `after_backward` is called after the microbatches of each step, before its reduction.
     Collective.
     """
     observations = _observe_initial_weights(model, trace)
@@ -128,7 +126,6 @@ def train_beside_reference(
             sums = model.forward_backward(
                 microbatches, wrap_objective_to_record_means(objective, means)
             )
-            after_backward()
             facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
             observations.losses.append(facts.loss)
             observations.norms.append(facts.grad_norm)

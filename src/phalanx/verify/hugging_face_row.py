@@ -73,6 +73,7 @@ NOT_JUDGED_OF_SETTING = {
 }
 # Of exports: the longest sequences that the model is said to be trained on.
 LONGEST_SEQUENCE = 61
+FILES_NOT_JUDGED = "exports that round weights, and the checkpoint that an import writes"
 ROUTER_BIASES_NOT_JUDGED = "how routers' biases move: transformers leaves them as they are"
 
 
@@ -332,8 +333,8 @@ def _find_comparable_shape(plan: Plan) -> TransformerShape:
 def _list_unjudged_settings(plan: Plan) -> tuple[str, ...]:
     shape = plan.model_shape
     if not isinstance(shape, DecoderShape):
-        return ()
+        return (FILES_NOT_JUDGED,)
     left_out = [reason for key, reason in NOT_JUDGED_OF_SETTING.items() if getattr(shape, key)]
     if shape.balance_bias:
         left_out.append(ROUTER_BIASES_NOT_JUDGED)
-    return tuple(left_out)
+    return (*left_out, FILES_NOT_JUDGED)

@@ -73,6 +73,7 @@ class LayoutRun:
         outputs = LayoutOutputs(model)
         tables = RotaryTableTypes(model.module, self.plan, trace.dtype)
         with watching_reduction_types(self.plan, mesh, trace.dtype) as reductions:
+            reductions.watch_written_gradients(model)
             observations = train_beside_reference(
                 model,
                 objective,
@@ -80,7 +81,6 @@ class LayoutRun:
                 trace,
                 lambda lr: self._build_watched_optimizer(model, lr, reductions),
                 seed=self.job.run.seed,
-                after_backward=lambda: reductions.look_at_kept_gradients(model.module),
             )
         # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
         with use_block_sizes(BlockSizes()):

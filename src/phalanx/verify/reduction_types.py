@@ -20,6 +20,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.attention import Attention
 from phalanx.nn.latent_attention import LatentAttention
+from phalanx.parallel.model import ParallelModel
 from phalanx.plan.plan import Plan
 from phalanx.verify.number_types import is_narrow_dtype
 from phalanx.verify.trace_facts import SUM_OVER_MICROBATCHES
@@ -46,11 +47,15 @@ class ReductionTypes:
         """After an update: the next step begins."""
         self._num_updates += 1
 
-    def look_at_kept_gradients(self, root: nn.Module) -> None:
-        """After the microbatches of a step: look at the gradients that FSDP has added up over them
-        and not reduced yet, as in pipelines."""
-        if not isinstance(root, FSDPModule):
-            return
+    def watch_written_gradients(self, model: ParallelModel) -> None:
+        """Look at the gradients that FSDP keeps for a reduction each time that deferred gradients
+        of weights were written: as they are written they have the compute type."""
+        context = model._context
+        if isinstance(context.root, FSDPModule):
+            look = functools.partial(self._look_at_kept_gradients, context.root)
+            context.hooks.after_weight_grads.append(look)
+
+    def _look_at_kept_gradients(self, root: nn.Module) -> None:
         for gradient in list_unsharded_fsdp_gradients(root):
             if gradient.dtype.itemsize < torch.float32.itemsize:
                 self._note_narrow_kind(SUM_OVER_MICROBATCHES, gradient.dtype, 1)

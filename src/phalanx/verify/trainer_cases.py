@@ -201,6 +201,7 @@ NOT_JUDGED_PARTS = (
     "random draws other than dropout's",
     "seconds, bytes and memory on record",
     "checksums of a checkpoint's file beyond its first 4 MiB",
+    "runs in other types than float64",
 )
 
 

@@ -13,7 +13,7 @@ PLANT = Plant(
             "                    parameter.to_accumulated_grad_if_needed()\n",
         ),
     ),
-    shows=("pp2-zero3-zb-v",),
+    shows=("pp2-zero3-zb-v", "pp2-zero3-interleaved-zero-bubble"),
     cause=("over microbatches",),
     tensors=("",),
     job=("--shrink", "precision.compute=bf16"),

@@ -106,7 +106,7 @@ def _compare_merged_blocks() -> Iterator[Difference]:
 def _make_attention_inputs(num_queries: int) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values and the output's gradient in bf16, of two keys and equal queries."""
     generator = torch.Generator().manual_seed(3)
-    sizes = ((1, 1, 1, 8), (1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 1, 8))
+    sizes = ((1, 4, 1, 16), (1, 4, 2, 16), (1, 4, 2, 16), (1, 4, 1, 16))
     q, k, v, grad = (torch.randn(size, generator=generator).to(NARROW) for size in sizes)
     return q.repeat(1, 1, num_queries, 1), k, v, grad.repeat(1, 1, num_queries, 1)
 
