@@ -56,7 +56,7 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.row import OVERFLOW, ROWS_FILE_NAME
 from plants import some
 from ranks import run_ranks
 
@@ -757,11 +757,43 @@ def sum_on_the_wire() -> None:
     GradientCompression.average_gradients_over_ranks = summed  # type: ignore[method-assign]
 
 
+def overflow_of_int8_becomes_zeros() -> None:
+    """A block whose scale is not finite arrives as zeros."""
+    dequantise = int8._dequantise_int8_blocks
+
+    def silent(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return dequantise(numbers, scales, dtype).nan_to_num(0.0)
+
+    int8._dequantise_int8_blocks = silent
+
+
+def overflow_forgets_what_was_not_sent() -> None:
+    """What a rank has not sent of a gradient is gone once that is not finite."""
+    reduce = GradientCompression.average_gradients_over_ranks
+
+    def forgetful(self: GradientCompression, parameters: Any, tensors: Any) -> None:
+        parameters, tensors = list(parameters), list(tensors)
+        overflowed = [not bool(tensor.isfinite().all()) for tensor in tensors]
+        reduce(self, parameters, tensors)
+        for parameter, is_lost in zip(parameters, overflowed, strict=True):
+            if is_lost and self._hook.keeps_error:
+                self._slots[self._names[parameter]]["error"].zero_()
+
+    GradientCompression.average_gradients_over_ranks = forgetful  # type: ignore[method-assign]
+
+
 COMPRESSED = ("bf16", "fp16", "int8", "powersgd", "topk")
 EXPECTED_COMPRESSED = {
     second_rounding_forgotten: (("int8",), "gradient", "norm.weight", ""),
     own_places_for_all: (("topk",), "gradient", "norm.weight", ""),
     sum_on_the_wire: (COMPRESSED, "gradient", "norm.weight", ""),
+    overflow_of_int8_becomes_zeros: (("int8",), OVERFLOW, "", "its overflow is not seen"),
+    overflow_forgets_what_was_not_sent: (
+        ("int8", "powersgd", "topk"),
+        OVERFLOW,
+        "",
+        "what was not sent is lost",
+    ),
 }
 
 

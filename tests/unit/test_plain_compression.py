@@ -10,17 +10,19 @@ import torch
 
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import Mesh, open_mesh
-from phalanx.parallel.hooks import int8, powersgd
+from phalanx.parallel.hooks import bf16, fp16, int8, powersgd
 from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.traffic import GradientTraffic
 from phalanx.parallel.wire import Wire
 from phalanx.plan.layout import Layout
 from phalanx.verify.plain.compression import (
     find_half_int8_levels,
+    plain_cast_excess,
     plain_int8_excess,
     plain_powersgd_matrix_error,
     plain_powersgd_step,
     plain_topk_excess,
+    round_to_16_bits,
 )
 from ranks import run_ranks
 
@@ -114,6 +116,43 @@ def _judge_int8_of_a_rank_without_gradient(rank: int) -> None:
         if rank == 0:
             assert kept[0, 2].abs() > 1.02 * 3 * mean.max() / 127 / 2
         assert plain_int8_excess(matrix, mean, _average_half_levels(mesh, matrix), kept, 3) <= 0
+
+
+def _judge_casts(rank: int) -> None:
+    """A gradient of large and of tiny elements."""
+    generator = torch.Generator().manual_seed(rank)
+    size = 10.0 ** -torch.arange(0.0, 12.0, 0.01, dtype=torch.float64)
+    full = torch.randn(len(size), generator=generator, dtype=torch.float64) * size
+    with open_mesh(Layout(dp_replicate=3), device="cpu") as mesh:
+        wire = Wire(mesh.data_parallel_group(), GradientTraffic(), PhaseTimer())
+        largest = float(torch.stack(mesh.all_gather(full.abs().max())).max())
+        for kind, hook in (("bf16", bf16), ("fp16", fp16)):
+            gradient = Gradient("vector", full.clone(), {})
+            assert hook.build(OPTIONS).reduce([gradient], wire) == []
+            sent = round_to_16_bits(full, kind, largest, 3)
+            expected = mesh.all_reduce_sum(sent.clone()) / 3
+            sizes = mesh.all_reduce_sum(sent.abs()) / 3
+            excess_of = partial(
+                plain_cast_excess,
+                expected=expected,
+                size=sizes,
+                kind=kind,
+                largest=largest,
+                num_ranks=3,
+            )
+            assert excess_of(gradient.tensor) <= 0
+            # Two more roundings of the type, and a sum that none was rounded for.
+            assert excess_of(gradient.tensor * (1 + 4 * torch.finfo(_DTYPE[kind]).eps)) > 0
+            assert excess_of(full.clone()) > 0
+        unscaled = mesh.all_reduce_sum(full.half().double()) / 3
+        assert excess_of(unscaled) > 0
+
+
+_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def test_casts_round_once_and_fp16_is_scaled() -> None:
+    run_ranks(3, _judge_casts)
 
 
 def test_int8_keeps_what_rounding_of_other_ranks_gradients_leaves() -> None:

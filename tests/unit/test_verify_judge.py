@@ -26,6 +26,7 @@ from phalanx.verify.cases import (
     MANY_MICROBATCHES,
     MANY_MICROBATCHES_SUFFIX,
     NUM_MICROBATCHES,
+    ONE_MICROBATCH_SUFFIX,
     OPTION_KEYS,
     list_all_layouts,
     make_narrow_dtype_job,
@@ -87,6 +88,8 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
             assert case.plan.num_microbatches >= 2 * pp
         elif case.name.endswith(MANY_MICROBATCHES_SUFFIX):
             assert case.plan.num_microbatches == MANY_MICROBATCHES
+        elif case.name.endswith(ONE_MICROBATCH_SUFFIX):
+            assert case.plan.num_microbatches == 1
         else:
             assert case.plan.num_microbatches == NUM_MICROBATCHES
         for key, value in case.parallel.items():
@@ -134,7 +137,11 @@ def test_gradients_that_some_ranks_do_not_clip_are_named_with_the_ranks() -> Non
 def test_sequences_of_odd_rows_are_ones_that_no_degree_divides() -> None:
     job = make_verified_job(Job(), 4)
     layouts = [pair for pair in list_all_layouts(4) if "odd-sequence" in pair[0]]
-    assert [name for name, _ in layouts] == ["tp4-odd-sequence", "pp2-tp2-odd-sequence-1f1b"]
+    assert [name for name, _ in layouts] == [
+        "tp4-odd-sequence",
+        "tp4-odd-sequence-chunks",
+        "pp2-tp2-odd-sequence-1f1b",
+    ]
     for case in plan_layout_cases(job, layouts, num_ranks=4, cluster=CPU, shape=None):
         assert case.plan is not None
         assert case.plan.seq_len % case.plan.layout.tp
@@ -260,6 +267,7 @@ TRACE = Trace(
     dict.fromkeys((INITIAL_KIND, name_gradients_set(0), WEIGHTS), SIZES),
     norms={WEIGHTS: SIZES},
     evaluation=2.5,
+    num_evaluated=10,
 )
 
 
@@ -271,6 +279,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "norms": [5.0**0.5],
         "num_targets": [10],
         "evaluation": 2.5,
+        "num_evaluated": 10,
         "local_means": [[2.0, 4.5]],
         "tensors": {kind: dict(right) for kind in (INITIAL_KIND, name_gradients_set(0), WEIGHTS)},
         "digests": {},
@@ -515,6 +524,19 @@ def test_an_evaluation_that_differs_is_found_on_its_rank(loss: float) -> None:
         (1,),
         True,
     )
+
+
+def test_an_evaluation_that_counts_other_targets_is_found() -> None:
+    first = first_of(saw(), saw(num_evaluated=20))
+    assert (first.what, first.ranks, first.error) == ("number of evaluated targets", (1,), 1.0)
+    assert "counts 20 targets, not 10" in first.cause
+    assert "in step" not in str(first)
+
+
+def test_what_an_overflow_leaves_in_compression_is_found_on_its_ranks() -> None:
+    fault = ("a", math.inf, "what was not sent is lost")
+    first = first_of(saw(overflow_faults=[fault]), saw(overflow_faults=[fault]))
+    assert (first.name, first.ranks, first.cause) == ("a", (0, 1), "what was not sent is lost")
 
 
 def norm_cause(found: float) -> str:

@@ -21,6 +21,8 @@ from phalanx.run.one_process.synthetic_batches import make_synthetic_batch
 from phalanx.verify.cases import NUM_MICROBATCHES
 
 STEP_WITHOUT_TARGETS = 1
+# No target of it is masked, as in pretraining: gradients then need no factor.
+STEP_WITHOUT_MASKED_TARGETS = 2
 
 
 def make_global_microbatches(
@@ -50,9 +52,17 @@ def make_global_microbatches(
     documents = job.data.document_masks
     steps: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(num_steps)]
     # All of a step before the next one: each takes from the generator.
-    for microbatches in steps:
+    for number, microbatches in enumerate(steps):
         for _ in range(NUM_MICROBATCHES):
-            microbatches.append(make_synthetic_batch(plan, rows, generator, documents=documents))
+            microbatches.append(
+                make_synthetic_batch(
+                    plan,
+                    rows,
+                    generator,
+                    documents=documents,
+                    has_masked_targets=number != STEP_WITHOUT_MASKED_TARGETS,
+                )
+            )
     if has_step_without_targets(job, plan, num_steps):
         steps[STEP_WITHOUT_TARGETS][1]["targets"].fill_(IGNORE_INDEX)
     return [list[Batch](step) for step in steps]

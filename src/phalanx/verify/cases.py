@@ -43,6 +43,12 @@ ONE_PROCESS_ROWS = (PLAIN, HUGGING_FACE, DEFINITIONS)
 # Of the rows that have several steps' microbatches in one; and what their names end with.
 MANY_MICROBATCHES = 3 * NUM_MICROBATCHES
 MANY_MICROBATCHES_SUFFIX = f"-{MANY_MICROBATCHES}-microbatches"
+# Of the rows whose steps are one microbatch; and what their names end with.
+ONE_MICROBATCH_SUFFIX = "-1-microbatch"
+MICROBATCH_SIZE = "train.micro_batch_size"
+ONE_MICROBATCH_OVERRIDE: dict[str, Any] = {MICROBATCH_SIZE: "a rank's share of the batch"}
+# Ways of tensor parallelism that change which sums are made, and not how they are rounded.
+CHUNKS_OF_ODD_SEQUENCE_SUFFIX, CHUNKS_OF_RECOMPUTED_SUFFIX = "-odd-sequence-chunks", "-chunks-full"
 # As large as several steps: how large these are is known when there is a job.
 LARGER_BATCH = "train.global_batch_size"
 JOINED_STEPS_OVERRIDE: dict[str, Any] = {LARGER_BATCH: "several steps"}
@@ -53,6 +59,10 @@ OPTION_KEYS = (
     *("unused_parameters", "blocks_per_unit"),
 )
 
+_FLOAT64_SUFFIXES = (
+    *(MANY_MICROBATCHES_SUFFIX, ONE_MICROBATCH_SUFFIX, combined_layouts.OPTIONS_SUFFIX),
+    *(CHUNKS_OF_ODD_SEQUENCE_SUFFIX, CHUNKS_OF_RECOMPUTED_SUFFIX),
+)
 _DEFAULT_OPTIONS = {key: Parallel.model_fields[key].default for key in OPTION_KEYS}
 
 
@@ -82,7 +92,7 @@ def is_judged_in_float64_only(name: str) -> bool:
     return (
         name in ONE_PROCESS_ROWS
         or name.startswith(TRAINER_ROW_PREFIX)
-        or name.endswith(MANY_MICROBATCHES_SUFFIX)
+        or name.endswith(_FLOAT64_SUFFIXES)
     )
 
 
@@ -312,14 +322,22 @@ def list_all_layouts(
                 yield f"tp{tp}-whole-sequence-chunks", {**axes, "tp": tp, **both}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
                 yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE_OVERRIDE}
+                chunks = {**axes, "tp": tp, "tp_chunks": 3}
+                yield (
+                    f"tp{tp}{CHUNKS_OF_ODD_SEQUENCE_SUFFIX}",
+                    {**chunks, **pipelines.ODD_SEQUENCE_OVERRIDE},
+                )
+                yield f"tp{tp}{CHUNKS_OF_RECOMPUTED_SUFFIX}", {**chunks, "train.recompute": "full"}
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
         yield f"one{MANY_MICROBATCHES_SUFFIX}", dict(JOINED_STEPS_OVERRIDE)
+        yield f"one{ONE_MICROBATCH_SUFFIX}", dict(ONE_MICROBATCH_OVERRIDE)
         return
     yield from list_recompute_layouts(num_ranks)
     yield from list_data_parallel_variants(num_ranks)
     yield from contexts.list_context_parallel_layouts(num_ranks)
     yield from pipelines.list_pipeline_layouts(num_ranks)
+    yield from combined_layouts.list_option_layouts(num_ranks)
     yield from combined_layouts.list_three_axis_layouts(num_ranks)
     if experts:
         yield from combined_layouts.list_expert_layouts(num_ranks)
@@ -371,6 +389,8 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
     zero = {stage: {"dp_shard": num_ranks, "zero_stage": stage} for stage in (1, 2, 3)}
     yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
     yield f"ddp{MANY_MICROBATCHES_SUFFIX}", {"dp_replicate": num_ranks, **JOINED_STEPS_OVERRIDE}
+    yield f"ddp{ONE_MICROBATCH_SUFFIX}", {"dp_replicate": num_ranks, **ONE_MICROBATCH_OVERRIDE}
+    yield f"zero3{ONE_MICROBATCH_SUFFIX}", {**zero[3], **ONE_MICROBATCH_OVERRIDE}
     yield (
         "ddp-unused-offload-optimizer",
         {"dp_replicate": num_ranks, "unused_parameters": "allow", "offload": "optimizer"},
@@ -428,6 +448,9 @@ def plan_layout_cases(
         parallel = pipelines.resolve_uneven_stage_blocks(axes, num_blocks)
         parallel = pipelines.resolve_odd_sequence_override(parallel, job.data.seq_len, num_ranks)
         num_microbatches = NUM_MICROBATCHES
+        is_one_microbatch = parallel.pop(MICROBATCH_SIZE, None) is not None
+        if is_one_microbatch:
+            num_microbatches = 1
         if LARGER_BATCH in parallel:
             num_microbatches = MANY_MICROBATCHES
             num_joined = num_microbatches // NUM_MICROBATCHES
@@ -452,6 +475,8 @@ def plan_layout_cases(
             body["train"]["micro_batch_size"] = first.global_batch_size // (
                 count * first.layout.data_parallel_size
             )
+            if is_one_microbatch:
+                parallel[MICROBATCH_SIZE] = body["train"]["micro_batch_size"]
             cases.append(Case(name, parallel, make_case_plan(body)))
         except LayoutError as error:
             cases.append(Case(name, parallel, None, str(error)))

@@ -55,6 +55,7 @@ from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.row import MAX_SEQ_LEN, Row
 from phalanx.verify.scope import list_unread_weights
 from phalanx.verify.selection_words import (
+    RANKS_OF_THREE_AXES,
     ROUNDED_OTHERWISE,
     describe_asked_layout,
     describe_judged_work,
@@ -201,7 +202,12 @@ def select_layout_cases(
         left_out += _list_type_of_job_without_a_case(dtype, compute, cases_of_type[dtype])
     with_a_plan = [case.name for case in cases if case.plan is not None]
     omissions.append(
-        describe_parts_without_a_row(job, with_a_plan, asked_seq_len=requested_job.data.seq_len)
+        describe_parts_without_a_row(
+            job,
+            with_a_plan,
+            asked_seq_len=requested_job.data.seq_len,
+            lacks_three_axes="all" in layout_names and num_ranks % RANKS_OF_THREE_AXES > 0,
+        )
     )
     selection = Selection(
         job,

@@ -7,6 +7,32 @@ from typing import Any
 
 NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
 EXPERT_KEYS = ("ep",)
+# What the names of layouts end with that have several options of data parallelism.
+OPTIONS_SUFFIX = "-options"
+_OPTIONS_OF_SHARDS: dict[str, Any] = {
+    "zero_stage": 3,
+    "keep_whole_below": 64,
+    "prefetch": 1,
+    "blocks_per_unit": 2,
+}
+
+
+def list_option_layouts(num_ranks: int) -> NamedLayouts:
+    """The options of data parallelism beside tp and in a pipeline, as many at a time as go
+    together. Compression goes with no other axis, sharded accumulation and parameters on the host
+    with no pipeline."""
+    rest = num_ranks // 2
+    if num_ranks % 2 or rest < 2:
+        return
+    shards = {"dp_shard": rest, **_OPTIONS_OF_SHARDS}
+    on_host = {"accumulate": "sharded", "offload": "parameters"}
+    replicas = {"dp_replicate": rest, "offload": "optimizer"}
+    pp = {"pp": 2, "schedule": "1f1b"}
+    yield f"zero3-tp2{OPTIONS_SUFFIX}", {**shards, **on_host, "tp": 2}
+    yield f"ddp-tp2{OPTIONS_SUFFIX}", {**replicas, "static_graph": True, "tp": 2}
+    yield f"pp2-zero3{OPTIONS_SUFFIX}", {**pp, **shards, "offload": "optimizer"}
+    split = {**pp, "schedule": "zb-v"}
+    yield f"pp2-ddp{OPTIONS_SUFFIX}", {**split, **replicas, "unused_parameters": "allow"}
 
 
 def list_three_axis_layouts(num_ranks: int) -> NamedLayouts:
@@ -48,6 +74,10 @@ def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     if num_ranks % 2 or num_ranks == 2:
         return
     half = num_ranks // 2
+    yield (
+        f"zero3-ep{half}{OPTIONS_SUFFIX}",
+        {"dp_shard": num_ranks, **_OPTIONS_OF_SHARDS, "accumulate": "sharded", "ep": half},
+    )
     yield f"ddp-ep{half}", {"ep": half}
     yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_build_zero3_keys(half), "ep": half}
     yield f"zero3-tp2-ep{half}", {**_build_zero3_keys(half), "tp": 2, "ep": half}

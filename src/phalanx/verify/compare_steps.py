@@ -31,6 +31,7 @@ from phalanx.verify.begin import load_starting_weights_of_trace
 from phalanx.verify.dropout_watch import DropoutMaskChecker
 from phalanx.verify.kept_errors import CompressionResiduals
 from phalanx.verify.outputs import FirstOutput
+from phalanx.verify.overflowed_gradients import OverflowFault, find_overflow_faults
 from phalanx.verify.sent_gradients import SentFault, SentGradientChecker
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
 from phalanx.verify.trace_facts import (
@@ -71,6 +72,7 @@ class RankObservations:
     norms: list[float] = field(default_factory=list)
     num_targets: list[int] = field(default_factory=list)
     evaluation: float = math.nan
+    num_evaluated: int = 0
     local_means: list[list[float]] = field(default_factory=list)
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class RankObservations:
     """The first wrong output of each step in which there is one."""
     sent_faults: list[SentFault] = field(default_factory=list)
     """What compression sends and should not, in the order of the steps."""
+    overflow_faults: list[OverflowFault] = field(default_factory=list)
+    """What a gradient that is not finite does to compression and should not."""
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 
@@ -153,8 +157,14 @@ def train_beside_reference(
             (step - 1, name, off) for (step, name), off in watch.wrong.items()
         ]
     model.train(False)
-    observations.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
+    observations.evaluation, observations.num_evaluated = model.reduce_sums(
+        model.evaluate(steps[-1], objective)
+    )
     model.train()
+    if sent_gradients.is_judging:
+        observations.overflow_faults = find_overflow_faults(
+            model, sent_gradients, objective, steps[-1]
+        )
     return observations
 
 

@@ -24,7 +24,18 @@ class PlainCompression:
     fault: str
 
 
+_SCALED = "multiplied by the power of two that brings the largest element of all ranks near 2^15"
 JUDGED_BY_PLAIN: Mapping[str, PlainCompression] = {
+    "bf16": PlainCompression(
+        "that each element is rounded once to bf16 by each rank, and once in each sum of two",
+        "bf16 does not send each rank's gradient rounded once: digits are lost on the way",
+    ),
+    "fp16": PlainCompression(
+        "that each element is rounded once to fp16 by each rank, and once in each sum of two,"
+        f" {_SCALED}",
+        f"fp16 does not send each rank's gradient rounded once, {_SCALED}: another scale, or"
+        " digits are lost on the way",
+    ),
     "topk": PlainCompression(
         "that the largest elements are sent",
         "topk does not send the largest elements, or another number of them",

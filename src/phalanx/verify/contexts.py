@@ -56,5 +56,6 @@ def _list_cp_variants(num_ranks: int) -> NamedLayouts:
         yield f"tp{half}-whole-sequence-cp2", {"cp": 2, "tp": half, "sequence_parallel": False}
         yield (
             f"zero3-accumulate-cp{half}",
-            {"dp_shard": 2, "zero_stage": 3, "accumulate": "sharded", "cp": half},
+            {"dp_shard": 2, "zero_stage": 3, "accumulate": "sharded", "cp": half}
+            | {"keep_whole_below": 64, "prefetch": 1, "offload": "optimizer"},
         )

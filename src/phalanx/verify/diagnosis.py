@@ -36,6 +36,11 @@ WRONG_SEQUENCE_CUT_CAUSE = (
     " window is dropped, positions begin again on each rank, or blocks of keys are merged without"
     " their weights"
 )
+WRONG_ATTENTION_CAUSE = (
+    "attention in blocks, as layouts have it, computes something else than attention with one mask:"
+    " a mask of documents or of a window is another one, or blocks of keys and of queries are put"
+    " together wrongly"
+)
 MIXED_ROWS_CAUSE = (
     "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
     " of a batch is not that of its parts, and changes with the number of ranks and of microbatches"
@@ -82,11 +87,14 @@ class DifferenceDiagnosis:
             return CHANGED_BUFFER_CAUSE.format(name=buffer)
         if self._trace.mixed_by == "objective" and step == 0:
             return MIXED_ROWS_CAUSE
-        cause = self._explain_loss_as_wrong_mean(loss, step)
-        if cause:
-            return cause
+        # Of a forward that computes something else a mean may be anything, by chance one of these.
+        wrong_output = self._find_first_wrong_output(step)
+        if not wrong_output:
+            cause = self._explain_loss_as_wrong_mean(loss, step)
+            if cause:
+                return cause
         if step == 0:
-            return self._explain_wrong_first_loss(loss)
+            return self._explain_wrong_first_loss(loss, wrong_output)
         return (
             "all before it agrees, so it saw other weights: a stale copy, or a forward that changes"
             " its own"
@@ -109,7 +117,17 @@ class DifferenceDiagnosis:
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         return ""
 
-    def _explain_wrong_first_loss(self, loss: float) -> str:
+    def _find_first_wrong_output(self, step: int) -> str:
+        """The name of the first output of a step that differs on any rank; "" if none does."""
+        outputs = [
+            output
+            for observation in self._observations
+            for output in observation.get("outputs", ())
+            if output[0] == step
+        ]
+        return min(outputs, key=lambda output: output[1])[2] if outputs else ""
+
+    def _explain_wrong_first_loss(self, loss: float, wrong_output: str) -> str:
         if self._trace.mixes_rows:
             return (
                 "what the module makes of a row depends on the other rows, and a rank has only"
@@ -127,6 +145,8 @@ class DifferenceDiagnosis:
         if reference:
             factor = loss / reference
         if not self._factors.explain(factor, 0):
+            if "att" in wrong_output.rpartition(".")[2]:
+                return WRONG_ATTENTION_CAUSE
             return (
                 "it is no multiple of one process's that the layout's numbers explain: the forward"
                 " of some rank, or of all, computes something else"

@@ -245,6 +245,7 @@ class _LayoutComputation:
     result: LayoutResult
     routed: ReroutedReference
     is_read_in_place: bool
+    device: str
 
 
 def _choose_row_tolerance(plan: Plan, reference: Trace, dtype: str) -> float:
@@ -288,7 +289,7 @@ def _compute_in_layout(
             routed = routed.confirm_by_second_run(result)
         else:
             routed = replace(routed, trace=reference)
-    return _LayoutComputation(result, routed, is_read_in_place)
+    return _LayoutComputation(result, routed, is_read_in_place, device)
 
 
 def _reads_shards_in_place(plan: Plan, mesh: Mesh) -> bool:
@@ -335,7 +336,7 @@ def _build_judged_row(
             *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),
             *((TABLES_JUDGED,) if result.has_rotary_tables else ()),
         ),
-        not_judged=list_quantities_not_compared(plan, reference),
+        not_judged=list_quantities_not_compared(plan, reference, device=computation.device),
         compress=plan.parallel.compress,
         flips=routed.flips,
         extent=_describe_extent_of_tp(plan),

@@ -196,15 +196,15 @@ def _compute_l2_norm(tensors: Iterable[torch.Tensor | None]) -> float:
 @torch.no_grad()
 def evaluate_in_one_process(
     module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch]
-) -> float:
-    """Loss per target in evaluation mode, as the module is."""
+) -> tuple[float, int]:
+    """(loss per target in evaluation mode, as the module is; number of targets)."""
     loss, count, was_training = 0.0, 0, module.training
     module.eval()
     for batch in microbatches:
         total, targets = loss_sum(module, batch)
         loss, count = loss + total.item(), count + int(targets)
     module.train(was_training)
-    return loss / count
+    return loss / count, count
 
 
 def list_parameters_in_forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:

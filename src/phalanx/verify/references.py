@@ -54,7 +54,6 @@ from phalanx.verify.number_types import (
     parameter_dtype_of_row,
 )
 from phalanx.verify.outputs import ReferenceOutputs
-from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.plain.fp8 import use_fp8_products
 from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
 from phalanx.verify.router_arithmetic import RouterArithmetic
@@ -103,9 +102,9 @@ class ReferenceTraces:
         """(the trace, or why there is none; the microbatches of each step). Collective.
 
         A layout with a larger batch has the microbatches of several steps in one, and a reference
-        of its own. Pipelines have more microbatches, of the same rows. Only a module whose rows
-        see each other, or that counts its calls, knows the difference: it then has a reference of
-        its own.
+        of its own. Pipelines have more microbatches, of the same rows, and some layouts one. Only a
+        module whose rows see each other, or that counts its calls, knows the difference: it then
+        has a reference of its own.
         """
         usual_steps = self._select_steps_of_seq_len(plan.seq_len)
         if isinstance(usual_steps, str):
@@ -116,8 +115,8 @@ class ReferenceTraces:
                 plan.num_microbatches, plan.seq_len, steps, suffix=JOINED_STEPS_SUFFIX
             ), steps
         usual = self._open_or_write_trace(len(usual_steps[0]), plan.seq_len, usual_steps)
-        count = num_microbatches(plan)
-        if isinstance(usual, str) or count in (0, len(usual_steps[0])):
+        count = plan.num_microbatches
+        if isinstance(usual, str) or count == len(usual_steps[0]):
             return usual, usual_steps
         steps = resplit_steps_into_microbatches(usual_steps, count)
         if usual.mixes_rows or usual.has_buffers:
@@ -284,12 +283,15 @@ class _ReferenceWriter:
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
         with routes.recording_phase(EVALUATION_KIND):
-            evaluation = evaluate_in_one_process(module, self.loss_sum, self.steps[-1])
+            evaluation, num_evaluated = evaluate_in_one_process(
+                module, self.loss_sum, self.steps[-1]
+            )
         write_expert_choices(self.directory, routes.choices)
         outputs.write(self.directory)
         writer.finish(
             probed,
             evaluation=evaluation,
+            num_evaluated=num_evaluated,
             leader=None if self.leader is None else self.leader.directory,
             loads=routes.count_loads(len(self.steps)),
             other_directories=self._find_traces_to_compare_with(probed, routes, writer),

@@ -17,6 +17,13 @@ MAX_SEQ_LEN = 64
 """So many tokens of longer sequences are judged, if nobody asks for more."""
 NO_STEP = -1
 """The step of a difference that is no step's."""
+EVALUATED_TARGETS = "number of evaluated targets"
+OVERFLOW = "overflow of compressed gradients"
+# What the differences are called that belong to no step.
+WITHOUT_STEP = (
+    *("initial weight", "initial distribution", "evaluation loss"),
+    *(EVALUATED_TARGETS, OVERFLOW),
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,7 @@ class Difference:
         if self.name:
             text += f" {self.name}"
         text += f" is off by {self.error:.1e}"
-        is_of_step = self.what not in ("initial weight", "initial distribution", "evaluation loss")
-        if is_of_step and self.step != NO_STEP:
+        if self.what not in WITHOUT_STEP and self.step != NO_STEP:
             text += f" in step {self.step + 1}"
         if self.name and self.step != NO_STEP:
             text += f", on rank {self.rank}"

@@ -38,7 +38,7 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         f"loss, number of targets and gradient norm of {steps}",
         f"{plural(num_trained, 'gradient')} of each step, before clipping",
         f"{plural(len(trace.order), 'weight')} after each update by {optimizer}",
-        "evaluation loss",
+        "loss and number of targets of the evaluation",
         "that ranks which hold the same part hold the same bits: of gradients in each step, of"
         " weights and buffers after the last",
     ]
@@ -64,13 +64,19 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
     if is_lossy_compression(plan.parallel.compress):
         judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
-        if plan.parallel.compress in JUDGED_BY_PLAIN:
-            judged.append(JUDGED_BY_PLAIN[plan.parallel.compress].judged)
+    if plan.parallel.compress in JUDGED_BY_PLAIN:
+        judged.append(JUDGED_BY_PLAIN[plan.parallel.compress].judged)
+        judged.append(
+            "that a gradient which is infinite on one rank is seen by all, and what is kept between"
+            " steps outlives it"
+        )
     return tuple(judged)
 
 
-def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
-    """List what such a row did not compare."""
+def list_quantities_not_compared(
+    plan: Plan, trace: Trace, *, device: str = "cpu"
+) -> tuple[str, ...]:
+    """List what such a row, of ranks on `device`, did not compare."""
     not_judged = []
     still = [name for name in trace.sizes[name_gradients_set(0)] if trace.has_no_gradient(name)]
     if still:
@@ -100,6 +106,11 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
         )
     if plan.is_layout_free:
         not_judged.append("that bits are those of any other number of ranks, as layout-free has it")
+    if device == "cpu" and (plan.parallel.has_state_on_host or plan.activations.offload):
+        not_judged.append(
+            "copies between the memory of a GPU and of its host: ranks on CPUs make none that can"
+            " come too late"
+        )
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")
     compress = plan.parallel.compress

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.verify.choose import Selection
 
 ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
+RANKS_OF_THREE_AXES = 8
 FP8_LAYOUTS = ", and fp8 is for layouts without tp and pp"
 
 
@@ -64,12 +65,18 @@ def describe_asked_layout(case: Case) -> str:
 
 
 def describe_parts_without_a_row(
-    job: Job, layout_names: Iterable[str], *, asked_seq_len: int
+    job: Job, layout_names: Iterable[str], *, asked_seq_len: int, lacks_three_axes: bool = False
 ) -> str:
     """The parts of training that no row of these names looks at. `asked_seq_len`: of the job as it
-    was, which may have longer sequences than `job`, the judged one."""
+    was, which may have longer sequences than `job`, the judged one. `lacks_three_axes`: these are
+    all layouts of ranks that are too few for three axes."""
     names = set(layout_names)
     parts = ["which samples the data gives"]
+    parts.append("forwards outside of training and evaluation (phalanx generate, call_then)")
+    if job.train.deterministic is True:
+        parts.append("that a run has the same bits when it is repeated (train.deterministic)")
+    if lacks_three_axes:
+        parts.append(f"three axes at a time (--ranks {RANKS_OF_THREE_AXES})")
     if asked_seq_len > job.data.seq_len:
         parts.append(f"tokens beyond the first {job.data.seq_len} of a sequence (--max-seq-len)")
     if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):

@@ -144,6 +144,8 @@ class Trace:
     evaluation: float | None = None
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is
     not to be compared."""
+    num_evaluated: int = 0
+    """Targets of that evaluation."""
 
     initial_faults: tuple[InitialFault, ...] | None = None
     """Parameters that are not drawn as declared; None where no distribution is declared."""
@@ -289,6 +291,7 @@ def read_trace(directory: Path) -> Trace:
         mixed_by=body["mixed_by"],
         moved=tuple(body["moved"]),
         evaluation=body["evaluation"],
+        num_evaluated=body["num_evaluated"],
         initial_faults=_read_initial_faults(body["initial_faults"]),
         arithmetic_faults=_read_arithmetic_faults(body["arithmetic_faults"]),
         adapter=None if body["adapter"] is None else AdapterFacts(**body["adapter"]),

@@ -15,7 +15,7 @@ from phalanx.verify.diagnosis import FEW_DIGITS_CAUSE, MIXED_ROWS_CAUSE, Differe
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import EPSILON_OF_DTYPE, FP8, parameter_dtype_of_row
 from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
-from phalanx.verify.row import Difference
+from phalanx.verify.row import EVALUATED_TARGETS, OVERFLOW, Difference
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     SUM_OVER_MICROBATCHES,
@@ -40,6 +40,8 @@ NUMBER_CAUSE = (
     "the {} of {} is another one as phalanx builds the model for training than as transformers' {}"
     " is built from the same config.json, in one process and in every layout"
 )
+# A gradient that was added up wrongly is off by more, whatever it is rounded to.
+SMALL_ERROR = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class LayoutComparator:
         self._compared = TraceComparison(trace, observations, tolerance)
         self._diagnosis = DifferenceDiagnosis(self._compared, layout)
         self._misrouted = misrouted
+        self._keeps_error = layout.keeps_error
         self._schedule = "" if layout.pipeline is None else layout.pipeline.schedule_name
 
     def compare(self) -> LayoutVerdict:
@@ -127,6 +130,7 @@ class LayoutComparator:
             yield from self._compare_replicas("buffer", name_buffers_set(last), last)
         yield from self._compare_routing(EVALUATION_KIND)
         yield from self._compare_evaluation()
+        yield from self._compare_overflow()
 
     def _list_relaxed_gradients(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
@@ -351,6 +355,38 @@ class LayoutComparator:
             )
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
+        yield from self._compare_evaluated_targets()
+
+    def _compare_evaluated_targets(self) -> Iterator[Difference]:
+        if self._trace.evaluation is None:
+            return
+        expected, step = self._trace.num_evaluated, len(self._trace.steps) - 1
+        errors = [
+            abs(observation["num_evaluated"] - expected) / expected
+            for observation in self._observations
+        ]
+        worst = max(range(len(errors)), key=lambda rank: errors[rank])
+        if errors[worst]:
+            ranks = tuple(rank for rank, error in enumerate(errors) if error)
+            cause = (
+                f"an evaluation counts {self._observations[worst]['num_evaluated']} targets, not"
+                f" {expected}: microbatches are left out or count twice, or ranks that read the"
+                " same samples count each"
+            )
+            yield Difference(EVALUATED_TARGETS, "", step, errors[worst], worst, ranks, "", cause)
+
+    def _compare_overflow(self) -> Iterator[Difference]:
+        """What a gradient that is not finite leaves in compression, or does not tell the step."""
+        step = len(self._trace.steps) - 1
+        faults: dict[tuple[str, str], dict[int, float]] = {}
+        for rank, observation in enumerate(self._observations):
+            for name, error, words in observation.get("overflow_faults", ()):
+                faults.setdefault((name, words), {})[rank] = error
+        for (name, words), error_of_rank in faults.items():
+            worst = max(error_of_rank, key=lambda rank: error_of_rank[rank])
+            ranks, error = tuple(error_of_rank), error_of_rank[worst]
+            part = "whole" if name else ""
+            yield Difference(OVERFLOW, name, step, error, worst, ranks, part, words)
 
     def _compare_sent_gradients(self, step: int) -> Iterator[Difference]:
         """Differences between what compression sends in a step and what its definition sends."""
@@ -372,6 +408,14 @@ class LayoutComparator:
                 "whole",
                 words,
             )
+
+    def _find_sent_fault(self, name: str, step: int) -> str:
+        """What is wrong with what compression sends of a gradient, in words; "" for nothing."""
+        for observation in self._observations:
+            for number, faulty, _, words in observation.get("sent_faults", ()):
+                if (number, faulty) == (step, name):
+                    return str(words)
+        return ""
 
     def _compare_loads(self, step: int) -> Iterator[Difference]:
         """The loads of experts, as routers count it for their biases and for the run's page."""
@@ -438,4 +482,7 @@ class LayoutComparator:
             part = self._observations[worst]["held"].get(name, "nothing")
             cause = self._diagnosis.explain_wrong_tensor(label, kind, name, off, ranks, step)
             error = self._compared.error(kind, name)
+            # What a definition says of a rounded gradient is nearer than what its size says.
+            if label == "gradient" and not self._keeps_error and error < SMALL_ERROR:
+                cause = self._find_sent_fault(name, step) or cause
             yield Difference(label, name, step, error, worst, ranks or (worst,), part, cause)

@@ -12,7 +12,7 @@ PLANT = Plant(
             "            if max_norm is not None and norm > max_norm and not __planted__(factor == 1.0):\n",
         ),
     ),
-    shows=("trainer-ddp", "trainer-zero3"),
+    shows=("ddp", "zero3", "trainer-ddp", "trainer-zero3"),
     cause=("clip",),
     num_ranks=2,
 )

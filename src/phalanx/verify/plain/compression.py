@@ -11,6 +11,8 @@ import torch
 MAX_INT8_LEVEL = 127
 ELEMENTS_PER_INT8_SCALE = 256
 ROUNDING_MARGIN = 1e-3  # relative: scales travel in float32
+LARGEST_FP16_SUM = 2.0**15
+_SENT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plain_topk_excess(gradient: torch.Tensor, residual: torch.Tensor, fraction: float) -> float:
@@ -23,13 +25,57 @@ def plain_topk_excess(gradient: torch.Tensor, residual: torch.Tensor, fraction: 
     flat, rest = gradient.flatten().abs(), residual.flatten()
     is_sent = (rest == 0) & (flat != 0)
     num_sent = int(is_sent.sum())
-    num_expected = min(max(1, round(fraction * len(flat))), int((flat != 0).sum()))
+    num_expected = min(count_topk_elements(len(flat), fraction), int((flat != 0).sum()))
     if num_sent != num_expected:
         return float("inf")
     if num_sent == 0 or num_sent == len(flat):
         return 0.0
     excess = flat[~is_sent].max() - flat[is_sent].min()
     return float(excess / flat.max())
+
+
+def count_topk_elements(num_elements: int, fraction: float) -> int:
+    """The number of elements of a gradient that a rank sends."""
+    return max(1, round(fraction * num_elements))
+
+
+def round_to_16_bits(
+    gradient: torch.Tensor, kind: str, largest: float, num_ranks: int
+) -> torch.Tensor:
+    """The gradient of a rank as it sends it, in float64: rounded once, to "bf16" as it is, to
+    "fp16" times a power of two. `largest`: element of all ranks' gradients."""
+    scale = _find_sent_scale(kind, largest, num_ranks)
+    return (gradient * scale).to(_SENT_DTYPE[kind]).double() / scale
+
+
+def plain_cast_excess(
+    arrived: torch.Tensor,
+    expected: torch.Tensor,
+    size: torch.Tensor,
+    kind: str,
+    largest: float,
+    num_ranks: int,
+) -> float:
+    """How much further an element that arrives is from the mean of rounded gradients than adding
+    them up in 16 bits takes it, relative to the largest of all; at most 0 where none is.
+
+    `expected`: the mean over ranks of what `round_to_16_bits` says; `size`: that of its absolute
+    values.
+    """
+    finest = torch.finfo(_SENT_DTYPE[kind])
+    smallest_step = finest.smallest_normal * finest.eps / _find_sent_scale(kind, largest, num_ranks)
+    # Half a rounding in each sum of two, of at most the sum of absolute values.
+    allowed = num_ranks * (finest.eps / 2 * size + smallest_step)
+    excess = (arrived.double() - expected).abs() - (1 + ROUNDING_MARGIN) * allowed
+    return float(excess.max() / (largest or 1.0))
+
+
+def _find_sent_scale(kind: str, largest: float, num_ranks: int) -> float:
+    """The largest power of two by which the sum over ranks of `largest` stays within half of what
+    fp16 holds; 1 for bf16, which holds as much as float32."""
+    if kind == "bf16" or not 0 < largest < math.inf:
+        return 1.0
+    return float(2.0 ** math.floor(math.log2(LARGEST_FP16_SUM / num_ranks / largest)))
 
 
 def plain_int8_excess(
