@@ -50,6 +50,9 @@ def test_rules_fire_for_what_is_wrong_and_for_nothing_else(tmp_path: Path) -> No
         ('"hostname", "$1", "Hostname", "(.+)"', '"hostname", "$1", "hostname", "(.+)"'),
         ("< 200", "< 1e30"),
         ("> 0.1)", "> -1)"),
+        ("(phalanx_step_drift_ratio) > 0.2", "(phalanx_step_drift_ratio) > 0.3"),
+        ("> 0.1 * max", "> max"),
+        ("(phalanx_rank_slow) == 1)", "(phalanx_rank_slow) >= 0)"),
     ],
 )
 def test_the_cases_notice_a_rule_that_is_changed(now: str, later: str, tmp_path: Path) -> None:

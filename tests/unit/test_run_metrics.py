@@ -426,6 +426,31 @@ def test_a_wrong_call_is_exit_2_and_one_line(
     assert words in line
 
 
+# The counters of what the dashboard has as gauges, and what it has of evaluations and saves by other metrics.
+NOT_ON_THE_DASHBOARD = {
+    "phalanx_wait_seconds_total",
+    "phalanx_self_seconds_total",
+    "phalanx_evaluations_total",
+    "phalanx_eval_seconds_total",
+    "phalanx_checkpoint_step",
+    "phalanx_checkpoint_timestamp_seconds",
+    "phalanx_checkpoint_seconds_total",
+    "phalanx_checkpoint_written_bytes_total",
+}
+
+
+def test_each_metric_is_on_the_dashboard_or_named_as_left_out() -> None:
+    expressions = [
+        query.expression
+        for row in DASHBOARD_ROWS
+        for panel in row.panels
+        for query in panel.queries
+    ]
+    shown = set(re.findall(r"phalanx_[a-z_]+", " ".join(expressions)))
+    names = {metric.name for metric in METRICS} - {"phalanx_run", "phalanx_step_seconds"}
+    assert names - shown == NOT_ON_THE_DASHBOARD
+
+
 def test_the_dashboard_is_whole() -> None:
     """Panels lie side by side on the grid, and ask for metrics that there are."""
     known = {metric.name for metric in METRICS} | {

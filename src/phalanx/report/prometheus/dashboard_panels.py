@@ -137,9 +137,37 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                     _query("increase(phalanx_skipped_steps_total{RUN}[1h])", "skipped: {{reason}}"),
                     _query("increase(phalanx_nonfinite_steps_total{RUN}[1h])", "not finite"),
                     _query("increase(phalanx_replica_mismatch_total{RUN}[1h])", "replicas differ"),
+                    _query("increase(phalanx_roll_backs_total{RUN}[1h])", "rolled back: {{cause}}"),
                 ),
                 width=24,
                 height=6,
+            ),
+            DashboardPanel(
+                "Failed checks",
+                "Checks of what must hold in any training that failed so far.",
+                (_query("phalanx_invariant_failures_total{RUN}", "{{invariant}}"),),
+                width=6,
+            ),
+            DashboardPanel(
+                "Gradient norm of each block",
+                "Before clipping, of the step measured last.",
+                (_query("phalanx_block_grad_norm{RUN}", "{{block}}"),),
+                width=6,
+            ),
+            DashboardPanel(
+                "Update of each block",
+                "Norm of the last measured update over that of the weights.",
+                (_query("phalanx_block_update_ratio{RUN}", "{{block}}"),),
+                width=6,
+            ),
+            DashboardPanel(
+                "Loss scale and own metrics",
+                "What fp16 multiplies the loss by, and what the objective measures besides.",
+                (
+                    _query("phalanx_loss_scale{RUN}", "loss scale"),
+                    _query("phalanx_eval_metric{RUN}", "{{metric}}"),
+                ),
+                width=6,
             ),
         ),
     ),
@@ -218,6 +246,43 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 "Bps",
             ),
             DashboardPanel(
+                "Processors of each rank",
+                "Cores that the rank's steps used: below 1 it waited, for others, data or a core.",
+                (
+                    _query(
+                        "sum by (run, rank) (rate(phalanx_cpu_seconds_total{RUN}[INTERVAL]))",
+                        "rank {{rank}}",
+                    ),
+                ),
+            ),
+            DashboardPanel(
+                "Beside the steps",
+                "Seconds in each second of rank 0's: starting, evaluating, tracing, saving.",
+                (
+                    _query(
+                        "rate(phalanx_between_steps_seconds_total{RUN,rank=\"0\"}[INTERVAL])",
+                        "{{activity}}",
+                    ),
+                    _query(
+                        "rate(phalanx_checkpoint_stall_seconds_total{RUN}[INTERVAL])",
+                        "standing still for saves",
+                    ),
+                ),
+                "percentunit",
+            ),
+            DashboardPanel(
+                "Steps get slower",
+                "Part by which steps take longer than at the beginning of the attempt, where that"
+                " is beyond their noise. From 240 steps on.",
+                (_query("phalanx_step_drift_ratio{RUN}"),),
+                "percentunit",
+            ),
+            DashboardPanel(
+                "Ranks found slow",
+                "1 while the supervisor finds the rank slower than those with the same work.",
+                (_query("phalanx_rank_slow{RUN}", "rank {{rank}}"),),
+            ),
+            DashboardPanel(
                 "Pipeline bubble",
                 "Part of a step in which ranks of a pipeline compute nothing.",
                 (_query("phalanx_pipeline_bubble_ratio{RUN}", "{{source}}"),),
@@ -246,36 +311,89 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 "bytes",
             ),
             DashboardPanel(
+                "Memory that grows",
+                "Bytes a step, where that is beyond its noise. From 240 steps on.",
+                (_query("phalanx_memory_drift_bytes{RUN}", "rank {{rank}}"),),
+                "bytes",
+            ),
+            DashboardPanel(
                 "Saves",
                 "By result, each hour.",
                 (_query("increase(phalanx_checkpoints_total{RUN}[1h])", "{{result}}"),),
             ),
             DashboardPanel(
-                "Restarts",
-                "By cause, each hour.",
-                (_query("increase(phalanx_restarts_total{RUN}[1h])", "{{cause}}"),),
+                "Restarts and hangs",
+                "By cause, and by the kind of the hang, each hour; and resumes.",
+                (
+                    _query("increase(phalanx_restarts_total{RUN}[1h])", "{{cause}}"),
+                    _query("increase(phalanx_hangs_total{RUN}[1h])", "hang: {{kind}}"),
+                    _query("increase(phalanx_resumes_total{RUN}[1h])", "resumed"),
+                ),
+            ),
+            DashboardPanel(
+                "Steps done again",
+                "Steps that a failure undid, each hour.",
+                (_query("increase(phalanx_steps_redone_total{RUN}[1h])"),),
+            ),
+            DashboardPanel(
+                "What observes",
+                "Age of the metrics in seconds; events that a sink did not get, lines that could"
+                " not be read and loader processes that were replaced, so far.",
+                (
+                    _query("time() - phalanx_refresh_timestamp_seconds{RUN}", "age of metrics"),
+                    _query("phalanx_sink_dropped_events_total{RUN}", "not in {{sink}}"),
+                    _query("phalanx_unreadable_lines_total{RUN}", "unreadable lines"),
+                    _query("phalanx_loader_worker_replacements_total{RUN}", "loaders replaced"),
+                ),
             ),
         ),
     ),
     DashboardRow(
-        "GPUs (dcgm-exporter)",
+        "GPUs",
         (
             DashboardPanel(
-                "Utilisation",
+                "Power while it trains",
+                "Energy of each rank's GPU by the driver, of all that used it.",
+                (
+                    _query(
+                        "rate(phalanx_gpu_energy_joules_total{RUN}[5m])",
+                        "rank {{rank}}",
+                    ),
+                ),
+                "watt",
+                needs_gpus=True,
+            ),
+            DashboardPanel(
+                "Busy",
+                "Part of the driver's last sample period in which any kernel ran: also one that"
+                " waits for the network.",
+                (_query("phalanx_gpu_busy_ratio{RUN}", "rank {{rank}}"),),
+                "percentunit",
+                needs_gpus=True,
+            ),
+            DashboardPanel(
+                "Memory held by the allocator",
+                "Of each rank's GPU.",
+                (_query("phalanx_memory_reserved_bytes{RUN}", "rank {{rank}}"),),
+                "bytes",
+                needs_gpus=True,
+            ),
+            DashboardPanel(
+                "Utilisation (dcgm-exporter)",
                 "Part of the time in which a kernel ran.",
                 (PanelQuery("DCGM_FI_DEV_GPU_UTIL / 100", "{{hostname}}{{Hostname}} {{gpu}}"),),
                 "percentunit",
                 needs_gpus=True,
             ),
             DashboardPanel(
-                "Power",
+                "Power (dcgm-exporter)",
                 "Of each GPU.",
                 (PanelQuery("DCGM_FI_DEV_POWER_USAGE", "{{hostname}}{{Hostname}} {{gpu}}"),),
                 "watt",
                 needs_gpus=True,
             ),
             DashboardPanel(
-                "Last Xid",
+                "Last Xid (dcgm-exporter)",
                 "The last error that the driver reported of each GPU; 0 is none.",
                 (PanelQuery("DCGM_FI_DEV_XID_ERRORS", "{{hostname}}{{Hostname}} {{gpu}}"),),
                 needs_gpus=True,

@@ -79,8 +79,9 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _counter(
         "phalanx_restarts_total",
-        "Times that ranks were started again after a failure. cause: exception, signal, exit or"
-        " hang, as the supervisor saw it; launcher where another launcher started them again.",
+        "Times that ranks were started again after a failure. cause: exception, signal, exit, hang"
+        " or lost_connection, as the supervisor saw it; launcher where another launcher started"
+        " them again.",
         "cause",
     ),
     _counter(
