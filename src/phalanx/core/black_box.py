@@ -73,6 +73,7 @@ class CollectiveObserver(Protocol):
 
 _MAX_ENCODED_TEXTS = 1024
 _POSITION_PACK_INTO = layout.POSITION.pack_into
+_COLLECTIVE_PACK_INTO = layout.COLLECTIVE_OF_KIND.pack_into
 _POSITION_OFFSETS = tuple(
     layout.POSITIONS_AT + slot * layout.POSITION.size for slot in range(layout.NUM_POSITIONS)
 )
@@ -92,6 +93,7 @@ class BlackBox:
         self.sites = CallSiteFinder()
         # Texts as they are written, by text: a step writes the same ones again and again.
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
+        self._encoded_kinds: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = self._num_steps_begun = 0
         # `next` of a counter is one step for all threads.
@@ -145,6 +147,16 @@ class BlackBox:
         pair = self._encoded[text] = encode_text(text, 80), encode_tail(text, 120)
         return pair
 
+    def _encode_kind(self, op: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+        """What calls of a kind have in common as it is written, kept for the next time."""
+        if len(self._encoded_kinds) >= _MAX_ENCODED_TEXTS:
+            self._encoded_kinds.clear()
+        sizes = shape[: layout.MAX_DIMS]
+        padding = (0,) * (layout.MAX_DIMS - len(sizes))
+        kind = layout.KIND.pack(*sizes, *padding, op.encode(), dtype.encode())
+        self._encoded_kinds[op, dtype, shape] = kind
+        return kind
+
     def add_group(self, key: str, label: str, size: int, ranks: str) -> int:
         """Number of a new group in this box; -1 where the box has no room for more.
 
@@ -172,39 +184,50 @@ class BlackBox:
     def post_collective(self, call: PostedCollective) -> int:
         """Write that `call` is posted; returns its number, by which its state can be changed."""
         number = next(self._collective_numbers)
-        shape = tuple(call.shape[: layout.MAX_DIMS])
-        num_dims = min(len(call.shape), 255)
-        layout.COLLECTIVE.pack_into(
+        # Taken apart once: each read of a field by its name costs as much as packing it.
+        (
+            op,
+            group,
+            sequence,
+            dtype,
+            shape,
+            num_tensors,
+            num_bytes,
+            peer,
+            tag,
+            site,
+            state,
+            is_foreground,
+        ) = call
+        kind = op, dtype, tuple(shape)
+        _COLLECTIVE_PACK_INTO(
             self._map,
             self._collective_offset(number),
             number,
-            call.sequence,
+            sequence,
             time.monotonic(),
             0.0,
             0.0,
-            call.num_bytes,
-            call.state,
-            num_dims,
-            call.is_foreground,
-            min(call.num_tensors, 65535),
-            call.peer,
-            call.tag,
-            call.group,
-            call.site.line,
+            num_bytes,
+            state,
+            min(len(shape), 255),
+            is_foreground,
+            min(num_tensors, 65535),
+            peer,
+            tag,
+            group,
+            site.line,
             self._step,
             self._microbatch,
-            *shape,
-            *(0,) * (layout.MAX_DIMS - len(shape)),
-            call.op.encode()[:24],
-            call.dtype.encode()[:16],
+            self._encoded_kinds.get(kind) or self._encode_kind(*kind),
             self._phase,
-            encode_tail(call.site.file, 120),
+            (self._encoded.get(site.file) or self._encode(site.file))[1],
             number,
         )
         self._newest_collective = number
-        if call.group >= 0 and call.tag < 0:
-            at = layout.GROUPS_AT + call.group * layout.GROUP.size + layout.GROUP_NUM_POSTED_AT
-            layout.GROUP_NUM_POSTED.pack_into(self._map, at, call.sequence)
+        if group >= 0 and tag < 0:
+            at = layout.GROUPS_AT + group * layout.GROUP.size + layout.GROUP_NUM_POSTED_AT
+            layout.GROUP_NUM_POSTED.pack_into(self._map, at, sequence)
         if self.observer is not None:
             self.observer.post_collective(number, call)
         return number

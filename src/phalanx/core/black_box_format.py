@@ -42,6 +42,10 @@ GROUP = struct.Struct("<QQi4x16s32s80sQ")
 # foreground, tensors | peer, tag | group, line | step, microbatch | shape (6 sizes) |
 # op, dtype, phase, file
 COLLECTIVE = struct.Struct("<QQdddqBBBxHxxiiiiqi4x6q24s16s16s120sQ")
+# The same bytes for a writer that has shape, op and dtype in one piece: a step makes the same calls
+# again and again.
+COLLECTIVE_OF_KIND = struct.Struct("<QQdddqBBBxHxxiiiiqi4x88s16s120sQ")
+KIND = struct.Struct("<6q24s16s")
 
 NUM_POSITIONS = 2
 NUM_GROUPS = 32

@@ -39,7 +39,9 @@ from phalanx.mesh.shared_memory.work import SharedMemoryWork
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
-
+# Without the function that NamedTuple makes: a step posts many.
+_make_named_tuple = tuple.__new__
+_LISTS = list, tuple
 
 _TAG_OF_SEND_AT = 3
 _TAG_OF_ANY_SOURCE_AT = 2
@@ -137,7 +139,7 @@ class CollectiveRecorder:
         if recorded is not None:
             number = recorded.number
         try:
-            if recorded is not None:
+            if recorded is not None and self._checks is not None:
                 self.require_same_call_on_ranks(recorded)
             result = proceed()
         except BaseException:
@@ -184,11 +186,11 @@ class CollectiveRecorder:
         if first.is_cpu:
             state = layout.POSTED
         peer, tag, sequence = _number_call(operator, args, group)
-        posted = PostedCollective(
+        fields = (
             operator.words,
             group.number,
             sequence,
-            self._name_dtype(first.dtype),
+            self._dtype_names.get(first.dtype) or self._name_dtype(first.dtype),
             first.shape,
             len(tensors),
             num_bytes,
@@ -198,10 +200,13 @@ class CollectiveRecorder:
             state,
             self._is_training_thread(),
         )
-        return _RecordedCall(self._box.post_collective(posted), posted, group)
+        posted = _make_named_tuple(PostedCollective, fields)
+        number = self._box.post_collective(posted)
+        return _make_named_tuple(_RecordedCall, (number, posted, group))
 
     def _hold(self, number: int, args: Sequence[Any], result: Any) -> None:
-        self.update()
+        if self._open:
+            self.update()
         if isinstance(result, tuple):
             result = result[-1]
         if result is None:
@@ -217,7 +222,9 @@ class CollectiveRecorder:
         if len(self._open) >= _MAX_OPEN_WORKS:
             # The oldest stays "posted" in the box.
             self._open.pop(next(iter(self._open)), None)
-        self._open[id(work)] = _OpenWork(work, number, first.data_ptr(), time.monotonic())
+        self._open[id(work)] = _make_named_tuple(
+            _OpenWork, (work, number, first.data_ptr(), time.monotonic())
+        )
         if self._box.observer is not None:
             _tell_observer_when_completed(self._box.observer, work, number)
 
@@ -286,9 +293,8 @@ class CollectiveRecorder:
         return _RecordedGroup(number, key, label, ranks)
 
     def _name_dtype(self, dtype: torch.dtype) -> str:
-        if dtype not in self._dtype_names:
-            self._dtype_names[dtype] = str(dtype).removeprefix("torch.")
-        return self._dtype_names[dtype]
+        name = self._dtype_names[dtype] = str(dtype).removeprefix("torch.")
+        return name
 
     def _is_training_thread(self) -> bool:
         if threading.get_ident() == self._training_thread:
@@ -365,7 +371,7 @@ def _find_first_tensor(args: Sequence[Any]) -> torch.Tensor:
     """The first tensor of an operator's arguments, which are tensors and lists of them: that of
     its result, on ranks that get one."""
     for each in args:
-        while isinstance(each, list | tuple) and each:
+        while isinstance(each, _LISTS) and each:
             each = each[0]
         if isinstance(each, torch.Tensor):
             return each
