@@ -259,8 +259,17 @@ def test_the_models_flops_are_held_beside_products_as_they_were_measured(tmp_pat
     assert (
         describe_utilization(verdict) == f"MFU {mfu:.1f} % of what large products reach on rank 0"
     )
+    assert verdict.to_json()["utilization_of"] == "measured products"
+    assert any("memory bandwidth" in text for text in verdict.not_judged)
     unknown = judge(write_run(tmp_path / "unknown", {}))
     assert unknown.to_json()["model_flops_utilization"] is None
+    assert unknown.to_json()["utilization_of"] is None
+    # A GPU measures none: its data sheet stands in plan.json.
+    by_data_sheet = judge_run(tmp_path / "unknown", {**PLAN, "peak_flops_per_s": 200e9})
+    assert by_data_sheet is not None
+    assert by_data_sheet.model_flops_utilization == pytest.approx(0.123, abs=0.005)
+    assert describe_utilization(by_data_sheet).endswith("of the data sheet's peak")
+    assert by_data_sheet.to_json()["utilization_of"] == "data sheet"
     assert describe_utilization(unknown) == ""
     recomputed = judge_run(tmp_path / "run", {**PLAN, "hardware_flops_per_token": 6.5e6})
     assert recomputed is not None

@@ -119,6 +119,9 @@ class Plan:
     capacity_bytes: int
     hardware_flops_per_token: float | None = None
     """`flops_per_token` and the forwards that recompute does again in the backward."""
+    peak_flops_per_s: float | None = None
+    """FLOP/s of products in the plan's precision by the data sheet of one device; None where that
+    is not known, as on CPUs."""
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
     alternatives: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()

@@ -119,7 +119,12 @@ def make_plan(
         ]
     # In three steps, as each looks at the plan so far: reasons of values, then warnings.
     plan = _build_plan_without_warnings(job, evaluator, alternatives, reasons, vocab_size)
-    plan = replace(plan, parallel=parallel, precision_is_auto=precision_is_auto)
+    plan = replace(
+        plan,
+        parallel=parallel,
+        precision_is_auto=precision_is_auto,
+        peak_flops_per_s=_find_peak_flops_per_s(cluster, plan.precision),
+    )
     plan = replace(plan, value_reasons=_list_value_reasons(job, plan, why_precision))
     if not is_explained:
         return plan
@@ -251,6 +256,14 @@ def _build_plan_without_warnings(
         loss_scaling=choose_loss_scaling(job),
         is_layout_free=job.train.deterministic == LAYOUT_FREE,
     )
+
+
+def _find_peak_flops_per_s(cluster: Cluster, precision: str) -> float | None:
+    """FLOP/s of products by the data sheet of the cluster's devices; None where none is known."""
+    if cluster.accelerator is None:
+        return None
+    # Scales by block cost no products.
+    return cluster.accelerator.peak_flops(precision.removeprefix("mx")) or None
 
 
 def _get_training_flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:

@@ -70,8 +70,9 @@ class BottleneckVerdict:
 
     `causes` is empty where the evidence does not suffice; `why_not` says why. `not_judged`: what
     the events of this run cannot show. `model_flops_utilization`: MFU, 0 to 1, beside products as
-    rank 0 measured them; 0 where it is not known. `hardware_flops_utilization`: HFU, the same with
-    what is recomputed.
+    rank 0 measured them, or as the device's data sheet has them where
+    `is_utilization_of_data_sheet`; 0 where it is not known. `hardware_flops_utilization`: HFU, the
+    same with what is recomputed.
     """
 
     first_step: int
@@ -85,12 +86,20 @@ class BottleneckVerdict:
     not_judged: tuple[str, ...] = ()
     model_flops_utilization: float = 0.0
     hardware_flops_utilization: float = 0.0
+    is_utilization_of_data_sheet: bool = False
 
     @property
     def main(self) -> Cause | None:
         if self.causes:
             return self.causes[0]
         return None
+
+    def _name_reference_of_utilization(self) -> str | None:
+        if not self.model_flops_utilization > 0:
+            return None
+        if self.is_utilization_of_data_sheet:
+            return "data sheet"
+        return "measured products"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,5 +113,6 @@ class BottleneckVerdict:
             "why_not": self.why_not or None,
             "model_flops_utilization": round(self.model_flops_utilization, 4) or None,
             "hardware_flops_utilization": round(self.hardware_flops_utilization, 4) or None,
+            "utilization_of": self._name_reference_of_utilization(),
             "not_judged": list(self.not_judged),
         }

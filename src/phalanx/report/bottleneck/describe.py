@@ -52,14 +52,16 @@ def list_verdict_lines(verdict: BottleneckVerdict) -> list[str]:
 
 
 def describe_utilization(verdict: BottleneckVerdict) -> str:
-    """ "MFU 31 %, HFU 41 % (with what is recomputed), of what large products reach on rank 0";
-    empty where it is not known."""
+    """ "MFU 31 %, HFU 41 % (with what is recomputed), of what large products reach on rank 0", or
+    of the data sheet's peak; empty where it is not known."""
     if not verdict.model_flops_utilization > 0:
         return ""
     text = f"MFU {format_percent(verdict.model_flops_utilization, 1)}"
     if verdict.hardware_flops_utilization > verdict.model_flops_utilization:
         hardware = format_percent(verdict.hardware_flops_utilization, 1)
         text += f", HFU {hardware} (with what is recomputed),"
+    if verdict.is_utilization_of_data_sheet:
+        return f"{text} of the data sheet's peak"
     return f"{text} of what large products reach on rank 0"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.core.units import plural
 from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
 from phalanx.report.bottleneck.communication import find_bubble, find_communication
@@ -69,9 +71,10 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         table.total_s / table.num_steps,
         tuple(causes),
         study.share_by_group(),
-        not_judged=_list_not_judged(outline),
+        not_judged=_list_not_judged(outline, causes),
         model_flops_utilization=outline.model_flops_utilization(len(table.ranks)),
         hardware_flops_utilization=outline.hardware_flops_utilization(len(table.ranks)),
+        is_utilization_of_data_sheet=not outline.has_measured_reference,
     )
 
 
@@ -86,11 +89,12 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
         flops_per_s = study.outline.model_flops_per_s(num_ranks)
         utilization = study.outline.model_flops_utilization(num_ranks)
         text = f"{flops_per_s / 1e9:.3g} GFLOP/s of the model on each rank"
-        if utilization and study.outline.operators is not None:
-            text += (
-                f", {format_percent(utilization, 1)} of what large products reach here"
-                f" ({study.outline.operators.matmul_flops_per_s / 1e9:.3g} GFLOP/s on rank 0)"
-            )
+        if utilization:
+            reference = f"{study.outline.reference_flops_per_s / 1e9:.3g} GFLOP/s"
+            of_what = f"of the data sheet's peak ({reference})"
+            if study.outline.has_measured_reference:
+                of_what = f"of what large products reach here ({reference} on rank 0)"
+            text += f", {format_percent(utilization, 1)} {of_what}"
         evidence.append(text)
     return [
         Cause(
@@ -113,8 +117,12 @@ def _advise_on_compute(utilization: float) -> str:
     return "a faster step needs faster kernels (train.compile, a narrower type), or more ranks"
 
 
-def _list_not_judged(outline: RunOutline) -> tuple[str, ...]:
+def _list_not_judged(outline: RunOutline, causes: Sequence[Cause]) -> tuple[str, ...]:
     missing = []
+    if any(cause.kind == "compute" for cause in causes):
+        missing.append(
+            "memory bandwidth: what waits for memory inside of an operator is a part of computation"
+        )
     if outline.device == "cuda" and outline.zero_stage >= 2:
         missing.append(
             "what a GPU waits for gathered weights and reduced gradients: FSDP's own streams are"

@@ -71,6 +71,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         hardware_flops_per_token=finite_or_zero(
             number_or_nan(plan.get("hardware_flops_per_token"))
         ),
+        peak_flops_per_s=finite_or_zero(number_or_nan(plan.get("peak_flops_per_s"))),
         tokens_per_s=_measure_tokens_per_s(table),
     )
 

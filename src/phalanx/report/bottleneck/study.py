@@ -26,7 +26,7 @@ class RunOutline:
     `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
     ("dp", "tp", ...); `degrees` by axis of the layout; `allows_unused`: DDP may find parameters
-    without a gradient.
+    without a gradient. `peak_flops_per_s`: of a device's data sheet, 0 where there is none.
     """
 
     device: str = ""
@@ -43,6 +43,7 @@ class RunOutline:
     operators: OperatorsCounted | None = None
     flops_per_token: float = 0.0
     hardware_flops_per_token: float = 0.0
+    peak_flops_per_s: float = 0.0
     tokens_per_s: float = 0.0
 
     def model_flops_per_s(self, num_ranks: int) -> float:
@@ -50,11 +51,24 @@ class RunOutline:
         return self.flops_per_token * self.tokens_per_s / max(num_ranks, 1)
 
     def model_flops_utilization(self, num_ranks: int) -> float:
-        """MFU, 0 to 1: FLOP/s of the model over those of large products as rank 0 measured them;
-        0 where one of them is not known."""
-        if self.operators is None or not self.operators.matmul_flops_per_s > 0:
+        """MFU, 0 to 1: FLOP/s of the model over `reference_flops_per_s`; 0 where one of them is
+        not known."""
+        if not self.reference_flops_per_s > 0:
             return 0.0
-        return self.model_flops_per_s(num_ranks) / self.operators.matmul_flops_per_s
+        return self.model_flops_per_s(num_ranks) / self.reference_flops_per_s
+
+    @property
+    def has_measured_reference(self) -> bool:
+        """True where rank 0 has measured large products."""
+        return self.operators is not None and self.operators.matmul_flops_per_s > 0
+
+    @property
+    def reference_flops_per_s(self) -> float:
+        """FLOP/s of large products: as rank 0 measured them, else by the device's data sheet; 0
+        where neither is known."""
+        if self.operators is not None and self.has_measured_reference:
+            return self.operators.matmul_flops_per_s
+        return self.peak_flops_per_s
 
     def hardware_flops_utilization(self, num_ranks: int) -> float:
         """HFU, 0 to 1: as MFU, with what is recomputed; 0 where it is not known."""
