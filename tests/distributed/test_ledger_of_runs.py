@@ -10,6 +10,7 @@ import pytest
 from commands import TINY, run, write_text
 from phalanx.report.event_log import read_event_log
 from phalanx.report.ledger import RankLedger
+from phalanx.report.reduce import collect_run_facts
 
 NAP_S, LEAST_SHARE_OF_NAP = 1.0, 0.95
 # Three times what was measured on a quiet machine, for one that is not.
@@ -81,6 +82,12 @@ def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> 
     assert waited_s >= 3 * NAP_S
     # In a backward both ranks look alike to whoever adds phases up: the wait tells them apart.
     assert other.communication_s["dp: all_reduce gradients"] >= NAP_S
+    # What is waited for in Python is told by its caller, too: rank 0 slept before the sum of a step.
+    callers = collect_run_facts(folder / "naps").callers
+    step_facts = max(callers, key=lambda each: each.most_wait_s)
+    assert (step_facts.operation, step_facts.num_ranks) == ("all_reduce", 2)
+    assert step_facts.most_wait_s >= LEAST_SHARE_OF_NAP * NAP_S
+    assert step_facts.num_calls >= 2 * sleeper.num_steps
 
 
 def test_a_restart_is_in_the_ledger(folder: Path) -> None:

@@ -169,6 +169,13 @@ def _call_everything(rank: int, run_dir: Path) -> list[tuple[str, str, int]]:
         sharded(torch.ones(2, 6)).sum().backward()
         box.write(2, "forward")
         assert recorder.num_errors == 0
+        totals = recorder.list_totals()
+        assert sum(each.num_calls for each in totals) == box._newest_collective
+        own_lines = [each for each in totals if each.site.file == __file__]
+        (gather,) = [each for each in own_lines if each.op == "all_gather"]
+        assert (gather.axis, gather.ranks) == ("world", "0,1")
+        assert (gather.num_calls, gather.num_bytes) == (1, 16)
+        assert gather.wait_s > 0
     before = read_last_position(black_box_path(run_dir, rank))
     # Behind the block nothing is written any more.
     dist.barrier()

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from phalanx.core.black_box import (
     PostedCollective,
     format_ranks,
 )
+from phalanx.core.call_site import CallSite
 from phalanx.mesh.c10d_calls import (
     HandlerDepth,
     Operator,
@@ -39,6 +41,8 @@ from phalanx.mesh.shared_memory.work import SharedMemoryWork
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
+# Callers whose calls are added up; code that is made anew each time has no end of them.
+_MAX_CALLERS = 1024
 # Without the function that NamedTuple makes: a step posts many.
 _make_named_tuple = tuple.__new__
 _LISTS = list, tuple
@@ -70,14 +74,29 @@ class _RecordedGroup:
         return -1
 
 
+@dataclass
+class CallerTotals:
+    """The calls of one operation in one group from one line: how many, of how many bytes, and
+    seconds inside of waits for them. `axis` is the name of the group, `ranks` those in it."""
+
+    op: str
+    axis: str
+    ranks: str
+    site: CallSite
+    num_calls: int = 0
+    num_bytes: int = 0
+    wait_s: float = 0.0
+
+
 class _OpenWork(NamedTuple):
-    """A collective that has not ended, by the number of its record, where its result will be and
-    when it was posted."""
+    """A collective that has not ended, by the number of its record, where its result will be, when
+    it was posted, and the totals that waiting for it adds to."""
 
     work: dist.Work
     number: int
     address: int
     posted_s: float
+    totals: CallerTotals
 
 
 class _RecordedCall(NamedTuple):
@@ -86,6 +105,7 @@ class _RecordedCall(NamedTuple):
     number: int
     posted: PostedCollective
     group: _RecordedGroup
+    totals: CallerTotals
 
 
 class CollectiveRecorder:
@@ -106,6 +126,7 @@ class CollectiveRecorder:
         self._training_thread = threading.get_ident()
         self._groups: dict[str, _RecordedGroup] = {}
         self._dtype_names: dict[torch.dtype, str] = {}
+        self._totals: dict[tuple[str, _RecordedGroup, CallSite], CallerTotals] = {}
         # By the id of the Work: torch returns the same object to Python as long as one lives.
         self._open: dict[int, _OpenWork] = {}
 
@@ -134,19 +155,24 @@ class CollectiveRecorder:
 
     def handle(self, operator: Operator, args: Sequence[Any], proceed: Callable[[], Any]) -> Any:
         """Make the call by `proceed`, and write it down."""
-        number = 0
         recorded = self.try_record(operator, args)
-        if recorded is not None:
-            number = recorded.number
+        if recorded is None:
+            return proceed()
         try:
-            if recorded is not None and self._checks is not None:
+            if self._checks is not None:
                 self.require_same_call_on_ranks(recorded)
             result = proceed()
         except BaseException:
-            self.note_refused(number)
+            self._box.end_collective(recorded.number, has_failed=True)
             raise
-        self.try_hold(number, args, result)
+        self.try_hold(recorded, args, result)
         return result
+
+    def list_totals(self) -> list[CallerTotals]:
+        """The calls so far by caller, those that were waited for longest first."""
+        return sorted(
+            self._totals.values(), key=lambda each: (each.wait_s, each.num_bytes), reverse=True
+        )
 
     def find_overdue(self, seconds: float) -> list[int]:
         """The records of calls that have not ended for so long."""
@@ -158,19 +184,12 @@ class CollectiveRecorder:
             if each.posted_s < latest_s and not each.work.is_completed()
         ]
 
-    def try_hold(self, number: int, args: Sequence[Any], result: Any) -> None:
-        """Watch the Work of collective `number`, whose operator has returned `result`."""
-        if number == 0:
-            return
+    def try_hold(self, call: _RecordedCall, args: Sequence[Any], result: Any) -> None:
+        """Watch the Work of `call`, whose operator has returned `result`."""
         try:
-            self._hold(number, args, result)
+            self._hold(call, args, result)
         except Exception:
             self.num_errors += 1
-
-    def note_refused(self, number: int) -> None:
-        """Write that the backend refused collective `number`."""
-        if number:
-            self._box.end_collective(number, has_failed=True)
 
     def _record(self, operator: Operator, args: Sequence[Any]) -> _RecordedCall:
         """Write that `operator` is called with `args`."""
@@ -186,6 +205,12 @@ class CollectiveRecorder:
         if first.is_cpu:
             state = layout.POSTED
         peer, tag, sequence = _number_call(operator, args, group)
+        site = self._box.sites.find(4)
+        totals = self._totals.get((operator.words, group, site))
+        if totals is None:
+            totals = self._add_totals(operator.words, group, site)
+        totals.num_calls += 1
+        totals.num_bytes += num_bytes
         fields = (
             operator.words,
             group.number,
@@ -196,15 +221,22 @@ class CollectiveRecorder:
             num_bytes,
             peer,
             tag,
-            self._box.sites.find(4),
+            site,
             state,
             self._is_training_thread(),
         )
         posted = _make_named_tuple(PostedCollective, fields)
         number = self._box.post_collective(posted)
-        return _make_named_tuple(_RecordedCall, (number, posted, group))
+        return _make_named_tuple(_RecordedCall, (number, posted, group, totals))
 
-    def _hold(self, number: int, args: Sequence[Any], result: Any) -> None:
+    def _add_totals(self, op: str, group: _RecordedGroup, site: CallSite) -> CallerTotals:
+        totals = CallerTotals(op, group.label, format_ranks(group.ranks), site)
+        if len(self._totals) < _MAX_CALLERS:
+            self._totals[op, group, site] = totals
+        return totals
+
+    def _hold(self, call: _RecordedCall, args: Sequence[Any], result: Any) -> None:
+        number = call.number
         if self._open:
             self.update()
         if isinstance(result, tuple):
@@ -223,7 +255,7 @@ class CollectiveRecorder:
             # The oldest stays "posted" in the box.
             self._open.pop(next(iter(self._open)), None)
         self._open[id(work)] = _make_named_tuple(
-            _OpenWork, (work, number, first.data_ptr(), time.monotonic())
+            _OpenWork, (work, number, first.data_ptr(), time.monotonic(), call.totals)
         )
         if self._box.observer is not None:
             _tell_observer_when_completed(self._box.observer, work, number)
@@ -256,12 +288,14 @@ class CollectiveRecorder:
 
     def _wait(self, key: int, waited_for: _OpenWork, wait: Callable[[], Any]) -> Any:
         self._box.begin_wait(waited_for.number)
+        began_s = time.monotonic()
         try:
             result = wait()
         except BaseException:
             # It may also have been a wait with a short timeout, after which the operation goes on.
             self.update()
             raise
+        waited_for.totals.wait_s += time.monotonic() - began_s
         # Not asked whether it has ended: gloo's reduce_scatter never says so.
         if self._open.pop(key, None) is not None:
             self._box.end_collective(waited_for.number, end_seen="waited")

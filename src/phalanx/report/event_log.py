@@ -19,6 +19,7 @@ from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, parse_
 from phalanx.observe.time_groups import TIME_GROUPS, get_time_group_of_phase
 from phalanx.report.block_norm_facts import BlockNormLog
 from phalanx.report.bottleneck.rank_tail import RankTail, choose_tail_bytes
+from phalanx.report.caller_facts import CallerLog
 from phalanx.report.drift import DriftLog
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import StepColumns
@@ -71,6 +72,7 @@ class EventLog:
     memory: dict[int, events.MemoryMeasured] = field(default_factory=dict)
     experts: ExpertLog = field(default_factory=ExpertLog)
     block_norms: BlockNormLog = field(default_factory=BlockNormLog)
+    callers: CallerLog = field(default_factory=CallerLog)
     invariants: InvariantLog = field(default_factory=InvariantLog)
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
@@ -119,6 +121,8 @@ class EventLog:
             self.experts.add_event(envelope)
         elif isinstance(event, events.BlockNormsMeasured):
             self.block_norms.add_event(envelope.attempt, event)
+        elif isinstance(event, events.CollectivesCounted):
+            self.callers.add_event(envelope.rank, event)
         elif isinstance(event, events.InvariantChecked):
             self.invariants.add_event(envelope)
             # When one failed belongs to the story; what held is told in its own section.

@@ -17,6 +17,7 @@ from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.observe.units import MetricUnits
 from phalanx.report.block_norm_facts import BlockNormFacts
 from phalanx.report.bottleneck.cause import BottleneckVerdict
+from phalanx.report.caller_facts import CallerFacts
 from phalanx.report.drift import Drift
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
@@ -189,6 +190,8 @@ class RunFacts:
     """Empty for a model without experts."""
     block_norms: BlockNormFacts
     """Empty where none were measured, or the run is of an earlier release."""
+    callers: list[CallerFacts]
+    """Collectives by who called them; empty before a rank's attempt has ended."""
     invariants: list[InvariantFacts]
     """Empty where nothing was checked, or the run is of an earlier release."""
     bottleneck: BottleneckVerdict | None

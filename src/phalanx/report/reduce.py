@@ -120,6 +120,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         ),
         experts=log.experts.build_expert_facts(history.attempt_of.get),
         block_norms=log.block_norms.build_block_norm_facts(history.attempt_of.get),
+        callers=log.callers.list_caller_facts(),
         invariants=log.invariants.list_invariant_facts(),
         bottleneck=judge_step_table(run_dir, plan, table),
         story=story,

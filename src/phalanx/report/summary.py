@@ -73,6 +73,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "block_norms": _build_block_norms_json(facts),
         "reliability": facts.reliability.to_json(),
         "ledger": [_build_ledger_json(ledger) for ledger in facts.rank_ledgers],
+        "collectives": [caller.to_json() for caller in facts.callers],
         "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
         "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],
         "checkpoints": _list_checkpoint_names(facts),

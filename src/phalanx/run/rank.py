@@ -34,7 +34,7 @@ from phalanx.mesh.collective_checks import (
     checking_collectives,
     raising_error_of_checks,
 )
-from phalanx.mesh.collective_recorder import record_collectives
+from phalanx.mesh.collective_recorder import CollectiveRecorder, record_collectives
 from phalanx.mesh.determinism import (
     raising_layout_error_for_nondeterminism,
     using_deterministic_algorithms,
@@ -76,6 +76,7 @@ from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
 from phalanx.run.weights import build_and_restore_state
+from phalanx.train.collectives_record import build_collectives_event
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -154,6 +155,11 @@ class RankContext:
     survivor: Survivor
     checks: CollectiveChecks | None
     faults: FaultSite
+    recorder: CollectiveRecorder
+
+    def emit_collectives(self) -> None:
+        """Emit what this rank sent in this attempt, by who called it."""
+        self.bus.emit(build_collectives_event(self.phases.step, self.recorder.list_totals()))
 
 
 def run_rank(
@@ -197,12 +203,16 @@ def run_rank(
                 board_path=call_board_path(run.run_dir, run.rank),
             ) as checks,
             writing_pulse(box),
-            record_collectives(box, checks),
+            record_collectives(box, checks) as recorder,
         ):
-            code = _join_ranks_and_train(
-                RankContext(run, bus, phases, meter, stop, fence, survivor, checks, site),
-                rendezvous,
+            rank = RankContext(
+                run, bus, phases, meter, stop, fence, survivor, checks, site, recorder
             )
+            try:
+                code = _join_ranks_and_train(rank, rendezvous)
+            except BaseException:
+                rank.emit_collectives()
+                raise
     except BaseException as error:
         # Not longer: all others wait for a rank that failed.
         goes_on = is_kept and survivor.may_go_on(error)
@@ -459,6 +469,7 @@ def _finish_on_all_ranks(
         rank.meter.build_memory_event(state.shards(), state.model, predicted, trainer.staging_bytes)
     )
     rank.meter.stop()
+    rank.emit_collectives()
     trainer.record_ending()
     if has_all_ranks:
         mesh.barrier()

@@ -27,6 +27,7 @@ from phalanx.observe.events.envelope import (
 from phalanx.observe.events.evaluation import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.observe.events.measurements import (
     BlockNormsMeasured,
+    CollectivesCounted,
     ExpertsLoaded,
     GpuMeasured,
     MemoryMeasured,
@@ -81,6 +82,7 @@ __all__ = [
     "PipelineMeasured",
     "ExpertsLoaded",
     "BlockNormsMeasured",
+    "CollectivesCounted",
     "GpuMeasured",
     "InvariantChecked",
     "NonFiniteFound",

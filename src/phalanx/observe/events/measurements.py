@@ -157,6 +157,23 @@ class BlockNormsMeasured(Event):
 
 
 @dataclass(frozen=True)
+class CollectivesCounted(Event):
+    """The collectives, sends and receives of a rank in an attempt, by "axis [ranks]: operation at
+    file:line", the line that called them: how many, of how many bytes, and seconds inside of waits
+    for them (0 of those that are waited for in C++, as by DDP).
+
+    From every rank, at the end of its attempt, unless it is killed. Those that were waited for
+    longest, 24 at most; `num_left_out` others are left out.
+    """
+
+    step: int
+    num_calls: dict[str, int]
+    num_bytes: dict[str, int]
+    wait_s: dict[str, float]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
 class GpuMeasured(Event):
     """A rank's GPU, as the driver's NVML says it: `energy_j` in the `seconds` until `step`, of all
     that used the GPU; `busy_share` (0 to 1) of the sample period just before, in which any kernel

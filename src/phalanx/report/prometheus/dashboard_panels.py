@@ -260,7 +260,7 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 "Seconds in each second of rank 0's: starting, evaluating, tracing, saving.",
                 (
                     _query(
-                        "rate(phalanx_between_steps_seconds_total{RUN,rank=\"0\"}[INTERVAL])",
+                        'rate(phalanx_between_steps_seconds_total{RUN,rank="0"}[INTERVAL])',
                         "{{activity}}",
                     ),
                     _query(

@@ -10,6 +10,7 @@ from phalanx.report.ledger import LEDGER_PARTS, RankLedger, list_ledger_warnings
 from phalanx.report.markup import Html, build_table, build_tag
 
 MAX_SHOWN_LEDGERS = 16
+MAX_SHOWN_CALLERS = 24
 
 UNATTRIBUTED = "unattributed"
 _CSS_CLASS_OF_PART = {
@@ -55,6 +56,7 @@ def render_ledgers(facts: RunFacts) -> Html:
             build_table(["rank", *used, UNATTRIBUTED, "wall"], list_ledger_rows(ledgers, used)),
         ),
         _render_communication(lead),
+        _render_callers(facts),
         class_="block",
     )
 
@@ -142,6 +144,37 @@ def _render_communication(ledger: RankLedger) -> Html | None:
             "p",
             "Seconds in which this rank computed nothing: transfer, and waiting for others. What"
             " goes on beside computation is not in it.",
+            class_="note",
+        ),
+    )
+
+
+def _render_callers(facts: RunFacts) -> Html | None:
+    """The collectives of all ranks by the line that called them, folded up."""
+    if not facts.callers:
+        return None
+    rows = []
+    for each in facts.callers[:MAX_SHOWN_CALLERS]:
+        rows.append(
+            [
+                each.axis,
+                each.operation,
+                each.caller,
+                f"{each.num_calls:,}",
+                formats.format_num_bytes(each.num_bytes),
+                formats.format_seconds_or_missing(each.wait_s),
+                formats.format_seconds_or_missing(each.most_wait_s),
+            ]
+        )
+    head = ["group", "operation", "caller", "calls", "bytes", "waited", "longest of a rank"]
+    return build_tag(
+        "details",
+        build_tag("summary", "Collectives by caller"),
+        build_table(head, rows),
+        build_tag(
+            "p",
+            "Of all ranks together, with those of start-up and evaluations. Waited: inside of a"
+            " wait in Python; what DDP waits for in C++ is in the table above alone.",
             class_="note",
         ),
     )
