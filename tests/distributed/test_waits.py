@@ -151,6 +151,8 @@ def waits_of(case: Case) -> tuple[Counter[str], Counter[str], int]:
             model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
         of_step = waits.take()
+        if case.ranks == 1:
+            assert model.phases.take()["host_to_device"] > 0, "copies are no part of the forward"
         model.reduce_sums(model.evaluate(own(batches[3:], model)[0][:2], OBJECTIVE))
         of_evaluation = waits.take()
         more = case.of_layers * LAYERS * a_plan.num_microbatches + case.more

@@ -22,6 +22,7 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
     wrap_event_in_envelope,
 )
+from phalanx.observe.time_groups import get_time_group_of_phase
 from phalanx.report.event_log import read_event_log
 from phalanx.report.ledger import RankLedger, list_ledger_warnings
 from phalanx.report.reduce import collect_run_facts
@@ -74,6 +75,23 @@ def steps_from(first: int, last: int, began_s: float) -> list[Timed]:
 
 def ledgers_of(run_dir: Path) -> list[RankLedger]:
     return read_event_log(run_dir).ledger.build_ledgers()
+
+
+def test_a_batchs_copy_to_the_device_is_a_part_of_its_own(tmp_path: Path) -> None:
+    step = step_of(1, {**PHASES_S, "forward": 0.2, "host_to_device": 0.1})
+    events: list[Timed] = [(105.0, TimeBetweenSteps(0, "startup", 5.0)), (106.0, step)]
+    write(tmp_path, "rank-0000-attempt-00.jsonl", 0, 0, events)
+    write(
+        tmp_path,
+        "supervisor.jsonl",
+        -1,
+        0,
+        [STARTED, (106.0, RunFinished("finished", 0, 1, 6.0))],
+    )
+    (ledger,) = ledgers_of(tmp_path)
+    assert ledger.parts_s["host to device"] == pytest.approx(0.1)
+    assert ledger.parts_s["data"] == pytest.approx(0.1)
+    assert get_time_group_of_phase("host_to_device") == "data"
 
 
 def test_every_second_of_an_undisturbed_run_has_its_part(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, Protocol
 
 from phalanx.core.black_box import BlackBox
 
-# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping,
+# What a step's seconds are charged to; "host_to_device" is a batch's copy to a GPU, "optimizer" includes the gradients' norm and clipping,
 # "pipeline" is waiting for another stage: the bubble as this rank sees it. "prepare" is what a step
 # does before its first forward and after its last backward for batches and modules, "record" what
 # it checks and writes down. Another name is a bug.
 PHASES = (
     "startup",
     "data",
+    "host_to_device",
     "prepare",
     "record",
     "forward",

@@ -17,7 +17,7 @@ from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
 
 # The own work of a rank in a step, in which ranks of one stage do the same. Rank 0 records more
 # than the others, and saves and evaluations are no steps.
-OWN_PHASES = ("data", "prepare", "forward", "backward", "optimizer")
+OWN_PHASES = ("data", "host_to_device", "prepare", "forward", "backward", "optimizer")
 _WAITING_PHASES = ("collective", "pipeline")
 _PHASES_OF_NO_STEP = ("evaluate", "ckpt_prepare", "ckpt_stage", "ckpt_write", "before_commit")
 

@@ -24,6 +24,7 @@ UNPRODUCTIVE_GROUPS = ("data", "checkpoint", "evaluate")
 """What a step's seconds are spent on beside training it."""
 
 _GROUP_OF_PHASE = {
+    "host_to_device": "data",
     "ckpt_prepare": "checkpoint",
     "ckpt_stage": "checkpoint",
     "ckpt_write": "checkpoint",

@@ -169,10 +169,12 @@ class MicrobatchLossForward:
         device = self._context.mesh.device
         if id(batch) in self._copies:
             return BatchOfNamedTensors(self._copies[id(batch)])
-        copied = {
-            key: pin_memory(tensor, device).to(device, non_blocking=True)
-            for key, tensor in batch.items()
-        }
+        is_copied = not is_cpu(device)
+        with self._context.phases("host_to_device") if is_copied else nullcontext():
+            copied = {
+                key: pin_memory(tensor, device).to(device, non_blocking=True)
+                for key, tensor in batch.items()
+            }
         if self._shares_copies:
             self._copies[id(batch)] = copied
         return BatchOfNamedTensors(copied)

@@ -29,6 +29,7 @@ from phalanx.report.formats import finite_or_zero, format_percent, format_second
 LEDGER_PARTS = (
     "start-up",
     "data",
+    "host to device",
     "forward",
     "backward",
     "communication",
@@ -47,6 +48,7 @@ LEDGER_PARTS = (
 
 _PART_OF_PHASE = {
     "data": "data",
+    "host_to_device": "host to device",
     "forward": "forward",
     "backward": "backward",
     "collective": "communication",

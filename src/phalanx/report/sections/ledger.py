@@ -16,6 +16,7 @@ UNATTRIBUTED = "unattributed"
 _CSS_CLASS_OF_PART = {
     "start-up": "g7",
     "data": "g0",
+    "host to device": "g6",
     "forward": "g1",
     "backward": "g2",
     "communication": "g3",
