@@ -275,6 +275,55 @@ def test_a_browser_shows_the_page_without_a_request_or_an_error(
     assert slow != usual
 
 
+# Texts that stand where they were put (ticks, marks, names of lanes and tiles), by their boxes: those of one chart that
+# cover each other by more than a pixel each way. Lines of a paragraph are no business of it.
+OVERLAPS = """
+(() => {
+  const labels = '.xtick, .ytick, .end, .flag, .heataxis span, .heatname, .heatend, .lanelabel, .lanename, .laneidle,'
+    + ' .laneaxis span, .lanerow .beside, dl.keys dt, dl.keys .why, .ylabel, .meshname, .barlabel > span, .legend .key';
+  const found = [];
+  for (const home of document.querySelectorAll('figure, dl.keys, .block, .goodput')) {
+    const boxes = [];
+    for (const each of home.querySelectorAll(labels)) {
+      const range = document.createRange();
+      range.selectNodeContents(each);
+      // What is cut off takes no more room than its box.
+      const text = range.getBoundingClientRect(), own = each.getBoundingClientRect();
+      const clips = getComputedStyle(each).overflowX === 'hidden';
+      const right = clips ? Math.min(text.right, own.right) : text.right;
+      if (text.width && text.height && own.width) {
+        boxes.push([text.left, right, text.top, text.bottom, each.textContent, each]);
+      }
+    }
+    for (const [index, one] of boxes.entries()) {
+      if (one[1] > innerWidth + 1 && !one[5].closest('.scroll')) found.push('beyond the window: ' + one[4]);
+      for (const other of boxes.slice(index + 1)) {
+        const wide = Math.min(one[1], other[1]) - Math.max(one[0], other[0]);
+        const high = Math.min(one[3], other[3]) - Math.max(one[2], other[2]);
+        if (wide > 1 && high > 2 && !one[5].contains(other[5])) found.push(one[4] + ' / ' + other[4]);
+      }
+    }
+  }
+  return found;
+})()
+"""
+
+
+@pytest.mark.parametrize("width", [320, 760, 1280])
+def test_no_label_covers_another_one(run_dir: Path, browser: Browser, width: int) -> None:
+    """Also of a run with restarts, baselines with long names, and a measured pipeline."""
+    rank, supervisor = Bus(rank=0, run_dir=run_dir), Bus(rank=-1, run_dir=run_dir)
+    for name, loss in (("uniform over bytes", 5.545), ("Kneser-Ney trigram", 1.826)):
+        rank.emit(events.BaselineMeasured(name, loss, 1000, 0.1))
+    for number, step in enumerate((8, 14, 20, 24, 31), start=2):
+        supervisor.emit(events.RestartScheduled(number, 9, step))
+    rank.close()
+    supervisor.close()
+    browser.open(write_report(run_dir).as_uri(), width=width)
+    assert browser.evaluate(OVERLAPS) == []
+    assert is_as_wide_as_its_window(browser), "nothing is scrolled sideways"
+
+
 def is_as_wide_as_its_window(browser: Browser) -> bool:
     return bool(
         browser.evaluate(

@@ -35,8 +35,9 @@ MAX_EVENT_MARKS = 150
 MAX_POINTS_WITH_DOTS = 60
 # Of the plot's height, so that labels beside it do not overlap.
 MIN_LABEL_GAP = 0.075
-# Of the plot's width, about that of "restart 12": nearer marks have no text.
+# Of the plot's width, about that of "restart 12": nearer marks have no text. The second on a phone.
 MARK_LABEL_WIDTH_SHARE = 0.16
+NARROW_MARK_LABEL_WIDTH_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def _choose_table_rows(count: int) -> list[int]:
 def _draw_event_marks(
     marks: Sequence[EventMark], x_scale: AxisScale, y_scale: AxisScale, drawing: ChartDrawing
 ) -> None:
-    free_from = -1.0
+    free_from = free_from_on_narrow_page = -1.0
     for mark in marks[:MAX_EVENT_MARKS]:
         x = x_scale(mark.x)
         if not 0 <= x <= 1:
@@ -317,12 +318,13 @@ def _draw_event_marks(
             continue
         drawing.svg.append(draw_path(f"M{x * VIEW_BOX_SIZE:.1f} 0V{VIEW_BOX_SIZE}", mark.kind))
         if x >= free_from:
-            # A text that begins near the right edge would run over it.
-            side = "flag"
-            if x > 0.8:
-                side = "flag left"
+            css_class = _choose_flag_class(x)
+            if x < free_from_on_narrow_page:
+                css_class += " crowded"
+            else:
+                free_from_on_narrow_page = x + NARROW_MARK_LABEL_WIDTH_SHARE
             drawing.over.append(
-                build_tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%")
+                build_tag("span", mark.title, class_=css_class, style=f"left:{100 * x:.2f}%")
             )
             free_from = x + MARK_LABEL_WIDTH_SHARE
     kinds = {mark.kind for mark in marks}
@@ -332,6 +334,16 @@ def _draw_event_marks(
     for kind in ("restart", "resume"):
         if kind in kinds:
             drawing.legend.append(draw_legend_entry(kind, kind, "stroke"))
+
+
+def _choose_flag_class(x: float) -> str:
+    """On which side of its mark a text stands: one that begins near the right edge would run over
+    it, on a narrow page from the middle on."""
+    if x > 0.8:
+        return "flag left"
+    if x > 0.5:
+        return "flag middle"
+    return "flag"
 
 
 def _build_end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
@@ -350,7 +362,10 @@ def _build_end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
     end_labels = []
     for height, (_, text, css_class) in zip(heights, labels, strict=True):
         style = f"bottom:{100 * height:.2f}%"
-        end_labels.append(build_tag("span", text, class_=f"end {css_class}", style=style))
+        # A narrow page cuts it off.
+        end_labels.append(
+            build_tag("span", text, class_=f"end {css_class}", style=style, title=text)
+        )
     return end_labels
 
 
