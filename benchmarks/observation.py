@@ -29,7 +29,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,21 @@ def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         batches = RandomBatches(num_own, num_own // plan.num_microbatches, job.data.seq_len)
         data = TrainingData(batches, build_objective(job))
         trainer = Trainer(job, plan, state, bus, data, memory=meter)
-        turns = _alternate(rank, args, ObservedTrainer(trainer, box))
+        turns = _alternate(
+            rank,
+            args,
+            ObservedTrainer(trainer, box),
+            lambda turns: _summarise(turns, args, job, plan),
+        )
     bus.close()
     return _summarise(turns, args, job, plan)
 
 
 def _alternate(
-    rank: int, args: argparse.Namespace, trainer: ObservedTrainer
+    rank: int,
+    args: argparse.Namespace,
+    trainer: ObservedTrainer,
+    summarise: Callable[[dict[str, list[tuple[float, float]]]], dict[str, Any]],
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each turn, "on" and "off", by the wall and by processor time."""
     with trainer.observing():
@@ -244,6 +252,9 @@ def _alternate(
             said_s = time.monotonic()
             left_s = (time.monotonic() - began) / (turn + 1) * (num_turns - turn - 1)
             print(f"turn {turn + 1} of {num_turns}, {left_s:.0f} s left", flush=True)
+            if args.out and turn % 4 == 3:
+                # Whatever ends it, the turns so far are kept.
+                args.out.write_text(json.dumps(summarise(seconds), indent=1) + "\n")
     return seconds
 
 
