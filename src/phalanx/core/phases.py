@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 from phalanx.core.black_box import BlackBox
 
-# What a step's seconds are charged to; "host_to_device" is a batch's copy to a GPU, "optimizer" includes the gradients' norm and clipping,
-# "pipeline" is waiting for another stage: the bubble as this rank sees it. "prepare" is what a step
-# does before its first forward and after its last backward for batches and modules, "record" what
-# it checks and writes down. Another name is a bug.
+# What a step's seconds are charged to; "host_to_device" is a batch's copy to a GPU, "optimizer"
+# includes the gradients' norm and clipping, "pipeline" is waiting for another stage: the bubble as
+# this rank sees it. "prepare" is what a step does before its first forward and after its last
+# backward for batches and modules, "record" what it checks and writes down. Another name is a bug.
 PHASES = (
     "startup",
     "data",
