@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.cli import report
 from phalanx.observe.events import (
+    CollectivesCounted,
     Envelope,
     Event,
     MonotonicClockReading,
@@ -138,7 +139,12 @@ def test_steps_that_a_restart_undid_are_one_part(tmp_path: Path) -> None:
         "rank-0000-attempt-00.jsonl",
         0,
         0,
-        [(105.0, TimeBetweenSteps(0, "startup", 5.0)), *steps_from(1, 6, 105.0)],
+        [
+            (105.0, TimeBetweenSteps(0, "startup", 5.0)),
+            *steps_from(1, 6, 105.0),
+            # It has lost the other rank, and says what it sent.
+            (112.5, CollectivesCounted(6, {}, {}, {})),
+        ],
     )
     write(
         tmp_path,

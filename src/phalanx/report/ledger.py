@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import (
+    CollectivesCounted,
     Envelope,
     LayoutChanged,
     RanksStarted,
@@ -193,6 +194,9 @@ class LedgerBuilder:
         if not isinstance(envelope.event, StepFinished | StepsSummed):
             self._add_event_of_supervision(envelope)
         if envelope.rank < 0 or not math.isfinite(envelope.monotonic_s):
+            return
+        if isinstance(envelope.event, CollectivesCounted):
+            # Where a rank fails it comes after the failure: no word of training.
             return
         of_rank = self._attempts.setdefault(envelope.rank, {})
         attempt = of_rank.get(envelope.attempt)
