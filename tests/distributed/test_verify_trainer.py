@@ -173,6 +173,13 @@ def test_other_jobs_equal_the_second_loop(
     assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
 
 
+@pytest.mark.long
+def test_a_balance_loss_in_stages_that_clip_nothing_equals_the_second_loop() -> None:
+    sections = {**DECODER, "model": {"preset": "small-mixtral"}, "optim": {"clip_norm": None}}
+    (row,) = rows_of("trainer-pp2-1f1b", sections=sections).values()
+    assert row.ok, row.first
+
+
 def test_a_buffer_of_own_rows_is_the_reason_of_the_loss_that_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -205,9 +205,11 @@ NOT_JUDGED_PARTS = (
 )
 
 
-def choose_step_factors(job: Job) -> dict[int, float]:
+def choose_step_factors(job: Job, plan: Plan) -> dict[int, float]:
     """Step -> what its gradients are multiplied by."""
-    if job.optim.clip_norm is not None:
+    # A stage adds its balance loss itself: what is done to the loss does not reach that.
+    has_balance_loss = getattr(plan.model_shape, "balance_loss", 0.0) > 0
+    if job.optim.clip_norm is not None or has_balance_loss:
         return {}
     return {UNCLIPPED_STEP: UNCLIPPED_FACTOR}
 

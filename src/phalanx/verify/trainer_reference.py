@@ -157,7 +157,7 @@ class _ReferenceWriter:
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
-            step_factors=choose_step_factors(self.job),
+            step_factors=choose_step_factors(self.job, self.plan),
             infinite_losses=frozenset({INFINITE_LOSS_STEP}),
             loss_scale=(scaling.initial, scaling.growth_steps),
         )

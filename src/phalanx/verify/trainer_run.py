@@ -196,7 +196,7 @@ class TrainerRun:
             storage = replace(storage, store=RunStorage.open(self._background_dir).store)
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         injector = GradientInjector(
-            batches, choose_step_factors(job), not observation.why_not_repeated
+            batches, choose_step_factors(job, plan), not observation.why_not_repeated
         )
         data = TrainingData(
             batches,
