@@ -41,8 +41,10 @@ from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
+from phalanx.verify.trace import find_lossy_gradients
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
+    ArithmeticFault,
     Trace,
     TraceStep,
     name_buffers_set,
@@ -722,3 +724,29 @@ def test_changed_modes_name_the_first_module_and_its_ranks() -> None:
     )
     assert difference.ranks == (1,)
     assert list(find_changed_modes(ranks[:1])) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "names"),
+    [
+        ({"a": 0.01, "b": 0.012, "c": 0.008}, ()),
+        # Parts that cancel: within a tenth of the gradient.
+        ({"a": 0.01, "b": 0.09, "c": 0.008}, ()),
+        ({"a": 0.01, "b": 0.3, "c": 0.008}, ("b",)),
+        ({"a": 0.01, "b": math.nan, "c": 0.008}, ("b",)),
+        # In the median: all that are off, the worst first.
+        ({"a": 0.05, "b": 0.06, "c": 0.008}, ("b", "a")),
+    ],
+)
+def test_gradients_of_a_narrow_type_that_rounding_does_not_explain_are_named(
+    lost: dict[str, float], names: tuple[str, ...]
+) -> None:
+    faults = find_lossy_gradients(lost, dict.fromkeys(lost, 0.02))
+    assert tuple(fault.name for fault in faults) == names
+
+
+def test_a_narrow_type_that_is_wrong_in_one_process_differs_in_every_layout() -> None:
+    trace = traced(lossy_gradients=(ArithmeticFault("a", 0.3),))
+    first = LayoutComparator(trace, [saw()], JudgedLayout(1), tolerance=1e-10).compare().first
+    assert first is not None
+    assert (first.what, first.name, first.error) == ("narrow gradient", "a", 0.3)

@@ -298,6 +298,7 @@ class _ReferenceWriter:
             initial_faults=find_initial_faults(self.job, self.plan, initial),
             arithmetic_faults=arithmetic.faults,
             adapter=adapter,
+            judges_lost_digits=not self.job.model.is_foreign,
         )
         return list(routes.reroutes)
 

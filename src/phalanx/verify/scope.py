@@ -48,6 +48,11 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         judged.append("mean, width and shape of the distribution of initial weights")
     if trace.arithmetic_faults is not None:
         judged.append("that routers compute scores in float32, beside their definition")
+    if trace.lossy_gradients is not None:
+        judged.append(
+            "how far gradients in the narrow type are from a wide one, in one process: at most ten"
+            " times what rounded weights change of them (or 10 %), and twice in the median"
+        )
     if trace.adapter is not None and not trace.adapter.unjudged:
         judged.append(
             f"outputs and gradients of the adapted module beside {trace.adapter.architecture} of"
@@ -102,7 +107,7 @@ def list_quantities_not_compared(
         but = "" if trace.arithmetic_faults is None else " but for routers' scores"
         not_judged.append(
             f"the model's own arithmetic in {compute}{but}: the reference computes by the same"
-            " phalanx.nn"
+            " phalanx.nn, and is judged by how far it is from a wide type alone"
         )
     if plan.is_layout_free:
         not_judged.append("that bits are those of any other number of ranks, as layout-free has it")

@@ -8,6 +8,8 @@ step K step-K (gradients), weights-K and buffers-K .safetensors hold the tensors
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.forward_probe import ForwardProbe
-from phalanx.verify.number_types import FP8, find_rounding_dtype
+from phalanx.verify.number_types import FP8, find_rounding_dtype, is_narrow_dtype
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -38,6 +40,14 @@ from phalanx.verify.trace_facts import (
     name_weights_set,
     read_trace,
 )
+
+# Of what weights that are rounded otherwise change of a gradient: so much may a narrow type lose of
+# one, and of the median.
+MAX_LOST_DIGITS, MAX_USUAL_LOST_DIGITS = 10.0, 2.0
+# A part of a single gradient below which no loss of digits is a mistake: sums may cancel.
+MIN_LOST_PART = 0.1
+# Of a usual gradient: a smaller one may cancel whatever the weights are.
+LEAST_SIZE = 1e-3
 
 
 class TraceTensorReader:
@@ -173,8 +183,10 @@ class TraceWriter:
         initial_faults: Sequence[InitialFault] | None,
         arithmetic_faults: Sequence[ArithmeticFault] | None,
         adapter: AdapterFacts | None,
+        judges_lost_digits: bool = False,
     ) -> None:
-        """Write trace.json. `initial_faults`, `arithmetic_faults`, `adapter`: as `Trace` has them.
+        """Write trace.json. `initial_faults`, `arithmetic_faults`, `adapter`: as `Trace` has them;
+        `judges_lost_digits`: with `lossy_gradients`.
         `other_directories`: those of the same in float64, or from weights that are rounded
         otherwise, which tell how much of a tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
@@ -184,6 +196,9 @@ class TraceWriter:
             self._raise_rounding_to_distances(rounding, other, rounding_dtype)
             if rounding_dtype:
                 self._raise_scalar_rounding_to(strays, evaluation, read_trace(other))
+        lossy = None
+        if judges_lost_digits and is_narrow_dtype(self._dtype) and self._dtype != FP8:
+            lossy = self._find_lossy_gradients(other_directories)
         body = {
             "dtype": self._dtype,
             "lr": self._lr,
@@ -199,6 +214,7 @@ class TraceWriter:
             "num_evaluated": num_evaluated,
             "initial_faults": _to_json(initial_faults),
             "arithmetic_faults": _to_json(arithmetic_faults),
+            "lossy_gradients": _to_json(lossy),
             "adapter": None if adapter is None else asdict(adapter),
             **asdict(probed),
         }
@@ -227,6 +243,40 @@ class TraceWriter:
             for name, distance in _measure_tensor_distances(self._directory, other, kind).items():
                 largest[name] = max(share * distance, largest.get(name, 0.0))
 
+    def _find_lossy_gradients(
+        self, other_directories: Sequence[Path]
+    ) -> tuple[ArithmeticFault, ...] | None:
+        """The gradients that are so far from the same in a wide type that rounding does not explain
+        it, the worst first; None where one of both is missing."""
+        nudged = [other for other in other_directories if read_trace(other).rounding_dtype]
+        wide = [other for other in other_directories if other not in nudged]
+        if not nudged or not wide:
+            return None
+        sizes = self._add_up_squares(None)
+        lost = self._add_up_squares(wide[0])
+        changed: dict[str, float] = {}
+        for other in nudged:
+            for name, square in self._add_up_squares(other).items():
+                changed[name] = changed.get(name, 0.0) + square / len(nudged)
+        usual = math.sqrt(sum(sizes.values()) / len(sizes))
+        names = [name for name, size in sizes.items() if math.sqrt(size) > LEAST_SIZE * usual]
+        return find_lossy_gradients(
+            {name: math.sqrt(lost[name] / sizes[name]) for name in names},
+            {name: math.sqrt(changed[name] / sizes[name]) for name in names},
+        )
+
+    def _add_up_squares(self, other: Path | None) -> dict[str, float]:
+        """The squares of each gradient's distance from that in `other`, or of its norm, added up
+        over all steps."""
+        squares: dict[str, float] = {}
+        for kind in filter(lambda kind: kind.startswith(GRADIENT_KIND_PREFIX), self._sizes):
+            numbers = self._sizes[kind]
+            if other is not None:
+                numbers = _measure_tensor_distances(self._directory, other, kind)
+            for name, number in numbers.items():
+                squares[name] = squares.get(name, 0.0) + number**2
+        return squares
+
     def _raise_scalar_rounding_to(
         self, strays: dict[str, float], evaluation: float, other: Trace
     ) -> None:
@@ -238,6 +288,31 @@ class TraceWriter:
         for attribute, value, nudged_value in pairs:
             stray = abs(value - nudged_value) / max(abs(value), 1e-30)
             strays[attribute] = max(stray, strays.get(attribute, 0.0))
+
+
+def find_lossy_gradients(
+    lost: Mapping[str, float], changed: Mapping[str, float]
+) -> tuple[ArithmeticFault, ...]:
+    """The gradients that a narrow type gets wrong, the worst first: `lost` says how far each is
+    from the same in a wide type, `changed` how far from that of weights that are rounded otherwise,
+    both relative.
+
+    A computation that is right but for its digits loses half of what such weights change (measured:
+    0.5 to 0.6 of it in the median, 9 times it for a bias of a norm, whose parts cancel).
+    """
+    if not lost:
+        return ()
+    usual = statistics.median(changed.values())
+    ratios = {name: lost[name] / max(changed[name], usual, 1e-30) for name in lost}
+    most, least = MAX_LOST_DIGITS, MIN_LOST_PART
+    if not statistics.median(ratios.values()) <= MAX_USUAL_LOST_DIGITS:
+        most, least = MAX_USUAL_LOST_DIGITS, 0.0
+    faults = []
+    for name in sorted(ratios, key=lambda name: -ratios[name]):
+        # Not `>`: NaN is above any.
+        if not ratios[name] <= most and not lost[name] <= least:
+            faults.append(ArithmeticFault(name, lost[name]))
+    return tuple(faults)
 
 
 def _to_json(

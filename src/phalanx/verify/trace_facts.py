@@ -154,6 +154,10 @@ class Trace:
     """What a narrow type computes in fewer digits than defined; None where nothing was looked
     at."""
 
+    lossy_gradients: tuple[ArithmeticFault, ...] | None = None
+    """Gradients of phalanx's own model that a narrow type has further from a wide one than rounding
+    explains, the worst first; None where nothing was looked at."""
+
     adapter: AdapterFacts | None = None
     """Of a Hugging Face model alone."""
 
@@ -294,6 +298,7 @@ def read_trace(directory: Path) -> Trace:
         num_evaluated=body["num_evaluated"],
         initial_faults=_read_initial_faults(body["initial_faults"]),
         arithmetic_faults=_read_arithmetic_faults(body["arithmetic_faults"]),
+        lossy_gradients=_read_arithmetic_faults(body["lossy_gradients"]),
         adapter=None if body["adapter"] is None else AdapterFacts(**body["adapter"]),
     )
 

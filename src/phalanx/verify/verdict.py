@@ -36,6 +36,11 @@ EVALUATION_MODE_CAUSE = (
     " in training mode as transformers' {} is built: their dropout does nothing, in one process and"
     " in every layout"
 )
+LOST_DIGITS_CAUSE = (
+    "in one process, too, and so in every layout, the narrow type is further from a wide one than"
+    " weights that are rounded otherwise explain: it computes something else, or rounds where it"
+    " should not"
+)
 NUMBER_CAUSE = (
     "the {} of {} is another one as phalanx builds the model for training than as transformers' {}"
     " is built from the same config.json, in one process and in every layout"
@@ -109,6 +114,7 @@ class LayoutComparator:
         yield from self._compare_initial_distributions()
         yield from self._compare_adapter()
         yield from self._compare_arithmetic()
+        yield from self._compare_lost_digits()
         yield from self._compare_rotary_tables()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
@@ -245,6 +251,15 @@ class LayoutComparator:
             )
         error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
         yield Difference("gradient reduction", "", step, error, rank, tuple(seen), "", cause)
+
+    def _compare_lost_digits(self) -> Iterator[Difference]:
+        """The gradient that is wrong in a narrow type in one process, and so in every layout."""
+        for fault in self._trace.lossy_gradients or ():
+            ranks = tuple(range(len(self._observations)))
+            part = self._observations[0]["held"].get(fault.name, "nothing")
+            yield Difference(
+                "narrow gradient", fault.name, 0, fault.error, 0, ranks, part, LOST_DIGITS_CAUSE
+            )
 
     def _compare_rotary_tables(self) -> Iterator[Difference]:
         """The first block that rotates by a table in a narrow type."""
