@@ -32,7 +32,7 @@ from typing import Any
 
 from phalanx.core.units import format_seconds
 from phalanx.job.load import load_job
-from phalanx.observe.events import RestartScheduled, StepFinished
+from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
 from phalanx.report.ledger import MAX_UNATTRIBUTED_SHARE
 from phalanx.report.reduce import collect_run_facts
@@ -157,14 +157,15 @@ def train_and_read_ledgers(name: str, overrides: list[str]) -> dict[str, Any]:
         )
         if done.returncode != 0:
             return {"failure": (done.stderr.strip() or "no word").splitlines()[0]}
-        ledgers = collect_run_facts(run_dir).rank_ledgers
+        facts = collect_run_facts(run_dir)
+        ledgers = facts.rank_ledgers
         row: dict[str, Any] = {
             "date": date.today().isoformat(),
             "load": os.getloadavg()[0],
             "wall_s": ledgers[0].wall_s,
             "unattributed": [each.unattributed_s / each.wall_s for each in ledgers],
             "counted_twice_s": [each.counted_twice_s for each in ledgers],
-            "num_restarts": len(list(read_recorded_events(run_dir, RestartScheduled))),
+            "num_restarts": facts.num_restarts,
         }
         if name in PAUSED_LAYOUTS:
             row["pauses_s"] = find_pauses(run_dir)

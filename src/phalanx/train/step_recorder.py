@@ -72,10 +72,12 @@ class StepRecorder:
         """
         self._phases.discard()
         self._gpu.start()
-        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         if asked_s is not None:
             seconds = time.monotonic() - asked_s
             self._bus.emit(TimeBetweenSteps(self._state.step, "startup", seconds))
+        # Afterwards: the ledger has a restart end where the start-up was emitted, less its seconds,
+        # and the first step must not have that moment, too.
+        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
 
     def exclude_from_next_step(self, activity: str, seconds: float) -> None:
         """Leave out the `seconds` of an activity of TimeBetweenSteps, which no step took, and say
