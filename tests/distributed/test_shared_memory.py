@@ -4,10 +4,12 @@ copies, what a dead or deviating peer looks like, and what is left to gloo."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -369,6 +371,43 @@ def test_a_rank_that_was_killed_is_named_at_once(tmp_path: Path) -> None:
     # It looks each 50 ms.
     assert took_s < 3
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def mount_small_shared_memory() -> str:
+    """Give this process a /dev/shm of 64 KiB that no other one sees; why that is impossible, else
+    empty."""
+    new_mount_namespace = 0x20000
+    if ctypes.CDLL(None, use_errno=True).unshare(new_mount_namespace):
+        return os.strerror(ctypes.get_errno())
+    for arguments in (
+        ("--make-rprivate", "/"),
+        ("-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"),
+    ):
+        done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip()
+    return ""
+
+
+def reduce_without_room(rank: int) -> str | tuple[bool, bool]:
+    """Whether a tensor found room in a full /dev/shm, and whether its sum over two ranks is right."""
+    if problem := mount_small_shared_memory():
+        return problem
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared"):
+        transport = current_transport()
+        assert transport is not None
+        values = torch.full((1_200_001,), 1.0 + rank)
+        has_room = transport.publish(values)
+        dist.all_reduce(values)
+        dist.barrier()
+        return has_room, bool((values == 3.0).all())
+
+
+def test_where_dev_shm_is_full_tensors_are_copied_and_sums_stay_right() -> None:
+    found = run_ranks(2, reduce_without_room)
+    if isinstance(found[0], str):
+        pytest.skip(f"a /dev/shm of its own takes root: {found[0]}")
+    assert found == [(False, True)] * 2
 
 
 def wait_briefly(rank: int) -> list[float]:

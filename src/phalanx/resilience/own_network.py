@@ -1,10 +1,14 @@
-"""Whether a run has a network of its own, which a fault may damage."""
+"""The network that a run has for itself, and what a fault may do to it."""
 
 from __future__ import annotations
+
+import subprocess
 
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
+
+_BEFORE_LOCAL, _LOCAL = "10", "100"
 
 
 def require_own_network() -> None:
@@ -15,3 +19,35 @@ def require_own_network() -> None:
             "this fault damages a network that the run has for itself, and it has none",
             fix="run it by phalanx drill",
         )
+
+
+def drop_packets_of_connections(*, drops_received: bool) -> None:
+    """Throw away all packets that this process sends over its connections from now on, and with
+    `drops_received` those that come to it, too. Later connections work.
+
+    Raises EnvironmentProblem in a network that the run shares with others.
+    """
+    require_own_network()
+    # Rules about packets come before the delivery to this machine, which is the first rule of all.
+    _add_rule("pref", _LOCAL, "lookup", "local")
+    first_rule = ["ip", "rule", "delete", "pref", "0"]
+    subprocess.run(first_rule, capture_output=True, check=False)
+    for connection in psutil.Process().net_connections(kind="tcp4"):
+        if connection.raddr:
+            local_port, remote_port = str(connection.laddr.port), str(connection.raddr.port)
+            _drop_packets(local_port, remote_port)
+            if drops_received:
+                _drop_packets(remote_port, local_port)
+
+
+def _drop_packets(source_port: str, target_port: str) -> None:
+    ports = ("ipproto", "tcp", "sport", source_port, "dport", target_port)
+    _add_rule("pref", _BEFORE_LOCAL, *ports, "blackhole")
+
+
+def _add_rule(*words: str) -> None:
+    done = subprocess.run(
+        ["ip", "rule", "add", *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise EnvironmentProblem("the network cannot be cut", why=done.stderr.strip())

@@ -1,0 +1,25 @@
+"""The network of one rank is cut in one direction: it hears the others, and nothing that it sends
+arrives."""
+
+from __future__ import annotations
+
+from phalanx.resilience.expectation import HANG_DETECTION, HANG_RECOVERY_S, Expectation
+from phalanx.resilience.own_network import drop_packets_of_connections
+
+EXPECTATION = Expectation(
+    verdict="link cut",
+    detected_s=HANG_DETECTION,
+    trained_again_s=HANG_RECOVERY_S,
+    is_named_by_majority=True,
+    stage="own_network",
+    # What ranks exchange through memory no network can hold up.
+    overrides=("parallel.collectives=gloo",),
+)
+
+
+def inject() -> None:
+    """Throw away all packets that this process sends over its connections.
+
+    Raises EnvironmentProblem in a network that the run shares with others.
+    """
+    drop_packets_of_connections(drops_received=False)

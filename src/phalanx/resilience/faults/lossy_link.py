@@ -1,0 +1,60 @@
+"""The network between the ranks loses one packet in twenty for some steps: TCP repeats them, and
+nobody is to blame."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+
+from phalanx.core.errors import EnvironmentProblem
+from phalanx.resilience.expectation import NO_VERDICT, Expectation
+from phalanx.resilience.fault import FaultSite
+from phalanx.resilience.own_network import require_own_network
+
+EXPECTATION = Expectation(
+    verdict=NO_VERDICT,
+    detected_s=None,
+    trained_again_s=None,
+    may_lose_steps=False,
+    names_rank=False,
+    phases=("data",),
+    stage="own_network",
+    # What ranks exchange through memory no network can hold up.
+    overrides=("parallel.collectives=gloo",),
+    settling_steps=18,
+)
+NUM_LOSSY_STEPS = 12
+LOST_SHARE = 0.05
+# A filter of packets in the classic machine code: load a random number, and drop what has a large
+# one. The kernel's words are TC_ACT_OK (0) and TC_ACT_SHOT (2).
+_RANDOM_NUMBER_AT = 0xFFFFF038
+_LEAST_DROPPED = int((1 - LOST_SHARE) * (1 << 32))
+FILTER = f"4,32 0 0 {_RANDOM_NUMBER_AT},53 1 0 {_LEAST_DROPPED},6 0 0 0,6 0 0 2"
+
+
+def inject(site: FaultSite) -> None:
+    """Lose 5 % of the packets on the loopback device of the run's own network, for twelve steps.
+
+    Raises EnvironmentProblem in a network that the run shares with others.
+    """
+    require_own_network()
+    _run_tc("qdisc", "add", "dev", "lo", "clsact")
+    # As they come in: of what it does not get rid of itself a sender knows.
+    _run_tc("filter", "add", "dev", "lo", "ingress", "bpf", "da", "bytecode", FILTER)
+    threading.Thread(target=_end_after_steps, args=(site,), daemon=True).start()
+
+
+def _end_after_steps(site: FaultSite) -> None:
+    assert site.trainer is not None, "the fault lossy_link strikes a rank that trains"
+    last = site.trainer.state.step + NUM_LOSSY_STEPS
+    while site.trainer.state.step < last:
+        time.sleep(0.05)
+    whole_again = ["tc", "qdisc", "delete", "dev", "lo", "clsact"]
+    subprocess.run(whole_again, capture_output=True, check=False)
+
+
+def _run_tc(*words: str) -> None:
+    done = subprocess.run(["tc", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvironmentProblem("the network cannot be made lossy", why=done.stderr.strip())

@@ -1,0 +1,28 @@
+"""When a run on fewer ranks tries all of them again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from phalanx import load_job, make_plan
+from phalanx.run.elastic_layout import ElasticLayout
+
+
+def test_a_rank_that_comes_and_goes_is_tried_less_and_less_often() -> None:
+    """Each time it is gone again, twice as many checkpoints pass before the next try."""
+    keys = ["parallel.ranks=4", "parallel.dp_replicate=4", "train.global_batch_size=12"]
+    job = load_job(None, [*keys, "resilience.min_ranks=2"])
+    run: Any = SimpleNamespace(job=job, plan=make_plan(job), replan=make_plan)
+    elastic = ElasticLayout(run)
+    num_saves_before_growth = []
+    for _ in range(4):
+        assert elastic.shrink() == 3
+        num_saves = 0
+        while not elastic.should_grow():
+            elastic.note_checkpoint()
+            num_saves += 1
+        num_saves_before_growth.append(num_saves)
+        assert elastic.grow() == 4
+        assert not elastic.should_grow()
+    assert num_saves_before_growth == [1, 2, 4, 8]
