@@ -96,3 +96,15 @@ def test_every_pinned_dependency_of_the_project_is_in_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert names <= pinned
+
+
+def test_tests_that_the_docs_name_exist() -> None:
+    missing = []
+    for page in PAGES:
+        named = re.findall(
+            r"(tests/[\w/]+\.py)(?:::\w+)*::(test_\w+)", page.read_text(encoding="utf-8")
+        )
+        for path, name in named:
+            if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8"):
+                missing.append(f"{page.name}: {path}::{name}")
+    assert not missing
