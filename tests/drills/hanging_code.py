@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,20 @@ def freeze() -> None:
 
 def freeze_when_done(site: FaultSite) -> None:
     """Freeze once all ranks have said that their work is done, before they part."""
+    _do_when_done(site, freeze)
+
+
+def spin_when_done(site: FaultSite) -> None:
+    _do_when_done(site, spin)
+
+
+def sleep_when_done(site: FaultSite) -> None:
+    _do_when_done(site, sleep)
+
+
+def _do_when_done(site: FaultSite, action: Callable[[], None]) -> None:
     trainer: Any = site.trainer
-    trainer.record_ending = freeze
+    trainer.record_ending = action
 
 
 def shut_connections() -> None:

@@ -130,15 +130,25 @@ def test_the_rank_and_the_kind_are_named(
     assert f"rank {rank}" in found.report.splitlines()[0]
 
 
-def test_a_rank_that_freezes_after_its_last_step(folder: Path, straight: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "kind", "bar_s"),
+    [
+        ("freeze_when_done", "frozen", LIMIT_S),
+        pytest.param("spin_when_done", "spinning", 60.0, marks=pytest.mark.long),
+        pytest.param("sleep_when_done", "waiting_elsewhere", 60.0, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_hangs_after_its_last_step(
+    folder: Path, straight: Path, fault: str, kind: str, bar_s: float
+) -> None:
     """It is named and killed, and the run, all of which is saved, is finished."""
-    fault = inject("hanging_code:freeze_when_done", 1, STEPS, "forward")
-    done = train(folder, "at the end", fault)
+    name = f"at the end {fault}"
+    done = train(folder, name, inject(f"hanging_code:{fault}", 1, STEPS, "forward"))
     assert done.code == 0, done.err
-    run_dir = folder / "at the end"
+    run_dir = folder / name
     (found,) = events(run_dir, HangFound)
-    assert (found.event.hang_kind, found.event.culprits) == ("frozen", [1]), found.event.report
-    assert found.event.detected_s <= SLACK * LIMIT_S
+    assert (found.event.hang_kind, found.event.culprits) == (kind, [1]), found.event.report
+    assert found.event.detected_s <= SLACK * bar_s
     assert not events(run_dir, RankFailed)
     assert len(events(run_dir, RanksStarted)) == 1
     assert weights(run_dir) == weights(straight)
@@ -158,7 +168,7 @@ def test_a_connection_that_no_rank_died_of_blames_no_rank(folder: Path, straight
 
 
 def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
-    """Each rank samples for itself, for longer than a step may take, and writes nothing."""
+    """Each rank samples for itself, for longer than a step may take, and notes each token."""
     text_s = 0.0
     num_tokens = 6_000
     # How many tokens take that long is a matter of the machine.
@@ -172,6 +182,11 @@ def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
         (text,) = events(run_dir, TextGenerated)
         last_step_s = max(each.monotonic_s for each in events(run_dir, StepFinished))
         text_s = text.monotonic_s - last_step_s
+        for rank in (0, 1):
+            box = read_last_position(black_box_path(run_dir, rank))
+            assert box is not None
+            assert box.header is not None
+            assert box.header.work_s > last_step_s
         num_tokens *= 4
 
 

@@ -206,12 +206,18 @@ def test_a_rank_that_hangs_after_the_work_of_all_is_done() -> None:
     late_s = LONG_LIMIT_S + 1
     assert judge((WAITS, ASLEEP), (BEHIND, quiet("TTTTTTTT")), finished=done) == (FROZEN, (1,))
     silent = position("backward", call(1), pulse_s=NOW_S - 50.0)
-    for looks, kind in (((silent, ASLEEP), GIL_HELD), ((BEHIND, ASLEEP), WAITING_ELSEWHERE)):
+    busy = quiet("RRRRRRRR", (1.0, 90.0))
+    for looks, kind in (
+        ((silent, ASLEEP), GIL_HELD),
+        ((BEHIND, busy), SPINNING),
+        ((BEHIND, ASLEEP), WAITING_ELSEWHERE),
+    ):
         assert judge((WAITS, ASLEEP), looks, finished=done) == ("", ())
         assert judge((WAITS, ASLEEP), looks, finished=done, silent_s=late_s) == (kind, (1,))
-    # A long text is sampled, each rank for itself, or sinks are slow, for which nobody waits.
-    sampling = (BEHIND, quiet("RRRRRRRR", (1.0, 600.0)))
-    assert judge((WAITS, ASLEEP), sampling, finished=done, silent_s=600.0) == ("", ())
+    # One that is kept from its processor.
+    starved = (BEHIND, quiet("RRRRRRRR", (0.1, 0.4)))
+    assert judge((WAITS, ASLEEP), starved, finished=done, silent_s=late_s) == ("", ())
+    # Sinks are slow, for which nobody waits.
     closing = position("backward", call(1), pulse_s=0.0)
     found = judge((closing, ASLEEP), (closing, ASLEEP), finished=done, silent_s=late_s)
     assert found == ("", ())

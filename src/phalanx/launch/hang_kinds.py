@@ -147,8 +147,8 @@ def _judge_waits_for_others(evidence: HangEvidence) -> Culprits | None:
 def _judge_end_of_work(evidence: HangEvidence) -> Culprits:
     """The culprits among ranks of which some have said that their work is done.
 
-    The last save of some, and then the text that all sample, may take longer than a step, and write
-    nothing: only what lasts for longer than other long work may counts.
+    The last save of some, and then each token of the text that all sample, may take longer than a
+    step: only what lasts for longer than other long work may counts.
     """
     limit = evidence.limit
     quiet_s = max(limit.quiet_s, LONG_LIMIT_S)
@@ -169,10 +169,11 @@ def _judge_end_of_work(evidence: HangEvidence) -> Culprits:
             or _judge_waits_for_others(evidence)
             or _judge_sleeping_ranks(evidence)
         )
-    # All sample, which may take as long as it likes while it computes.
+    # One that sleeps may wait for its sinks, and then no other rank waits for it.
     asleep = {rank for rank, quiet in evidence.quiet.items() if not quiet.is_running}
     return (
         _judge_holders_of_lock(evidence)
+        or _judge_running_ranks(evidence)
         or _judge_waits_for_others(evidence)
         or _name_if_any(WAITING_ELSEWHERE, awaited & asleep)
         or Culprits("", (), "ranks end their work")

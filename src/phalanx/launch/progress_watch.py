@@ -135,7 +135,9 @@ class ProgressWatch:
         limit = choose_limit(
             self._settings, self._positions, len(self._pids), self._durations.compute_p99_s()
         )
-        if limit.counts_work and self._has_worked(now_s):
+        # Once the work of all is done, ranks sample text, and say so token by token.
+        counts_work = limit.counts_work or len(finished) == len(self._pids)
+        if counts_work and self._has_worked(now_s):
             return None
         self._unseen_s += max(0.0, interval_s - _MAX_COUNTED_INTERVAL_S)
         silent_s = now_s - self._progress_s - self._unseen_s

@@ -29,6 +29,15 @@ def emit_sample_text(
     meter.begin_phase(step, "sample")
     num_tokens = job.train.sample_tokens
     progress = ProgressEmitter(trainer.bus.emit, step, "sample", num_tokens)
+    box = trainer.state.model.phases.black_box
+
+    def report_progress(num_done: int) -> None:
+        if box is not None:
+            # A model that samples may enter no phase and no collective for hours.
+            box.note_work()
+        if mesh.rank == 0:
+            progress.report_progress(num_done)
+
     try:
         prompt = build_sample_prompt_tokens(corpus, tokenizer, plan.seq_len)
         tokens = generate_tokens(
@@ -37,7 +46,7 @@ def emit_sample_text(
             num_tokens=num_tokens,
             context=plan.seq_len,
             seed=job.run.seed,
-            on_progress=progress.report_progress if mesh.rank == 0 else lambda num_done: None,
+            on_progress=report_progress,
         )
         event = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
     except (Exception, SystemExit) as error:
