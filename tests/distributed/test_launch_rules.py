@@ -20,7 +20,7 @@ from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.files import write_bytes_atomically
 from phalanx.launch.absence import AbsentRank, find_absent_rank
-from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.stores import open_store_of_run
-from phalanx.launch.attempt import describe_stop_on_signal
+from phalanx.launch.stop_request import describe_stop_on_signal
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished, StepFinished, wrap_event_in_envelope
 from phalanx.observe.words import describe_event

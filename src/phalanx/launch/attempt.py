@@ -1,7 +1,4 @@
-"""One attempt, from the order to start the ranks to the moment none is left.
-
-Facts only; the verdict is elsewhere.
-"""
+"""One attempt, from the order to start the ranks to the moment none is left."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from phalanx.core.black_box_reader import LastPosition, read_last_position
+from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.process_stat import read_state_letter
 from phalanx.core.typed_json import JsonObject
+from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord
+from phalanx.launch.kill_deadline import KillDeadline
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     EndRecorded,
@@ -33,130 +31,18 @@ from phalanx.launch.messages import (
     StoreExited,
     WriteStacksToLogs,
 )
-from phalanx.launch.oom_kills import OomKill, OomWatch
+from phalanx.launch.oom_kills import OomWatch
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.positions import has_begun_training
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
-from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
+from phalanx.launch.stop_request import StopRequest, describe_stop_on_signal
 
 DEADLINE_CHECK_INTERVAL_S = 0.1
-# After the first failure, where ranks are kept: how long those that still run may take to notice,
-# leave their groups and wait for the next attempt.
-WAIT_FOR_ATTEMPT_WINDOW_S = 3.0
-# After the first failure: how long others may take to report theirs, while only consequences are
-# known, or the cause.
-SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
-# After the first report of a rank that does not end by itself: its way out, or its sinks', may wait
-# for the others.
-EXIT_AFTER_REPORT_WINDOW_S = 3.0
-# While stopping, after the first rank left with an error: the save can no longer succeed.
-EXIT_AFTER_FAILED_STOP_S = 5.0
 EXIT_AFTER_KILL_TIMEOUT_S = 2.0
-# After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank
-# that others left in a collective of the sample would stay until the collective's time is over.
-EXIT_AFTER_DONE_WINDOW_S = 90.0
 # For ranks that said nothing to write their stacks, before they are killed.
 WRITE_STACKS_WINDOW_S = 0.5
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """The end of a rank's process: a code or a signal.
-
-    `by_us`: it was still alive when we killed the rest. `oom_kill`: the kernel killed it for
-    memory; `is_oom_known`: it would be known if it had.
-    """
-
-    rank: int
-    code: int | None
-    signal: int | None
-    by_us: bool
-    died_monotonic_s: float
-    detected_s: float
-    oom_kill: OomKill | None = None
-    is_oom_known: bool = False
-
-
-@dataclass
-class StopRequest:
-    """A request to stop, once there is one: SIGINT, SIGTERM or SIGHUP. `at_once`: Ctrl-C a second
-    time."""
-
-    signal: signal.Signals | None = None
-    at_once: bool = False
-
-    @property
-    def signal_to_ranks(self) -> int:
-        """What the ranks are told: they know two kinds of stops, SIGINT and SIGTERM."""
-        return int(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
-
-
-@dataclass
-class AttemptEnd:
-    """The facts when no rank is at work any more: how each process ended, and the end record that
-    each rank had written before."""
-
-    number: int
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    records: dict[int, EndRecord] = field(default_factory=dict)
-    silent: dict[int, str] = field(default_factory=dict)
-    """Process state (`read_state_letter`) of each rank that had said nothing when others failed by
-    its absence alone."""
-    silent_places: dict[int, LastPosition] = field(default_factory=dict)
-    """The places of these ranks then: the question for their stacks may wake them."""
-    start_error: ErrorReport | None = None
-    server_loss: str = ""
-    store_loss: str = ""
-    grace_over: bool = False
-    stepless: str = ""
-    """The work of ranks without steps, say "evaluating"."""
-    was_told_to_leave: bool = False
-    """The ranks were asked to save and leave, for an attempt with another number of them."""
-    hang: HangVerdict | None = None
-    """Why the ranks made no progress, where that ended the attempt."""
-    waiting: dict[int, int] = field(default_factory=dict)
-    """Ranks that lost another one and wait for the next attempt, and the step whose state each of
-    them holds; -1: none."""
-
-    @property
-    def error_reports(self) -> dict[int, ErrorReport]:
-        """The error reports of the ranks that wrote one."""
-        reports = {}
-        for rank, record in self.records.items():
-            if record.report is not None:
-                reports[rank] = record.report
-        return reports
-
-    @property
-    def exit_codes(self) -> set[int | None]:
-        """The codes in the ranks' end records; None for ranks that ended without a record, or
-        failed."""
-        codes: set[int | None] = set()
-        for rank in self.exits.keys() | self.waiting.keys():
-            record = self.records.get(rank)
-            if record is None or record.report is not None:
-                codes.add(None)
-            else:
-                codes.add(record.code)
-        return codes
-
-    def has_rank_failed_or_died(self, rank: int) -> bool:
-        """True for a rank that reports so, and for a process that ended before its rank had
-        reported that its work is done.
-
-        Its exit code does not matter: any line of code can make it.
-        """
-        if rank in self.records:
-            return self.records[rank].has_failed
-        # One that we killed might have reported its end a moment later.
-        return rank in self.exits and not self.exits[rank].by_us
-
-    def is_complete(self, num_ranks: int) -> bool:
-        """True if each of the `num_ranks` ranks has reported an end, and none a failure."""
-        if len(self.records) < num_ranks:
-            return False
-        return not any(record.has_failed for record in self.records.values())
 
 
 class ReportAndSignalWaiter:
@@ -231,11 +117,9 @@ class AttemptWatch:
             progress.begin_attempt((), time.monotonic())
         self._num_ranks, self._spec = num_ranks, spec
         self._server, self._waiter, self._stop = server, waiter, stop
-        self._first_failure_at = math.inf
-        self._first_report_at = math.inf
-        self._grace_until = math.inf
+        self._deadline = KillDeadline(self.end, num_ranks, spec, stop)
         self._killed_at = math.inf
-        self._stacks_until = -math.inf
+        self._has_asked_for_stacks = False
         self._is_store_needed = True
         self._killed_as_hung: set[int] = set()
         self._pids: Sequence[int] = ()
@@ -305,7 +189,7 @@ class AttemptWatch:
                 self._handle_end_record(rank, record)
             case RankWaits(attempt, rank, held_step) if attempt == number:
                 self.end.waiting[rank] = held_step
-                self._first_failure_at = min(self._first_failure_at, time.monotonic())
+                self._deadline.note_failure(time.monotonic())
             case RankExited(attempt) if attempt == number:
                 self._handle_rank_exit(report)
 
@@ -315,20 +199,21 @@ class AttemptWatch:
         see that they wait for ever, they end now."""
         self.end.store_loss = how
         ranks_go_on = (
-            self._progress is not None and self._spec.keeps_ranks and self._has_begun_training()
+            self._progress is not None
+            and self._spec.keeps_ranks
+            and has_begun_training(self._spec.run_dir, self._num_ranks)
         )
         self._listener.emit_store_lost(how, ranks_go_on=ranks_go_on)
         if not ranks_go_on:
-            self._first_failure_at = min(self._first_failure_at, time.monotonic())
+            self._deadline.note_failure(time.monotonic())
 
     def _handle_end_record(self, rank: int, record: EndRecord) -> None:
         now = time.monotonic()
         self.end.records[rank] = record
         if record.has_failed:
-            self._first_report_at = min(self._first_report_at, now)
+            self._deadline.note_report(now)
         elif record.is_agreed_stop:
-            # The ranks agreed to leave; one that stays behind does not stay for ever.
-            self._grace_until = min(self._grace_until, now + self._spec.grace_s)
+            self._deadline.begin_grace(now)
 
     def _handle_rank_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
@@ -348,14 +233,14 @@ class AttemptWatch:
         self.end.exits[rank_exit.rank] = rank_exit
         self.end.waiting.pop(rank_exit.rank, None)
         if self.end.has_rank_failed_or_died(rank_exit.rank):
-            self._first_failure_at = min(self._first_failure_at, now)
+            self._deadline.note_failure(now)
         elif self.end.is_complete(self._num_ranks):
-            self._grace_until = min(self._grace_until, now + EXIT_AFTER_DONE_WINDOW_S)
+            self._deadline.begin_last_exits(now)
 
     def _handle_signal(self, number: int) -> None:
         if self._stop.signal is None:
             self._stop.signal = signal.Signals(number)
-            self._grace_until = min(self._grace_until, time.monotonic() + self._spec.grace_s)
+            self._deadline.begin_grace(time.monotonic())
             self._server.link.send(SendSignalToRanks(self._stop.signal_to_ranks))
             self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:
@@ -366,8 +251,8 @@ class AttemptWatch:
     def _look_for_hang(self) -> None:
         """Kill the ranks that keep the others from progress, once there are any: the others then
         notice at once."""
-        has_failed = not math.isinf(min(self._first_failure_at, self._first_report_at))
-        if self._progress is None or has_failed or self._stop.signal is not None:
+        is_ending = self._deadline.has_failed or self._stop.signal is not None
+        if self._progress is None or is_ending:
             return
         hang = self._progress.poll(time.monotonic(), self.end.records.keys(), self.end.exits.keys())
         if hang is None or not self._killed_as_hung.isdisjoint(hang.culprits):
@@ -375,75 +260,30 @@ class AttemptWatch:
         self._killed_as_hung.update(hang.culprits)
         if self.end.is_complete(self._num_ranks):
             # All is saved: that fails nothing, and the others end as they do without it.
-            until = time.monotonic() + EXIT_AFTER_DONE_WINDOW_S
-            self._grace_until = min(self._grace_until, until)
+            self._deadline.begin_last_exits(time.monotonic())
         else:
             self.end.hang = hang
-            self._first_failure_at = time.monotonic()
+            self._deadline.note_failure(time.monotonic())
         self._server.link.send(KillRanks(hang.culprits))
         self._listener.emit_hang_found(hang)
 
-    def _find_kill_time_of_remaining_ranks(self) -> float:
-        """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
-        failed_at = min(self._first_failure_at, self._first_report_at + EXIT_AFTER_REPORT_WINDOW_S)
-        # Never before the stacks are written; otherwise whatever ends first.
-        return max(
-            self._stacks_until,
-            min(self._grace_until, failed_at + self._compute_kill_delay_after_failure_s()),
-        )
-
-    def _compute_kill_delay_after_failure_s(self) -> float:
-        num_heard = len(self.end.exits.keys() | self.end.records.keys())
-        if self._waits_for_survivors():
-            return WAIT_FOR_ATTEMPT_WINDOW_S
-        # No rank is left that could tell us more.
-        if num_heard == self._num_ranks and self._first_failure_at < math.inf:
-            return CAUSE_WINDOW_S
-        if self._stop.signal is not None and self._has_begun_training():
-            return EXIT_AFTER_FAILED_STOP_S
-        if self._stop.signal is not None or self._is_primary_failure_known():
-            return CAUSE_WINDOW_S
-        return SUSPECT_WINDOW_S
-
-    def _waits_for_survivors(self) -> bool:
-        """True once a rank has failed by itself, where the others are kept."""
-        return (
-            self._spec.keeps_ranks
-            and self._stop.signal is None
-            and self._is_primary_failure_known()
-        )
-
-    def _is_primary_failure_known(self) -> bool:
-        """True if an error or a death of this attempt is no mere consequence of another one.
-
-        False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
-        """
-        end, reports = self.end, self.end.error_reports
-        if end.hang is not None or end.store_loss:
-            return True
-        for rank, rank_exit in end.exits.items():
-            died_silently = end.has_rank_failed_or_died(rank) and rank not in reports
-            if died_silently and rank_exit.signal != signal.SIGABRT:
-                return True
-        return any(not report.secondary for report in reports.values())
-
     def _find_next_deadline(self) -> float:
         if math.isinf(self._killed_at):
-            return self._find_kill_time_of_remaining_ranks()
+            return self._deadline.compute_s()
         return self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S
 
     def _kill_ranks_past_deadline(self) -> None:
         now = time.monotonic()
         if self._has_attempt_ended():
             return
-        if self._is_store_needed and self._waits_for_survivors():
+        if self._is_store_needed and self._deadline.waits_for_survivors():
             self._is_store_needed = False
             self._server.link.send(KillStore())
-        if math.isinf(self._killed_at) and now >= self._find_kill_time_of_remaining_ranks():
+        if math.isinf(self._killed_at) and now >= self._deadline.compute_s():
             if self._inspect_silent_ranks_once(now):
                 return
             self._killed_at = now
-            self.end.grace_over = now >= self._grace_until
+            self.end.grace_over = self._deadline.is_grace_over(now)
             at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
             self._server.link.send(KillRanks(tuple(sorted(at_work))))
         # The server does not answer.
@@ -458,8 +298,8 @@ class AttemptWatch:
         """
         if (
             self._stop.signal is not None
-            or not math.isinf(self._stacks_until)
-            or self._is_primary_failure_known()
+            or self._has_asked_for_stacks
+            or self.end.is_primary_failure_known
         ):
             return False
         heard_of = self.end.exits.keys() | self.end.records.keys()
@@ -471,29 +311,7 @@ class AttemptWatch:
             last_seen = read_last_position(black_box_path(self._spec.run_dir, rank))
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
-        self._stacks_until = now + WRITE_STACKS_WINDOW_S
+        self._has_asked_for_stacks = True
+        self._deadline.postpone(now + WRITE_STACKS_WINDOW_S)
         self._server.link.send(WriteStacksToLogs(tuple(self.end.silent)))
         return bool(self.end.silent)
-
-    def _has_begun_training(self) -> bool:
-        for rank in range(self._num_ranks):
-            last_seen = read_last_position(black_box_path(self._spec.run_dir, rank))
-            if last_seen is not None and last_seen.step >= 1:
-                return True
-        return False
-
-
-def describe_stop_on_signal(number: int, grace_s: float) -> str:
-    """What is said when a signal asks for a stop."""
-    if number == signal.SIGINT:
-        return "stopping after this step and saving; press Ctrl-C again to stop at once"
-    name = name_stop_signal(number)
-    return f"{name}: stopping after this step and saving, within {grace_s:g} s"
-
-
-def name_stop_signal(number: int) -> str:
-    """ "SIGTERM"; of one that people do not send by name, what it means."""
-    name = signal.Signals(number).name
-    if number == signal.SIGHUP:
-        name += " (the terminal was closed)"
-    return name

@@ -13,7 +13,7 @@ from phalanx.launch.rank import STACK_FIRST_LINE
 
 if TYPE_CHECKING:
     # At run time in a circle: an attempt's hang is told with excerpts.
-    from phalanx.launch.attempt import RankExit
+    from phalanx.launch.attempt_end import RankExit
 
 # Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
 # that is shown.

@@ -13,7 +13,7 @@ from phalanx.core.black_box_reader import (
     read_last_position,
 )
 from phalanx.core.errors import UsageError
-from phalanx.launch.paths import BLACK_BOXES
+from phalanx.launch.paths import BLACK_BOXES, black_box_path
 from phalanx.observe.process_status import (
     PROCESS_STATES,
     SAMPLE_S,
@@ -54,6 +54,15 @@ def read_furthest_position(run_dir: Path) -> LastPosition | None:
         if last_seen is not None and (furthest is None or last_seen[:2] > furthest[:2]):
             furthest = last_seen
     return furthest
+
+
+def has_begun_training(run_dir: Path, num_ranks: int) -> bool:
+    """True if one of `num_ranks` ranks has begun a step."""
+    for rank in range(num_ranks):
+        last_seen = read_last_position(black_box_path(run_dir, rank))
+        if last_seen is not None and last_seen.step >= 1:
+            return True
+    return False
 
 
 def describe_rank_position(last_seen: LastPosition | None, stepless: str = "") -> str:

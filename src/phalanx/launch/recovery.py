@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.roll_back import RollBack
-from phalanx.launch.attempt import AttemptEnd, StopRequest, name_stop_signal
+from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.rank_failure import OUT_OF_MEMORY, RankFailure
 from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
+from phalanx.launch.stop_request import StopRequest, name_stop_signal
 from phalanx.launch.verdict import find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import LayoutChanged, Note, RankFailed, RestartScheduled, RolledBack

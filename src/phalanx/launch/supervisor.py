@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.core.errors import ExitCode
-from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
+from phalanx.launch.attempt import AttemptWatch, ReportAndSignalWaiter
+from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     PreloadBeginsCuda,
@@ -28,6 +29,7 @@ from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
+from phalanx.launch.stop_request import StopRequest
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import HangFound, Note, RanksStarted, StoreLost
 

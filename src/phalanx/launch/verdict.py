@@ -14,7 +14,7 @@ from phalanx.core.black_box_reader import LastPosition, read_last_position
 from phalanx.core.errors import ExitCode, OutOfMemoryError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.absence import AbsentRank, find_absent_rank
-from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.hang_kinds import (
     ABSENT_COLLECTIVE,
     FROZEN,

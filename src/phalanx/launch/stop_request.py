@@ -1,0 +1,36 @@
+"""A request to stop a run, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass
+class StopRequest:
+    """A request to stop, once there is one: SIGINT, SIGTERM or SIGHUP. `at_once`: Ctrl-C a second
+    time."""
+
+    signal: signal.Signals | None = None
+    at_once: bool = False
+
+    @property
+    def signal_to_ranks(self) -> int:
+        """What the ranks are told: they know two kinds of stops, SIGINT and SIGTERM."""
+        return int(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
+
+
+def describe_stop_on_signal(number: int, grace_s: float) -> str:
+    """What is said when a signal asks for a stop."""
+    if number == signal.SIGINT:
+        return "stopping after this step and saving; press Ctrl-C again to stop at once"
+    name = name_stop_signal(number)
+    return f"{name}: stopping after this step and saving, within {grace_s:g} s"
+
+
+def name_stop_signal(number: int) -> str:
+    """ "SIGTERM"; of one that people do not send by name, what it means."""
+    name = signal.Signals(number).name
+    if number == signal.SIGHUP:
+        name += " (the terminal was closed)"
+    return name

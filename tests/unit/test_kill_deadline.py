@@ -1,0 +1,94 @@
+"""When remaining ranks must be killed, after what happened to the others."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.black_box import BlackBox
+from phalanx.launch.attempt_end import AttemptEnd, RankExit
+from phalanx.launch.kill_deadline import (
+    CAUSE_WINDOW_S,
+    EXIT_AFTER_FAILED_STOP_S,
+    EXIT_AFTER_REPORT_WINDOW_S,
+    SUSPECT_WINDOW_S,
+    WAIT_FOR_ATTEMPT_WINDOW_S,
+    KillDeadline,
+)
+from phalanx.launch.launch_spec import LaunchSpec
+from phalanx.launch.paths import black_box_path
+from phalanx.launch.stop_request import StopRequest
+
+NOW_S = 100.0
+GRACE_S = 30.0
+NO_ATTEMPTS: Any = None
+
+
+class TwoRanks:
+    def __init__(self, run_dir: Path, *, keeps_ranks: bool = False) -> None:
+        spec = LaunchSpec("", NO_ATTEMPTS, 2, run_dir, (), grace_s=GRACE_S, keeps_ranks=keeps_ranks)
+        self.end, self.stop = AttemptEnd(0), StopRequest()
+        self.deadline = KillDeadline(self.end, 2, spec, self.stop)
+
+    def lose(self, rank: int, number: int) -> None:
+        """A signal ends the process of a rank."""
+        self.end.exits[rank] = RankExit(rank, None, number, False, NOW_S, 0.0)
+        self.deadline.note_failure(NOW_S)
+
+    def compute_delay_s(self) -> float:
+        return self.deadline.compute_s() - NOW_S
+
+
+def test_without_a_failure_or_a_stop_ranks_may_run_for_ever(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path)
+    assert ranks.deadline.compute_s() == math.inf
+    assert not ranks.deadline.has_failed
+
+
+@pytest.mark.parametrize(
+    ("number", "keeps_ranks", "delay_s"),
+    [
+        (signal.SIGKILL, False, CAUSE_WINDOW_S),
+        # What others lived through is kept: they get time to notice, and to wait.
+        (signal.SIGKILL, True, WAIT_FOR_ATTEMPT_WINDOW_S),
+        # A watchdog may have ended it because of another one.
+        (signal.SIGABRT, True, SUSPECT_WINDOW_S),
+    ],
+)
+def test_after_a_death_the_others_get_time_to_say_what_they_know(
+    tmp_path: Path, number: int, keeps_ranks: bool, delay_s: float
+) -> None:
+    ranks = TwoRanks(tmp_path, keeps_ranks=keeps_ranks)
+    ranks.lose(1, number)
+    assert ranks.compute_delay_s() == pytest.approx(delay_s)
+    assert ranks.deadline.waits_for_survivors() == (delay_s == WAIT_FOR_ATTEMPT_WINDOW_S)
+    ranks.lose(0, number)
+    if not ranks.deadline.waits_for_survivors():
+        # No rank is left that could say more.
+        assert ranks.compute_delay_s() == pytest.approx(CAUSE_WINDOW_S)
+
+
+def test_a_stop_ends_with_its_grace_or_soon_after_a_failure(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path)
+    ranks.stop.signal = signal.SIGTERM
+    ranks.deadline.begin_grace(NOW_S)
+    assert ranks.compute_delay_s() == pytest.approx(GRACE_S)
+    assert not ranks.deadline.is_grace_over(NOW_S + GRACE_S - 1)
+    # The first one counts.
+    ranks.deadline.begin_grace(NOW_S + 10)
+    ranks.deadline.note_report(NOW_S)
+    assert ranks.compute_delay_s() == pytest.approx(EXIT_AFTER_REPORT_WINDOW_S + CAUSE_WINDOW_S)
+    BlackBox(black_box_path(tmp_path, 0)).write(1, "forward")
+    after_training_s = EXIT_AFTER_REPORT_WINDOW_S + EXIT_AFTER_FAILED_STOP_S
+    assert ranks.compute_delay_s() == pytest.approx(after_training_s)
+
+
+def test_stacks_are_waited_for(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path)
+    ranks.lose(1, signal.SIGKILL)
+    ranks.deadline.postpone(NOW_S + 7)
+    assert ranks.compute_delay_s() == pytest.approx(7)
