@@ -10,8 +10,6 @@ import importlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,24 +17,20 @@ import torch.distributed as dist
 import phalanx
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
-from phalanx.launch.paths import black_box_path, call_board_path
+from phalanx.launch.paths import call_board_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.collective_checks import (
-    CollectiveChecks,
     checking_collectives,
-    raising_error_of_checks,
 )
-from phalanx.mesh.collective_recorder import CollectiveRecorder, record_collectives
+from phalanx.mesh.collective_recorder import record_collectives
 from phalanx.mesh.determinism import (
-    raising_layout_error_for_nondeterminism,
     using_deterministic_algorithms,
 )
 from phalanx.mesh.event_clock import create_phase_clock_for_device
@@ -51,11 +45,8 @@ from phalanx.observe.bus import (
     OpenSink,
 )
 from phalanx.observe.events import (
-    Envelope,
-    InvariantChecked,
     Note,
     RunStarted,
-    SinkDropped,
     StepFinished,
 )
 from phalanx.observe.last_step import read_last_recorded_step, read_last_step_with_samples
@@ -70,13 +61,17 @@ from phalanx.run.data import (
     require_same_samples_on_all_ranks,
 )
 from phalanx.run.directory import DATA_FOLDER
-from phalanx.run.needs import list_sink_openers
-from phalanx.run.out_of_memory import explaining_out_of_memory
+from phalanx.run.rank_context import (
+    RankContext,
+    open_black_box_of_rank,
+    open_bus_of_rank,
+    open_storage_of_run,
+    reporting_errors_at_once,
+)
 from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
 from phalanx.run.weights import build_and_restore_state
-from phalanx.train.collectives_record import build_collectives_event
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -141,27 +136,6 @@ def _read_run_inputs(document: JsonObject, link: RankLink) -> RankRunInputs:
     )
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """One rank's part of a run, and what goes with it from start to end: its events, its phases,
-    its memory, the signals it got, and the fence around the run."""
-
-    run: RankRunInputs
-    bus: Bus
-    phases: PhaseTimer
-    meter: MemoryMeter
-    stop: StopSignalFlags
-    fence: RunOwnershipWatch
-    survivor: Survivor
-    checks: CollectiveChecks | None
-    faults: FaultSite
-    recorder: CollectiveRecorder
-
-    def emit_collectives(self) -> None:
-        """Emit what this rank sent in this attempt, by who called it."""
-        self.bus.emit(build_collectives_event(self.phases.step, self.recorder.list_totals()))
-
-
 def run_rank(
     run: RankRunInputs,
     *,
@@ -190,10 +164,10 @@ def run_rank(
                 inject, rank=run.rank, run_dir=run.run_dir, attempt=run.attempt, site=site
             ),
         )
-    box = _open_black_box(run)
+    box = open_black_box_of_rank(run)
     phases = PhaseTimer(box, listeners, of_training=(meter.begin_phase,))
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
-    bus = _open_bus(run, sinks, fence, survivor)
+    bus = open_bus_of_rank(run, sinks, fence, survivor)
     try:
         with (
             checking_collectives(
@@ -227,64 +201,13 @@ def run_rank(
     return code
 
 
-def _open_bus(
-    run: RankRunInputs,
-    sinks: Sequence[tuple[str, OpenSink]],
-    fence: RunOwnershipWatch,
-    survivor: Survivor,
-) -> Bus:
-    """The bus of this rank's events, with those that an earlier attempt could not write."""
-    # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
-    if run.rank == 0:
-        sinks = [*sinks, *list_sink_openers(run.job, run.run_dir)]
-    return Bus(
-        rank=run.rank,
-        attempt=run.attempt,
-        run_dir=run.run_dir,
-        sinks=sinks,
-        on_unwritten=partial(_show_event_if_watched, run),
-        # Not a byte into a run that another job has by now.
-        may_write=lambda: not fence.is_lost(),
-        earlier=survivor.take_unwritten_events(),
-    )
-
-
-def _open_black_box(run: RankRunInputs) -> BlackBox:
-    """The black box of this rank, in which whoever watches the run sees where it is."""
-    identity = RankIdentity(run.rank, run.plan.layout.world_size, run.attempt, run.plan.device)
-    return BlackBox(black_box_path(run.run_dir, run.rank), identity)
-
-
-def _show_event_if_watched(run: RankRunInputs, envelope: Envelope) -> None:
-    """Rank 0's events are those that people watch; of other ranks they must know that some are
-    lost, and what a check found."""
-    if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
-        run.link.forward_refused_event(envelope.to_line())
-
-
-@contextlib.contextmanager
-def _reporting_errors_at_once(rank: RankContext) -> Iterator[None]:
-    """Report an error of the body at once: what encloses it may block on the way out."""
-    run = rank.run
-    try:
-        with (
-            raising_error_of_checks(rank.checks),
-            raising_layout_error_for_nondeterminism(bool(run.job.train.deterministic)),
-            explaining_out_of_memory(run, rank.meter),
-        ):
-            yield
-    except BaseException as error:
-        run.link.report_error(error)
-        raise
-
-
 def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
     with (
         _open_mesh_of_ranks(run, rendezvous) as mesh,
-        _reporting_errors_at_once(rank),
+        reporting_errors_at_once(rank),
         _compiling_if_planned(rank, mesh),
     ):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
@@ -301,7 +224,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
         rank.meter.start(mesh.device, rank.survivor.memory_before)
         rank.survivor.memory_before = rank.meter.before
         shortage = describe_gpu_memory_shortage(mesh, plan)
-        storage = _open_run_storage(rank)
+        storage = open_storage_of_run(rank)
         restored = build_and_restore_state(
             run.job,
             plan,
@@ -323,7 +246,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
                 run.job, plan, mesh, corpus, state, rank.bus, run.run_dir
             ) as batches,
             # Inside, too: closing the loader may block, and the supervisor must know before.
-            _reporting_errors_at_once(rank),
+            reporting_errors_at_once(rank),
         ):
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             rank.faults.trainer = trainer
@@ -383,24 +306,6 @@ def _require_same_inputs_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus
             "torch": torch.__version__,
             "phalanx": phalanx.__version__,
         }
-    )
-
-
-def _open_run_storage(rank: RankContext) -> RunStorage:
-    """The run's storage, opened once for all that this rank reads and saves."""
-
-    def emit_slow_store(why: str) -> None:
-        rank.bus.emit(Note("store_is_slow", {"why": why}))
-
-    run, box = rank.run, rank.phases.black_box
-    assert box is not None, "a rank has a black box"
-    return RunStorage.open(
-        run.run_dir,
-        run.job.checkpoint.url,
-        fence=rank.fence,
-        say=emit_slow_store,
-        # What goes over a socket is in none of the kernel's books about this process.
-        on_work=box.note_work,
     )
 
 
