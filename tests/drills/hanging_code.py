@@ -20,6 +20,8 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.resilience.fault import FaultSite
 
 FAR_S = 600
+# Of the objective that slows down: on a rank that does little besides, 1.3 times as long.
+USUAL_S, LONGER_S, SLOW_FROM_STEP = 0.03, 0.042, 60
 _num_calls = 0
 
 
@@ -110,6 +112,17 @@ def cross_entropy_behind_barrier(
     is_skipped = _num_calls == 15 and os.environ["RANK"] == "1"
     if not is_skipped or os.environ["PHALANX_ATTEMPT"] != "0":
         dist.barrier()
+    return causal_cross_entropy(64)(outputs, batch)
+
+
+def cross_entropy_that_slows_down(
+    outputs: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An objective that takes its time on all ranks, and from a step on longer on rank 1."""
+    global _num_calls
+    _num_calls += 1
+    is_slow = os.environ["RANK"] == "1" and _num_calls >= SLOW_FROM_STEP
+    time.sleep(LONGER_S if is_slow else USUAL_S)
     return causal_cross_entropy(64)(outputs, batch)
 
 

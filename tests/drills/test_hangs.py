@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hanging_code import SLOW_FROM_STEP
 
 from commands import (
     SLACK,
@@ -318,6 +319,24 @@ def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, faul
     assert slow.slow_rank == 1
     assert slow.step <= first + SLACK * 20
     assert slow.factor > 1.3
+
+
+def test_a_rank_that_takes_a_third_longer_is_named_by_its_steps(folder: Path) -> None:
+    done = train(
+        folder,
+        "longer",
+        "model.objective=hanging_code:cross_entropy_that_slows_down",
+        f"train.steps={SLOW_FROM_STEP + 70}",
+        "checkpoint.every_steps=1000",
+        "resilience.hang_s=none",
+    )
+    assert done.code == 0, done.err
+    # The kernel's word on who had a processor is another one.
+    slow = [e.event for e in events(folder / "longer", RankSlow) if not e.event.why]
+    assert [event.slow_rank for event in slow] == [1]
+    assert slow[0].phase == "forward"
+    assert SLOW_FROM_STEP <= slow[0].step <= SLOW_FROM_STEP + SLACK * 20
+    assert 1.2 <= slow[0].factor < 1.5
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import mean, median
 
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
@@ -32,10 +33,10 @@ _MIN_SLOW_STEPS, _SLOW_STEP_FACTOR = 7, 1.15
 # What a rank takes longer must be this much of the step, and so many seconds.
 _MIN_STEP_SHARE, _MIN_EXCESS_S = 0.1, 0.001
 # How far beyond the usual difference of a rank from its peers, in standard errors of the window.
-_MIN_DEVIATIONS = 6.0
+_MIN_DEVIATIONS = 5.0
 _HISTORY = 400
 # Before there is a history, and the least that is believed of one.
-_MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.3, 0.05
+_MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.4, 0.05
 _WARM_UP_STEPS = 3
 _NORMAL_PER_MAD = 1.4826
 
@@ -69,16 +70,46 @@ def read_own_step(event: StepFinished) -> OwnStep | None:
 @dataclass
 class _RankHistory:
     """The newest steps of a rank beside its peers. `ratios`: logarithms of its seconds over theirs
-    in the window; `usual`: the same of steps before, in which it was not slow."""
+    in the window; `usual`: the same of steps before, in which it was not slow; `usual_means`: of
+    the windows that these steps made, the trimmed means."""
 
     steps: deque[tuple[int, OwnStep, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    usual_means: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     slow_since: int = 0
     waited_s: float = 0.0
 
     @property
     def ratios(self) -> list[float]:
         return [math.log(step.self_s / peers_s) for _, step, peers_s in self.steps]
+
+    @property
+    def excess_s(self) -> float:
+        """Seconds that the rank took longer than its peers in a step of the window. One accident of
+        a peer may be more than all of it: accidents are left out."""
+        return mean(_trim([step.self_s - peers_s for _, step, peers_s in self.steps]))
+
+    @property
+    def step_s(self) -> float:
+        return mean(_trim([step.step_s for _, step, _ in self.steps]))
+
+    def add_usual_ratio(self, ratio: float) -> None:
+        self.usual.append(ratio)
+        if len(self.usual) >= WINDOW:
+            newest = list(islice(reversed(self.usual), WINDOW))
+            self.usual_means.append(mean(_trim(newest)))
+
+    def estimate_usual(self) -> tuple[float, float]:
+        """The usual logarithm by which the rank takes longer than its peers, and the standard error
+        of the mean of a window."""
+        if len(self.usual) < _MIN_HISTORY:
+            return 0.0, _UNKNOWN_SPREAD / math.sqrt(WINDOW)
+        middle = median(self.usual)
+        of_step = _NORMAL_PER_MAD * median(abs(ratio - middle) for ratio in self.usual)
+        # Where what disturbs a rank goes on for many steps, windows differ by more than steps that
+        # do not know of each other would make them.
+        of_window = _NORMAL_PER_MAD * median(abs(each - middle) for each in self.usual_means)
+        return middle, max(of_window, max(of_step, _MIN_SPREAD) / math.sqrt(WINDOW))
 
 
 class SlowRankJudge:
@@ -125,7 +156,7 @@ class SlowRankJudge:
     ) -> None:
         history = self._histories[rank]
         if len(history.steps) == WINDOW and not history.slow_since:
-            history.usual.append(history.ratios[0])
+            history.add_usual_ratio(history.ratios[0])
         history.steps.append((number, step, median(peer.self_s for peer in peers)))
         if history.slow_since:
             history.waited_s += _charge_waiting(step, peers)
@@ -157,7 +188,6 @@ class SlowRankJudge:
         if not may_begin or not self._is_slow(rank):
             return None
         history.slow_since = history.steps[0][0]
-        excess_s = mean(step.self_s - peers_s for _, step, peers_s in history.steps)
         peer_steps = [steps[other] for other in group if other != rank]
         history.waited_s = WINDOW * _charge_waiting(steps[rank], peer_steps)
         own_steps = [step for _, step, _ in history.steps]
@@ -166,7 +196,7 @@ class SlowRankJudge:
             step=number,
             first_step=history.slow_since,
             factor=self._compute_factor(rank),
-            excess_s=excess_s,
+            excess_s=history.excess_s,
             phase=_find_slowest_phase(steps[rank], peer_steps),
             waited_s=history.waited_s,
             cpu_share=_compute_cpu_share(own_steps),
@@ -179,19 +209,12 @@ class SlowRankJudge:
             return False
         if sum(ratio > math.log(_SLOW_STEP_FACTOR) for ratio in history.ratios) < _MIN_SLOW_STEPS:
             return False
-        usual, spread = 0.0, _UNKNOWN_SPREAD
-        if len(history.usual) >= _MIN_HISTORY:
-            middle = median(history.usual)
-            spread = _NORMAL_PER_MAD * median(abs(ratio - middle) for ratio in history.usual)
-            # One that is always a little behind is compared with itself.
-            usual = min(max(middle, 0.0), math.log(SLOW_FACTOR))
-        trimmed = _trim(history.ratios)
-        standard_error = max(spread, _MIN_SPREAD) / math.sqrt(len(trimmed))
-        if mean(trimmed) - usual < _MIN_DEVIATIONS * standard_error:
+        middle, standard_error = history.estimate_usual()
+        # One that is always a little behind is compared with itself.
+        usual = min(max(middle, 0.0), math.log(SLOW_FACTOR))
+        if mean(_trim(history.ratios)) - usual < _MIN_DEVIATIONS * standard_error:
             return False
-        excess_s = mean(step.self_s - peers_s for _, step, peers_s in history.steps)
-        step_s = mean(step.step_s for _, step, _ in history.steps)
-        return excess_s >= max(_MIN_EXCESS_S, _MIN_STEP_SHARE * step_s)
+        return history.excess_s >= max(_MIN_EXCESS_S, _MIN_STEP_SHARE * history.step_s)
 
 
 class SlowRankWatch:
@@ -234,8 +257,9 @@ class SlowRankWatch:
         return events
 
 
-def _trim(ratios: Sequence[float]) -> list[float]:
-    return sorted(ratios)[_NUM_TRIMMED:-_NUM_TRIMMED]
+def _trim(values: Sequence[float]) -> list[float]:
+    """The values of a window without those that may be accidents."""
+    return sorted(values)[_NUM_TRIMMED:-_NUM_TRIMMED]
 
 
 def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
