@@ -179,7 +179,8 @@ def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
         assert done.code == 0, done.err
         run_dir = folder / name
         assert not events(run_dir, HangFound)
-        assert not events(run_dir, RankSlow)
+        # By its steps a rank may have been slow before.
+        assert not [e for e in events(run_dir, RankSlow) if e.event.why]
         (text,) = events(run_dir, TextGenerated)
         last_step_s = max(each.monotonic_s for each in events(run_dir, StepFinished))
         text_s = text.monotonic_s - last_step_s

@@ -90,6 +90,21 @@ def test_what_is_there_is_read_attempt_by_attempt_and_what_follows_behind_it(
     assert tail.num_unreadable == 1
 
 
+def test_of_some_kinds_of_events_the_others_are_left_out(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        path = build_event_file_path(tmp_path, rank, 0)
+        append(path, line(Note(f"n{rank}"), rank=rank) + line(RestartScheduled(1, 3, 0), rank=rank))
+    tail = EventTail(tmp_path, all_ranks=True, kinds=(RestartScheduled,))
+    found = tail.read_new_events()
+    assert [(each.rank, type(each.event)) for each in found] == [
+        (0, RestartScheduled),
+        (1, RestartScheduled),
+    ]
+    append(path, line(Note("more"), rank=1) + line(RestartScheduled(2, 3, 0), rank=1))
+    assert [each.event for each in tail.read_new_events()] == [RestartScheduled(2, 3, 0)]
+    assert tail.num_unreadable == 0
+
+
 def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
     path, whole = build_event_file_path(tmp_path, 0, 0), line(Note("second"))
     append(path, line(Note("first")) + whole[:20])

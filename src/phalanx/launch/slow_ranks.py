@@ -36,7 +36,7 @@ _MIN_STEP_SHARE, _MIN_EXCESS_S = 0.1, 0.001
 _MIN_DEVIATIONS = 5.0
 _HISTORY = 400
 # Before there is a history, and the least that is believed of one.
-_MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.4, 0.05
+_MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.5, 0.05
 _WARM_UP_STEPS = 3
 _NORMAL_PER_MAD = 1.4826
 

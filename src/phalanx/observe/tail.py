@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,7 @@ def read_recorded_events(run_dir: Path, *kinds: type[Event], rank: int = 0) -> I
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
     them.
     """
-    # As Envelope.to_line writes it, without spaces: bytes tell the lines of other kinds.
-    marks = [f'"event":"{kind.kind()}"'.encode() for kind in kinds]
+    marks = _list_marks_of_kinds(kinds)
     for name in _list_files_of(run_dir, rank):
         try:
             with open_regular_file(run_dir / "events" / name) as file:
@@ -166,6 +165,12 @@ def read_recorded_events(run_dir: Path, *kinds: type[Event], rank: int = 0) -> I
             for envelope in envelopes
             if envelope is not None and isinstance(envelope.event, kinds)
         )
+
+
+def _list_marks_of_kinds(kinds: Sequence[type[Event]]) -> list[bytes]:
+    """Bytes that lines of other kinds do not have: as Envelope.to_line writes it, without
+    spaces."""
+    return [f'"event":"{kind.kind()}"'.encode() for kind in kinds]
 
 
 def _list_files_of(run_dir: Path, rank: int) -> list[str]:
@@ -187,15 +192,24 @@ class EventTail:
     """Follows `RUN/events`: the supervisor's file and those of rank 0, or of all ranks.
 
     Attempts before `attempt_from` are left out, so that a resumed run does not show its past again;
-    the supervisor's lines are judged by the attempt they carry. `num_unreadable` counts the lines
-    that were no event.
+    the supervisor's lines are judged by the attempt they carry. With `kinds` events of these kinds
+    alone are given, and lines of others are not parsed. `num_unreadable` counts the lines that were
+    no event.
     """
 
-    def __init__(self, run_dir: Path, attempt_from: int = 0, *, all_ranks: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt_from: int = 0,
+        *,
+        all_ranks: bool = False,
+        kinds: Sequence[type[Event]] = (),
+    ) -> None:
         self.num_unreadable = 0
         self._directory = run_dir / "events"
         self._attempt_from = attempt_from
         self._all_ranks = all_ranks
+        self._marks = _list_marks_of_kinds(kinds)
         self._offsets: dict[str, int] = {}
         self._clocks: dict[str, MonotonicClockReading | None] = {}
         # Files that are read up to the middle of an overlong line.
@@ -267,13 +281,17 @@ class EventTail:
 
     def _iterate_new_envelopes(self, name: str) -> Iterator[Envelope]:
         for line in self._iterate_whole_lines(name):
+            is_first = name not in self._clocks
+            is_wanted = not self._marks or any(mark in line for mark in self._marks)
+            if not is_wanted and not is_first:
+                continue
             envelope = parse_valid_event_line(line, self._clocks.get(name))
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
                 continue
             # Only a file's first line names its clock: kept also where the event is left out.
             self._clocks[name] = envelope.clock
-            if envelope.attempt >= self._attempt_from:
+            if is_wanted and envelope.attempt >= self._attempt_from:
                 yield envelope
 
     def _iterate_whole_lines(self, name: str) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ from phalanx.observe.events import (
     EVENTS_UNWRITTEN,
     RESUMED,
     Envelope,
+    Event,
     Note,
     SinkDropped,
     StepFinished,
@@ -83,6 +84,8 @@ def train_in_supervised_ranks(
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)
+    # What people see is rank 0's; which rank is slow the steps of all ranks tell.
+    steps = EventTail(run_dir, attempt_from=attempt, all_ranks=True, kinds=(StepFinished,))
     show_refused = build_refused_event_printer(console, tail)
     bus = open_supervisor_event_bus(run_dir, attempt, show_refused, fence)
     if resumed is not None:
@@ -95,9 +98,8 @@ def train_in_supervised_ranks(
         for envelope in _print_new_events(console, tail):
             reliability.add_event(envelope)
             attempts.note_event(envelope.event)
-            if isinstance(envelope.event, StepFinished):
-                for event in slow_ranks.add(envelope.rank, envelope.attempt, envelope.event):
-                    bus.emit(event)
+        for event in find_slow_ranks(steps, slow_ranks):
+            bus.emit(event)
         hour = reliability.take_hour(time.monotonic())
         if hour is not None:
             bus.emit(hour)
@@ -134,6 +136,15 @@ def train_in_supervised_ranks(
         return record_and_report_end_of_run(
             run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal
         )
+
+
+def find_slow_ranks(steps: EventTail, slow_ranks: SlowRankWatch) -> list[Event]:
+    """The events that follow from the steps which `steps` has read since the last call."""
+    found: list[Event] = []
+    for envelope in steps.read_new_events():
+        if isinstance(envelope.event, StepFinished):
+            found += slow_ranks.add(envelope.rank, envelope.attempt, envelope.event)
+    return found
 
 
 def build_refused_event_printer(
