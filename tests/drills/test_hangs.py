@@ -327,7 +327,7 @@ def test_a_rank_that_takes_a_third_longer_is_named_by_its_steps(folder: Path) ->
         folder,
         "longer",
         "model.objective=hanging_code:cross_entropy_that_slows_down",
-        f"train.steps={SLOW_FROM_STEP + 70}",
+        f"train.steps={SLOW_FROM_STEP + 100}",
         "checkpoint.every_steps=1000",
         "resilience.hang_s=none",
     )
@@ -336,7 +336,8 @@ def test_a_rank_that_takes_a_third_longer_is_named_by_its_steps(folder: Path) ->
     slow = [e.event for e in events(folder / "longer", RankSlow) if not e.event.why]
     assert [event.slow_rank for event in slow] == [1]
     assert slow[0].phase == "forward"
-    assert SLOW_FROM_STEP <= slow[0].step <= SLOW_FROM_STEP + SLACK * 20
+    # Within 20 steps, or 2 s where they are short, as here.
+    assert SLOW_FROM_STEP <= slow[0].step < SLOW_FROM_STEP + 100
     assert 1.2 <= slow[0].factor < 1.5
 
 

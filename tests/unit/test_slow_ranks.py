@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.slow_ranks import (
+    MIN_SLOW_S,
     WINDOW,
     OwnStep,
     SlowRankJudge,
@@ -114,6 +115,31 @@ def test_accidents_of_peers_hide_no_slow_rank() -> None:
     assert 0 < found.excess_s < 0.04
 
 
+def test_what_slows_a_rank_down_for_a_second_is_no_slow_rank() -> None:
+    """In steps of 20 ms, forty of which take the rank 1.5 times as long; what lasts is told."""
+
+    def slow_down(num_steps: int) -> list[dict[int, OwnStep]]:
+        steps = []
+        for number in range(300):
+            is_slow = 100 <= number < 100 + num_steps
+            seconds = {0: 0.02, 1: 0.03 if is_slow else 0.02}
+            slowest = max(seconds.values())
+            steps.append(
+                {
+                    rank: OwnStep({"backward": own_s}, slowest - own_s, slowest, 0.0)
+                    for rank, own_s in seconds.items()
+                }
+            )
+        return steps
+
+    assert judge(slow_down(40)) == []
+    (begun, ended) = judge(slow_down(120))
+    assert isinstance(begun, RankSlow)
+    assert begun.slow_rank == 1
+    assert 100 + MIN_SLOW_S / 0.03 - WINDOW <= begun.step <= 100 + 2.0 / 0.03
+    assert isinstance(ended, RankSlowEnded)
+
+
 def test_slow_from_the_first_step_on() -> None:
     (found,) = judge(draw_steps(40, lambda step, rank: 2.0 if rank == 3 else 1.0, spread=0.1))
     assert isinstance(found, RankSlow)
@@ -135,15 +161,16 @@ def test_ranks_of_other_stages_are_no_peers() -> None:
 
 
 def test_no_rank_of_a_recorded_run_is_slow() -> None:
-    """Seconds of the own work of four ranks on two cores, beside other programs."""
+    """Seconds of the own work of four ranks on two cores, beside other programs; as if steps took
+    ten times as long."""
     rows = json.loads(RECORDED.read_text())["self_ms"]
     assert len(rows) >= 300
     steps = []
     for row in rows:
-        slowest = max(row) / 1e3
+        slowest = max(row) / 1e2
         steps.append(
             {
-                rank: OwnStep({"backward": ms / 1e3}, slowest - ms / 1e3, slowest, 0.0)
+                rank: OwnStep({"backward": ms / 1e2}, slowest - ms / 1e2, slowest, 0.0)
                 for rank, ms in enumerate(row)
             }
         )

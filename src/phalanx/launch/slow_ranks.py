@@ -24,6 +24,9 @@ _PHASES_OF_NO_STEP = ("evaluate", "ckpt_prepare", "ckpt_stage", "ckpt_write", "b
 
 # Steps that are looked at together; a slow rank is named within 20.
 WINDOW = 16
+# Where steps are short it must have been slow for so long: what else a machine does slows a core
+# down for a part of a second, and is over.
+MIN_SLOW_S = 1.5
 # Of these the slowest may be accidents of the rank, and the fastest accidents of its peers.
 _NUM_TRIMMED = 3
 # A rank is slow from this factor on, and is not any more below the second.
@@ -78,6 +81,8 @@ class _RankHistory:
     usual_means: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     slow_since: int = 0
     waited_s: float = 0.0
+    suspected_s: float = 0.0
+    """Seconds of the steps whose windows, one after the other, were all slow."""
 
     @property
     def ratios(self) -> list[float]:
@@ -183,9 +188,14 @@ class SlowRankJudge:
             if self._compute_factor(rank) >= RECOVERED_FACTOR:
                 return None
             event = _build_end(rank, number, history)
-            history.slow_since, history.waited_s = 0, 0.0
+            history.slow_since, history.waited_s, history.suspected_s = 0, 0.0, 0.0
             return event
-        if not may_begin or not self._is_slow(rank):
+        if not self._is_slow(rank):
+            history.suspected_s = 0.0
+            return None
+        history.suspected_s += steps[rank].step_s
+        lasts_s = history.suspected_s + WINDOW * history.step_s
+        if not may_begin or lasts_s < MIN_SLOW_S:
             return None
         history.slow_since = history.steps[0][0]
         peer_steps = [steps[other] for other in group if other != rank]
