@@ -116,7 +116,7 @@ def test_accidents_of_peers_hide_no_slow_rank() -> None:
 
 
 def test_what_slows_a_rank_down_for_a_second_is_no_slow_rank() -> None:
-    """In steps of 20 ms, forty of which take the rank 1.5 times as long; what lasts is told."""
+    """In steps of 20 ms, thirty of which take the rank 1.5 times as long; what lasts is told."""
 
     def slow_down(num_steps: int) -> list[dict[int, OwnStep]]:
         steps = []
@@ -132,7 +132,7 @@ def test_what_slows_a_rank_down_for_a_second_is_no_slow_rank() -> None:
             )
         return steps
 
-    assert judge(slow_down(40)) == []
+    assert judge(slow_down(30)) == []
     (begun, ended) = judge(slow_down(120))
     assert isinstance(begun, RankSlow)
     assert begun.slow_rank == 1
