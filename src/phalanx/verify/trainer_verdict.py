@@ -151,6 +151,9 @@ class RunComparator:
                         difference, cause=f"{difference.cause}, in the run that is {name}"
                     )
                 yield difference
+        # Last: what runs restore of the same checkpoints says more of what is wrong with them.
+        for attempt, record in zip(self._by_rank[0], self._records, strict=False):
+            yield from self._checkpoints.compare(attempt, record)
 
     def _compare_attempt(
         self, ranks: Sequence[AttemptObservation], record: SecondLoopRecord
@@ -177,7 +180,6 @@ class RunComparator:
         # Of the linked checkpoint's observation there is no attempt of its own.
         if attempt.name != LINKED_CHECKPOINT:
             yield from self._recorded.compare(ranks, record)
-        yield from self._checkpoints.compare(attempt, record)
 
     def _name_changed_buffer(
         self,
