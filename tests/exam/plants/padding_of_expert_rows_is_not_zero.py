@@ -13,7 +13,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero3-ep4", "ddp"),
-    cause=("expert", "backward goes wrong"),
+    cause=("expert", "backward goes wrong", "the narrow type is further"),
     tensors=("*.experts.*", "*router*"),
     job=(
         "--model",
