@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.core.units import format_seconds
 from phalanx.drills.campaign import TrialRow, read_campaign, select_newest_rows
 from phalanx.drills.drive import count_classes
-from phalanx.drills.fault_code import digest_fault_code
+from phalanx.drills.fault_code import digest_fault_code, digest_recovery_code
 from phalanx.drills.run_trial import LEFT_WITH_SUPERVISOR
 from phalanx.drills.trials import list_faults
 from phalanx.resilience.expectation import (
@@ -228,6 +228,7 @@ def _soak_lines() -> Iterable[str]:
         f" {soak['num_steps']:,} steps, {len(soak['strikes'])} faults; undisturbed"
         f" {format_seconds(soak['undisturbed_wall_s'])}, disturbed"
         f" {format_seconds(soak['disturbed_wall_s'])}."
+        f" {_say_whose_code(now['code'])}"
     )
     yield ""
     yield "| the run | found | bar | met |"
@@ -244,6 +245,11 @@ def _soak_lines() -> Iterable[str]:
     for name in sorted(soak["mix"]):
         strikes = [each for each in soak["strikes"] if each["planned"]["fault"] == name]
         yield _soak_row(name, strikes)
+
+
+def _say_whose_code(code: str) -> str:
+    is_of_today = code == digest_recovery_code()
+    return f"Of today's recovery code, by its digest: {'yes' if is_of_today else 'no'}."
 
 
 def _soak_row(name: str, strikes: Sequence[dict[str, Any]]) -> str:

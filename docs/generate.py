@@ -202,9 +202,11 @@ def targets() -> dict[Path, str]:
 
 
 def is_same(page: str, text: str) -> bool:
-    """True for equal texts, but for how many trials are of today's code: any change of code changes
-    that, and `make docs` says it when it is run."""
-    of_today = re.compile(r"(of today's code, by their digest: )\d+")
+    """True for equal texts, but for how many trials are of today's code, and whether the soak is:
+    any change of code changes that, and `make docs` says it when it is run."""
+    of_today = re.compile(
+        r"(of today's code, by their digest: |Of today's recovery code, by its digest: )\w+"
+    )
     return of_today.sub(r"\1n", page) == of_today.sub(r"\1n", text)
 
 

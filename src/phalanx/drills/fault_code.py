@@ -50,11 +50,13 @@ def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
             text = (package / _FAULTS / f"{name}.py").read_text(encoding="utf-8")
             fault_texts[name] = text
             waiting += _IMPORTED_FAULT.findall(text)
-    return digest([fault_texts, _digest_recovery_rooms(package)])
+    return digest([fault_texts, digest_recovery_code(package)])
 
 
 @functools.cache
-def _digest_recovery_rooms(package: Path) -> str:
+def digest_recovery_code(package: Path = _PACKAGE) -> str:
+    """Digest of all files of RECOVERY_ROOMS in `package`, without the faults, and of
+    RECOVERY_FILES."""
     paths = [path for room in RECOVERY_ROOMS for path in sorted((package / room).rglob("*.py"))]
     paths += [package / name for name in RECOVERY_FILES if (package / name).exists()]
     return _digest_files(package, [p for p in paths if p.relative_to(package).parent != _FAULTS])

@@ -24,7 +24,7 @@ from phalanx.core.units import format_seconds
 from phalanx.drills.campaign import Circumstances
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.drive import opening_runs_folder, read_job_facts
-from phalanx.drills.fault_code import digest_package_code
+from phalanx.drills.fault_code import digest_package_code, digest_recovery_code
 from phalanx.drills.job import (
     DrilledJob,
     format_inject,
@@ -199,7 +199,7 @@ def run_soak(
         plan = _plan_soak(request, step_s)
         # At the start: sources may change while it runs.
         circumstances = replace(
-            Circumstances.now(digest(read_job_facts(plan.job.job))), code=digest_package_code()
+            Circumstances.now(digest(read_job_facts(plan.job.job))), code=digest_recovery_code()
         )
         on_plan(plan)
         runner.num_steps = 2 * plan.shape.num_steps
