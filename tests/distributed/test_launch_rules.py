@@ -24,7 +24,12 @@ from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
-from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_env_variables
+from phalanx.launch.rank_env import (
+    ALLOCATOR_VARIABLES,
+    RankEnv,
+    build_flight_recorder_variables,
+    build_rank_env_variables,
+)
 from phalanx.launch.rank_failure import LOST_CONNECTION, RankFailure
 from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import NUM_PROGRESS_STEPS, RestartPolicy
@@ -69,6 +74,22 @@ class TestExternalRanks:
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
         assert variables["MASTER_ADDR"] == "127.0.0.1"
         assert "OMP_NUM_THREADS" not in variables
+
+    def test_the_flight_recorder_records_and_writes_unless_the_user_says_otherwise(self) -> None:
+        trace = Path("run/logs/nccl-attempt-00-rank-")
+        variables = build_flight_recorder_variables(trace, {})
+        assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(trace)
+        assert variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(trace)
+        assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert int(variables["TORCH_FR_BUFFER_SIZE"]) > 0
+        chosen = {
+            "TORCH_FR_DUMP_TEMP_FILE": "elsewhere",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        }
+        assert list(build_flight_recorder_variables(trace, chosen)) == [
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+        ]
 
     @pytest.mark.parametrize(
         ("changes", "words"),

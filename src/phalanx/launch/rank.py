@@ -25,7 +25,11 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.next_attempt import OrderReceiver
 from phalanx.launch.paths import error_report_path, rank_log_path
-from phalanx.launch.rank_env import RankEnv, build_rank_env_variables
+from phalanx.launch.rank_env import (
+    RankEnv,
+    build_flight_recorder_variables,
+    build_rank_env_variables,
+)
 from phalanx.launch.rank_link import RankLink
 from phalanx.launch.reports import build_error_report
 
@@ -134,9 +138,7 @@ def _move_into_attempt(task: RankTask) -> None:
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
     os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
     trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
-    # torch appends the rank. Older releases know the second name alone.
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ.setdefault(name, str(trace))
+    os.environ.update(build_flight_recorder_variables(trace, os.environ))
 
 
 def _redirect_stdin_to_devnull() -> None:

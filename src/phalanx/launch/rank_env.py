@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
@@ -72,6 +73,24 @@ def build_expandable_segments_variables(environ: Mapping[str, str]) -> dict[str,
     if any(name in environ for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+
+
+def build_flight_recorder_variables(trace: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which NCCL's flight recorder writes its last collectives to `trace`, to
+    whose name torch appends the rank, at a timeout; without those that `environ` has.
+
+    Releases of torch differ in what they do by themselves.
+    """
+    variables = {
+        # Older releases know the second name alone.
+        "TORCH_FR_DUMP_TEMP_FILE": str(trace),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(trace),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    # The earlier name of the same number.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
