@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
+import phalanx
+from models import CPU
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory import futex, opening
 from phalanx.mesh.shared_memory.board import Board
 from phalanx.mesh.shared_memory.in_place import GatheredTensor
 from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
+from phalanx.observe.events import Event, Note
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
@@ -408,6 +413,59 @@ def test_where_dev_shm_is_full_tensors_are_copied_and_sums_stay_right() -> None:
     if isinstance(found[0], str):
         pytest.skip(f"a /dev/shm of its own takes root: {found[0]}")
     assert found == [(False, True)] * 2
+
+
+class _NotesBus(phalanx.Bus):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank=rank)
+        self.notes: list[Note] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event)
+
+
+class _Rows:
+    def step_microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        return [{"inputs": torch.ones(1, 200)}]
+
+
+def train_without_room(rank: int) -> str | list[dict[str, Any]]:
+    """The warnings of two steps of DDP whose buckets find no room in /dev/shm."""
+    if problem := mount_small_shared_memory():
+        return problem
+    job = Job.model_validate(
+        {
+            "data": {"seq_len": 1},
+            "train": {"global_batch_size": 2, "steps": 2},
+            "parallel": {"ranks": 2, "strategy": "ddp", "collectives": "shared"},
+        }
+    )
+    plan, bus = phalanx.make_plan(job, cluster=CPU, num_ranks=2), _NotesBus(rank)
+    with (
+        use_block_sizes(replace(USUAL, shared_bucket_bytes=1)),
+        open_mesh(plan.layout, device="cpu", collectives="shared") as mesh,
+    ):
+        model = phalanx.parallelize(torch.nn.Linear(200, 200), plan, mesh)
+        state = phalanx.TrainState(model, phalanx.build_optimizer(model, job.optim), seed=7)
+        data = phalanx.TrainingData(
+            _Rows(), lambda outputs, batch: (outputs.square().sum(), torch.tensor(len(outputs)))
+        )
+        phalanx.Trainer(job, plan, state, bus, data).run(time.monotonic())
+        return [note.facts for note in bus.notes if note.code == "warning"]
+
+
+def test_a_full_dev_shm_is_said_once_in_an_attempt() -> None:
+    warned, of_rank_1 = run_ranks(2, train_without_room)
+    if isinstance(warned, str):
+        pytest.skip(f"a /dev/shm of its own takes root: {warned}")
+    assert of_rank_1 == []
+    (warning,) = warned
+    assert warning["warning"] == "shared_memory_full"
+    # Weight and bias of both ranks.
+    assert warning["needed_bytes"] == 2 * 4 * (200 * 200 + 200)
+    assert warning["free_bytes"] <= 65_536
+    assert "need twice 314.1 KiB" in warning["text"]
 
 
 def wait_briefly(rank: int) -> list[float]:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
+from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     Event,
@@ -63,6 +65,7 @@ class StepRecorder:
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         self._has_operator_cost = False
         self._warned_draws: set[str] = set()
+        self._has_warned_of_room = False
         self._unused: frozenset[str] = frozenset()
 
     def start(self, asked_s: float | None = None) -> None:
@@ -164,6 +167,7 @@ class StepRecorder:
         self._gpu.record_if_due(step)
         self._emit_operator_cost()
         self._warn_of_layout_dependent_draws()
+        self._warn_of_full_shared_memory()
         self._warn_of_unused_parameters()
 
     def record_step_of_other_rank(self, finished: StepFinished) -> None:
@@ -216,6 +220,30 @@ class StepRecorder:
             self._bus.emit(
                 Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
             )
+
+    def _warn_of_full_shared_memory(self) -> None:
+        """Warn, once, that gradients are copied between ranks for want of shared memory: sums are
+        right, and steps slower."""
+        transport = current_transport()
+        no_room = None if transport is None else transport.no_room
+        if no_room is None or self._has_warned_of_room or self._mesh.local_rank != 0:
+            return
+        self._has_warned_of_room = True
+        text = (
+            "gradients are copied and not summed where they lie, which is slower: /dev/shm has"
+            f" {format_bytes(no_room.free_bytes)} free, and the ranks of this machine need twice"
+            f" {format_bytes(no_room.needed_bytes)}"
+        )
+        if no_room.why:
+            text += f" ({no_room.why})"
+        facts = {
+            "warning": "shared_memory_full",
+            "text": text,
+            "why": text,
+            "needed_bytes": no_room.needed_bytes,
+            "free_bytes": no_room.free_bytes,
+        }
+        self._bus.emit(Note("warning", facts))
 
     def _warn_of_unused_parameters(self) -> None:
         """Warn, once, of each parameter without part in the loss, where that is allowed: it may be

@@ -35,13 +35,27 @@ class _Segment:
     inode: int
 
 
+@dataclass(frozen=True)
+class NoRoom:
+    """A tensor did not come into shared memory: bytes that the ranks of this host needed for it,
+    and those that are free there. `why`: what the system said; empty where it was not asked."""
+
+    needed_bytes: int
+    free_bytes: int
+    why: str = ""
+
+
 class OwnSegments:
-    """The tensors of this rank that others see. `table_at`: where in its arena they are listed."""
+    """The tensors of this rank that others see. `table_at`: where in its arena they are listed.
+
+    `no_room`: the first time that one found no room; None where each did.
+    """
 
     def __init__(self, arena: OwnArena, table_at: int, num_local_ranks: int) -> None:
         self._arena, self._table_at, self._num_local_ranks = arena, table_at, num_local_ranks
         self._by_inode: dict[int, _Segment] = {}
         self._num_listed = 0
+        self.no_room: NoRoom | None = None
 
     def publish(self, tensor: torch.Tensor) -> bool:
         """Move the storage of `tensor` into shared memory, unless it is there; all its views
@@ -50,14 +64,18 @@ class OwnSegments:
         if self._find(storage) is not None:
             return True
         # The other ranks of this host ask for as much at the same time.
-        if not storage.is_shared() and not _has_room_for(storage.nbytes() * self._num_local_ranks):
+        needed_bytes = storage.nbytes() * self._num_local_ranks
+        free_bytes = _count_free_bytes()
+        if not storage.is_shared() and needed_bytes > free_bytes * _MAX_SHARE_OF_FREE:
+            self.no_room = self.no_room or NoRoom(needed_bytes, free_bytes)
             return False
         if self._num_listed + 1 >= _MAX_SEGMENTS:
             return False
         try:
             descriptor, num_bytes = storage._share_fd_cpu_()
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError) as error:
             # No descriptors are left, or /dev/shm is full or read-only.
+            self.no_room = self.no_room or NoRoom(needed_bytes, free_bytes, str(error))
             return False
         self._num_listed += 1
         segment = _Segment(self._num_listed, descriptor, os.fstat(descriptor).st_ino)
@@ -128,9 +146,9 @@ class SeenSegments:
         return open_arena_of_process(self._pid, descriptor, num_bytes)
 
 
-def _has_room_for(num_bytes: int) -> bool:
+def _count_free_bytes() -> int:
     try:
         space = os.statvfs(_SHARED_FILES)
     except OSError:
-        return False
-    return num_bytes <= space.f_bavail * space.f_frsize * _MAX_SHARE_OF_FREE
+        return 0
+    return space.f_bavail * space.f_frsize

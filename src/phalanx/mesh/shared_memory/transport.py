@@ -36,7 +36,7 @@ from phalanx.mesh.shared_memory.in_place import (
 from phalanx.mesh.shared_memory.messages import Receive, Send
 from phalanx.mesh.shared_memory.operations import Collective, Operation
 from phalanx.mesh.shared_memory.peers import Peer
-from phalanx.mesh.shared_memory.segments import OwnSegments
+from phalanx.mesh.shared_memory.segments import NoRoom, OwnSegments
 from phalanx.mesh.shared_memory.tensors import ArenaTensors
 from phalanx.mesh.shared_memory.transfers import Transfer
 from phalanx.mesh.shared_memory.work import SharedMemoryWork
@@ -164,6 +164,11 @@ class SharedMemoryTransport:
         if self._is_closed or self._is_paused:
             return False
         return self._find_channel(group) is not None
+
+    @property
+    def no_room(self) -> NoRoom | None:
+        """The first time that a tensor of this rank found no room where others see it."""
+        return self._segments.no_room
 
     def publish(self, tensor: torch.Tensor) -> bool:
         """Have `tensor` and its views lie where other ranks reduce them in place; False where
