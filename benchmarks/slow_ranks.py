@@ -26,7 +26,8 @@ from phalanx.observe.tail import read_recorded_events
 # Of each rank, in one step.
 OwnSeconds = dict[int, float]
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 200, 100
-# The bar: so many steps, or where they are short so many seconds.
+# The design's bar is so many steps. Where they are short it is missed, and this is what is counted:
+# so many seconds.
 MOST_STEPS, MOST_S = 20, 2.0
 NOISES = (0.02, 0.05, 0.1, 0.15)
 
