@@ -22,6 +22,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     InvariantChecked,
     RankFailed,
+    ReplicasReplayed,
     RolledBack,
     RunStarted,
     SamplesRead,
@@ -60,6 +61,11 @@ def flipping(outputs, batch):
                 found.data.view(torch.int32)[0, 0] ^= 1 << 18
                 break
     return exact(outputs, batch)
+
+
+def otherwise_in_each_attempt(outputs, batch):
+    loss, num_targets = exact(outputs, batch)
+    return loss * (1.0 + 0.01 * int(os.environ["PHALANX_ATTEMPT"])), num_targets
 
 
 def flipping_moment(outputs, batch):
@@ -177,6 +183,27 @@ def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) ->
     assert weights(run_dir) == weights(folder / "straight")
     last = {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
     assert last == loss_curve(folder / "straight")
+
+
+def test_of_two_replicas_the_wrong_one_is_named_by_doing_the_steps_again(folder: Path) -> None:
+    """And none where both compute something else when they do them again."""
+    flip = 'resilience.inject=["flip_parameter:rank=1,step=23,phase=data"]'
+    more = (*TWO, "train.steps=30", flip)
+    first, second = run_all(
+        [
+            arguments("one of two", *more),
+            arguments("otherwise", "model.objective=poison:otherwise_in_each_attempt", *more),
+        ],
+        folder,
+    )
+    assert first.code == second.code == 0, first.err + second.err
+    for name, rank in (("one of two", 1), ("otherwise", -1)):
+        (back,) = [e.event for e in events(folder / name, RolledBack)]
+        assert (back.cause, back.failed_rank, back.not_after_step) == ("corruption", -1, 20)
+        (replay,) = [e.event for e in events(folder / name, ReplicasReplayed)]
+        assert (replay.step, replay.failed_rank) == (25, rank), replay.why
+    assert "step 25 done again: rank 1 was wrong" in first.out
+    assert "step 25 done again does not tell which rank was wrong" in second.out
 
 
 def test_memory_that_one_rank_alone_holds(folder: Path) -> None:

@@ -6,13 +6,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class UnequalSteps:
+    """Steps `first_step` to `last_step`, in which replicas that had been equal came to differ.
+
+    By rank: `losses` are the losses of its own samples in each of these steps, `digests` those of
+    its weights after the last.
+    """
+
+    first_step: int
+    last_step: int
+    losses: tuple[tuple[float, ...], ...]
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RollBack:
     """Why and how far a run goes back.
 
     `kind`: "loss_spike" | "corruption". `step` is the one in which it was decided;
     `not_after_step` is the newest whose checkpoint may be used. `skip_to_sample`: the next sample
     to read after it (-1: as the checkpoint says). `rank` holds the corrupted state, -1 where that
-    is not known.
+    is not known. `unequal`: where replicas differ and no majority names one of them, what ranks
+    computed, to be compared with the same steps done again.
     """
 
     kind: str
@@ -21,6 +36,7 @@ class RollBack:
     why: str
     skip_to_sample: int = -1
     rank: int = -1
+    unequal: UnequalSteps | None = None
 
 
 class RollBackRequest(Exception):

@@ -445,6 +445,7 @@ def _wrap_facts_into_lines(facts: list[str], width: int) -> list[str]:
 _EVENT_CLASSES_SHOWN_YELLOW = (
     events.CheckpointPostponed,
     events.NonFiniteFound,
+    events.ReplicasReplayed,
     events.StepSkipped,
     events.RestartScheduled,
     events.SinkDropped,

@@ -344,6 +344,12 @@ def _describe_nonfinite(event: events.NonFiniteFound) -> str:
     return line + _describe_why_not_repeated(event)
 
 
+def _describe_replay(event: events.ReplicasReplayed) -> str:
+    if event.failed_rank < 0:
+        return f"step {event.step} done again does not tell which rank was wrong: {event.why}"
+    return f"step {event.step} done again: rank {event.failed_rank} was wrong: {event.why}"
+
+
 def _describe_why_not_repeated(event: events.NonFiniteFound) -> str:
     if not event.why_not_repeated:
         return ""
@@ -374,6 +380,7 @@ _DESCRIBERS: dict[type[events.Event], Callable[[Any], str | None]] = {
     events.RunStarted: _describe_start,
     events.WeightsTaken: _describe_taken_weights,
     events.NonFiniteFound: _describe_nonfinite,
+    events.ReplicasReplayed: _describe_replay,
     events.StepSkipped: _describe_skipped_step,
     events.CheckpointSaved: _describe_saved_checkpoint,
     events.CheckpointPostponed: _describe_postponed_checkpoint,

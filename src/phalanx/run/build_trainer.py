@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
@@ -29,10 +30,12 @@ def build_trainer(
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
     may_roll_back: bool = False,
+    unequal: UnequalSteps | None = None,
 ) -> Trainer:
     """The trainer that `phalanx train` runs; `guards` come on top of the run's own.
 
     `may_roll_back`: whoever started the ranks goes back to a checkpoint when they ask for it.
+    `unequal`: the steps that it went back from, to be compared when they are done again.
     """
     own_guards: list[Guard] = [SkippedStepsGuard(job.resilience.max_skipped_steps)]
     if job.resilience.on_loss_spike != "warn":
@@ -53,6 +56,7 @@ def build_trainer(
         stop=stop,
         memory=memory,
         on_corruption=_choose_what_corruption_does(job, may_roll_back=may_roll_back),
+        unequal=unequal,
     )
 
 

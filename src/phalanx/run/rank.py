@@ -20,6 +20,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
+from phalanx.core.roll_back import UnequalSteps
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
@@ -331,7 +332,14 @@ def _build_trainer_of_rank(
         stop=rank.stop,
         memory=rank.meter,
         may_roll_back=_may_roll_back(rank.run),
+        unequal=_find_steps_to_compare(rank.run),
     )
+
+
+def _find_steps_to_compare(run: RankRunInputs) -> UnequalSteps | None:
+    if run.roll_backs is None:
+        return None
+    return run.roll_backs.find_unequal_steps(run.plan.layout.world_size)
 
 
 def _may_roll_back(run: RankRunInputs) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
-from phalanx.core.roll_back import RollBack
+from phalanx.core.roll_back import RollBack, UnequalSteps
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink, SilentRankLink
@@ -29,6 +29,16 @@ class RollBacks:
         if self.pending and self.done:
             return self.done[-1].not_after_step
         return None
+
+    def find_unequal_steps(self, num_ranks: int) -> UnequalSteps | None:
+        """The steps that `num_ranks` ranks compare when they do them again: those that the last
+        roll-back is for; None where there is nothing to compare."""
+        if not self.done:
+            return None
+        unequal = self.done[-1].unequal
+        if unequal is None or len(unequal.digests) != num_ranks:
+            return None
+        return unequal
 
     def find_next_sample(self, step: int, samples_seen: int) -> int:
         """The next sample to read after `step`, of whose state `samples_seen` is the cursor."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
 
 from phalanx.core.errors import NumericsError
-from phalanx.core.roll_back import RollBack, RollBackRequest
+from phalanx.core.phases import WORLD_AXIS
+from phalanx.core.roll_back import RollBack, RollBackRequest, UnequalSteps
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import InvariantChecked
+from phalanx.observe.events import InvariantChecked, ReplicasReplayed
 from phalanx.parallel.executor import Batch, Objective
-from phalanx.parallel.step_stats import StepStats
+from phalanx.parallel.step_stats import LocalLoss, StepStats
 from phalanx.train.count_checks import (
     count_targets_and_tokens,
     find_router_load_mismatches,
@@ -26,6 +27,12 @@ from phalanx.train.count_checks import (
 from phalanx.train.memory_checks import MemoryChecks
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
+from phalanx.train.step_replay import (
+    OwnLosses,
+    digest_rank_weights,
+    find_wrong_rank,
+    gather_unequal_steps,
+)
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
 OnCorruption: TypeAlias = Literal["warn", "rollback", "stop"]
@@ -37,6 +44,8 @@ NUM_BATCH_COUNT_FLAGS = 2
 
 NUM_CORRUPTION_FLAGS = 4
 """Numbers of `RunInvariants.build_corruption_flags`."""
+NO_MAJORITY = 1.0
+"""The first of them where replicas differ and no single rank is in the minority."""
 
 
 @dataclass
@@ -57,10 +66,18 @@ class _InvariantCheckCounts:
 class RunInvariants:
     """Checks the steps of `state` as observe.invariants_every says, and emits what it finds.
 
-    Inactive before `start`, and with 0.
+    Inactive before `start`, and with 0. `unequal`: steps in which replicas came to differ in the
+    attempt before, compared when they are done again.
     """
 
-    def __init__(self, job: Job, state: TrainState, bus: Bus, objective: Objective) -> None:
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState,
+        bus: Bus,
+        objective: Objective,
+        unequal: UnequalSteps | None = None,
+    ) -> None:
         self._job, self._state, self._bus, self._objective = job, state, bus, objective
         self._mesh = state.model.mesh
         self._tallies: dict[str, _InvariantCheckCounts] = {}
@@ -75,6 +92,11 @@ class RunInvariants:
         self._equal_step = -1
         self._corruption_flags = (0.0, 0.0)
         self._memory: MemoryChecks | None = None
+        # A check is acted on two steps after it.
+        self._own_losses = OwnLosses(job.observe.invariants_every + 4)
+        # On rank 0: the step of the last check that found replicas unequal, and ranks' digests.
+        self._found_unequal: tuple[int, list[str]] | None = None
+        self._before, self._losses_again = unequal, ((),) * self._mesh.world_size
 
     def start(self) -> None:
         """Begin with the next step. Collective."""
@@ -83,6 +105,18 @@ class RunInvariants:
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
         if self._job.resilience.check_memory_every:
             self._memory = MemoryChecks(self._state)
+
+    def hold_own_loss(self, step: int, sums: LocalLoss) -> None:
+        """Keep the loss of this rank's own samples of `step`, for `gather_unequal_steps`."""
+        if self._weights is not None:
+            self._own_losses.add(step, sums.loss_sum)
+
+    def gather_unequal_steps(self, equal_step: int) -> UnequalSteps:
+        """What all ranks computed since `equal_step`, up to the check that found replicas unequal.
+        Collective."""
+        return gather_unequal_steps(
+            self._state.model, self._own_losses, equal_step, self._found_unequal
+        )
 
     def count_batch_for_reduction(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
         """Numbers of this rank's part of the batch, for the reduction of the step:
@@ -152,6 +186,8 @@ class RunInvariants:
         if self._is_check_due(step):
             with self._state.model.phases("optimizer"):
                 self._weights.finish_step(step)
+                if self._before is not None and step == self._before.last_step:
+                    self._gather_losses_again(self._before)
         self._check_and_record_target_counts(step, facts)
         self._check_and_record_router_loads(step)
 
@@ -192,8 +228,11 @@ class RunInvariants:
         elif self._equal_step >= 0:
             # Found unequal from the start they were never equal: that is no memory's fault.
             odd = findings.unequal.ranks
-            code = 2.0 + odd[0] if len(odd) == 1 else 1.0
+            code = 2.0 + odd[0] if len(odd) == 1 else NO_MAJORITY
             self._corruption_flags = (code, float(self._equal_step))
+            self._found_unequal = step, digest_rank_weights(findings.digests)
+        if self._before is not None and step == self._before.last_step:
+            self._emit_replay(self._before, findings)
         self._record_and_emit_check(
             InvariantChecked(
                 step=step,
@@ -243,6 +282,26 @@ class RunInvariants:
                 not_looked_at=not_looked_at,
             )
         )
+
+    def _gather_losses_again(self, before: UnequalSteps) -> None:
+        own = self._own_losses.list_after_step(before.first_step - 1)
+        with self._state.model.phases("collective", "all_gather losses of ranks", axis=WORLD_AXIS):
+            by_rank = self._mesh.gather_json([loss for _, loss in own])
+        self._losses_again = tuple(map(tuple, by_rank))
+
+    def _emit_replay(self, before: UnequalSteps, findings: WeightFindings) -> None:
+        rank, why = -1, "replicas came to differ once more"
+        if not findings.unequal.ranks:
+            again = replace(
+                before,
+                losses=self._losses_again,
+                digests=tuple(digest_rank_weights(findings.digests)),
+            )
+            layout = self._mesh.layout
+            rank, why = find_wrong_rank(
+                before, again, losses_tell=layout.dp_replicate == layout.world_size
+            )
+        self._bus.emit(ReplicasReplayed(findings.step, rank, why))
 
     def _check_and_record_target_counts(self, step: int, facts: StepStats) -> None:
         if self._mesh.rank != 0:
@@ -336,9 +395,15 @@ class RunInvariants:
             )
 
 
-def act_on_corruption(flags: Sequence[float], step: int, on_corruption: OnCorruption) -> None:
+def act_on_corruption(
+    flags: Sequence[float],
+    step: int,
+    on_corruption: OnCorruption,
+    gather_unequal_steps: Callable[[int], UnequalSteps],
+) -> None:
     """Do, on all ranks, what the job says if rank 0 has found that replicas differ or memory has
-    changed. `flags`: the sums over ranks of `build_corruption_flags`.
+    changed. `flags`: the sums over ranks of `build_corruption_flags`. `gather_unequal_steps` is
+    called on all ranks where the run goes back and no majority names a rank.
 
     Raises RollBackRequest to go back, NumericsError (exit 8) to stop.
     """
@@ -346,6 +411,9 @@ def act_on_corruption(flags: Sequence[float], step: int, on_corruption: OnCorrup
     if corruption is None or on_corruption == "warn":
         return
     if on_corruption == "rollback":
+        if flags[0] == NO_MAJORITY and not flags[2]:
+            unequal = gather_unequal_steps(corruption.not_after_step)
+            corruption = replace(corruption, unequal=unequal)
         raise RollBackRequest(corruption)
     whose = f"rank {corruption.rank}: " if corruption.rank >= 0 else ""
     raise NumericsError(

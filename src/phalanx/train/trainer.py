@@ -14,6 +14,7 @@ from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import PhaseTimer
+from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -88,6 +89,7 @@ class Trainer:
         stop: StopSignalFlags | None = None,
         memory: MemoryMeter | None = None,
         on_corruption: OnCorruption = "warn",
+        unequal: UnequalSteps | None = None,
     ) -> None:
         self._on_corruption: OnCorruption = on_corruption
         self.job, self.plan, self.state, self.bus = job, plan, state, bus
@@ -96,7 +98,7 @@ class Trainer:
         self.stop = stop or StopSignalFlags()
         self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
-        self._invariants = RunInvariants(job, state, bus, data.objective)
+        self._invariants = RunInvariants(job, state, bus, data.objective, unequal)
         self._norms = BlockNormRecorder(job.observe.norms_every, plan, state.model, bus)
         self._nonfinite = NonFiniteStepRepeater(
             state, data, bus, max_norm=job.optim.clip_norm, on_corruption=on_corruption
@@ -167,7 +169,12 @@ class Trainer:
                 # Before a save: the run is another job's by now.
                 if is_fenced and self._get_storage_fence is not None:
                     raise self._get_storage_fence.run_taken_error()
-                act_on_corruption(corruption, self.state.step, self._on_corruption)
+                act_on_corruption(
+                    corruption,
+                    self.state.step,
+                    self._on_corruption,
+                    self._invariants.gather_unequal_steps,
+                )
                 self._tracer.accept_request(trace_request, self.state.step)
                 if self._schedule is not None:
                     self._schedule.save_if_due(
@@ -207,6 +214,7 @@ class Trainer:
         self.state.begin_step()
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
         with self.phases("record"):
+            self._invariants.hold_own_loss(step, sums)
             flags = (
                 *self._build_step_flags(),
                 *self._invariants.count_batch_for_reduction(microbatches),

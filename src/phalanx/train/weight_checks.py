@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.phases import WORLD_AXIS
@@ -43,7 +44,8 @@ class WeightFindings:
 
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
     trained, and the optimizer does not update; `num_foreign`: by rank, parameters of the optimizer
-    that are none of the model's. `num_moving` tensors had to move, of `num_trained`.
+    that are none of the model's. `num_moving` tensors had to move, of `num_trained`. `digests`:
+    [ranks, blocks], of the blocks of each rank.
     """
 
     step: int
@@ -54,6 +56,7 @@ class WeightFindings:
     num_foreign: dict[int, int]
     num_moving: int
     num_trained: int
+    digests: NDArray[np.int64]
 
 
 class WeightChecks:
@@ -137,6 +140,7 @@ class WeightChecks:
             num_foreign,
             len(self.held.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
             self.held.num_trained,
+            digests,
         )
 
     def _map_optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:

@@ -16,7 +16,7 @@ from phalanx.observe.events.checkpoints import (
     CheckpointsRemoved,
     CheckpointUnusable,
 )
-from phalanx.observe.events.checks import InvariantChecked, NonFiniteFound
+from phalanx.observe.events.checks import InvariantChecked, NonFiniteFound, ReplicasReplayed
 from phalanx.observe.events.data import LoaderWorkerReplaced, SamplesRead
 from phalanx.observe.events.envelope import (
     SCHEMA,
@@ -86,6 +86,7 @@ __all__ = [
     "GpuMeasured",
     "InvariantChecked",
     "NonFiniteFound",
+    "ReplicasReplayed",
     "RanksStarted",
     "ReliabilityMeasured",
     "RankFailed",

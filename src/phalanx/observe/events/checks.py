@@ -43,6 +43,20 @@ class InvariantChecked(Event):
 
 
 @dataclass(frozen=True)
+class ReplicasReplayed(Event):
+    """Steps in which replicas came to differ have been done again, up to `step`, after the run had
+    gone back. From rank 0, where no majority had named a rank.
+
+    `failed_rank` is the one that had computed something else, -1 where that does not tell; `why` in
+    words.
+    """
+
+    step: int
+    failed_rank: int
+    why: str
+
+
+@dataclass(frozen=True)
 class NonFiniteFound(Event):
     """The place where a step that is not finite began, found by computing its forwards once more.
     From rank 0.
