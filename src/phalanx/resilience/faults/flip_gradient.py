@@ -1,5 +1,5 @@
-"""A bit of one gradient flips on one rank before gradients are reduced: silent corruption by a
-processor."""
+"""The highest bit of the exponent (bit 30) of one gradient flips on one rank before gradients are
+reduced: silent corruption by a processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A bit of the optimizer's memory flips on one rank between two steps."""
+"""The lowest bit of the exponent (bit 23) of one number of the optimizer's memory flips on one rank
+between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A bit of one weight flips in the memory of one replica, which then trains on."""
+"""The highest bit of the mantissa (bit 22) of one weight flips in the memory of one replica, which
+then trains on."""
 
 from __future__ import annotations
 
