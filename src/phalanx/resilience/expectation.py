@@ -35,7 +35,7 @@ class Expectation:
     `verdict` is the class that a right verdict has. `detected_s`: most seconds from the fault to
     the verdict; `detected_steps`: most steps, where steps are what counts. `trained_again_s`: most
     seconds from the fault to the next step that was never done before. `may_lose_steps`: those
-    since the last checkpoint. `is_named_by_majority`: with two ranks nobody can tell which one is
+    since the last checkpoint. `is_named_by_majority`: with two ranks no verdict tells which one is
     wrong. `exit_code`: of a run that does not finish by itself. `also`: more faults that are
     injected with it, whose {rank}, {other}, {step} and {phase} are filled in. `overrides`: keys of
     the job that the fault needs. `settling_steps`: the run needs so many after the fault. `stage`:

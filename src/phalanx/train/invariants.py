@@ -96,7 +96,8 @@ class RunInvariants:
         self._own_losses = OwnLosses(job.observe.invariants_every + 4)
         # On rank 0: the step of the last check that found replicas unequal, and ranks' digests.
         self._found_unequal: tuple[int, list[str]] | None = None
-        self._before, self._losses_again = unequal, ((),) * self._mesh.world_size
+        self._before = unequal
+        self._losses_again: tuple[tuple[float, ...], ...] = ((),) * self._mesh.world_size
 
     def start(self) -> None:
         """Begin with the next step. Collective."""

@@ -18,7 +18,8 @@ from phalanx.parallel.model import ParallelModel
 
 MIN_LOSS_CHANGE = 2.0**-20
 """A loss that changes by less of itself names nobody: sixteen times float32's rounding. A smaller
-error may reach all ranks through the gradients before a loss shows it."""
+error may reach all ranks through the gradients before a loss shows it, and then a healthy rank may
+be the first (benchmarks/replica_replay.py)."""
 
 
 class OwnLosses:
@@ -63,7 +64,11 @@ def gather_unequal_steps(
 
 
 def find_wrong_rank(
-    before: UnequalSteps, again: UnequalSteps, *, losses_tell: bool
+    before: UnequalSteps,
+    again: UnequalSteps,
+    *,
+    losses_tell: bool,
+    min_loss_change: float = MIN_LOSS_CHANGE,
 ) -> tuple[int, str]:
     """(rank, why) of the rank that computed something else `before`, while the others computed what
     they do `again`; rank -1 where that does not tell.
@@ -95,7 +100,7 @@ def find_wrong_rank(
         if len(odd) > 1:
             return -1, f"in step {step} the losses of {len(odd)} ranks are others than then"
         rank = odd[0]
-        if abs(then[rank] - now[rank]) <= MIN_LOSS_CHANGE * abs(now[rank]):
+        if abs(then[rank] - now[rank]) <= min_loss_change * abs(now[rank]):
             return -1, f"in step {step} the loss of rank {rank} differs by no more than rounding"
         return rank, (
             f"in step {step} the loss of its samples is another than then, and those of the other"
