@@ -110,7 +110,7 @@ def find_wrong_rank(
 
 
 def _list_places_that_differ(
-    before: Sequence[str] | Sequence[float], again: Sequence[str] | Sequence[float]
+    before: Sequence[str | float], again: Sequence[str | float]
 ) -> list[int]:
     return [
         place
