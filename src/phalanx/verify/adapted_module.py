@@ -4,7 +4,6 @@ of transformers would: a mistake of the adapter is the same in the reference and
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -139,8 +138,8 @@ def _build_own_model(job: Job, architecture: str) -> Any:
     assert kind is not None
     # Read here: what phalanx makes of the file is judged, too.
     path = Path(kind.partition(":")[2]).expanduser()
-    text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-    values = {**json.loads(text), **(job.model.args or {})}
+    stored = read_json(path / "config.json" if path.is_dir() else path)
+    values = {**stored, **(job.model.args or {})}
     config = transformers.AutoConfig.for_model(**values)
     own = getattr(transformers, architecture)(config).to(torch.float64)
     if getattr(own.config, "_experts_implementation", None) is not None:

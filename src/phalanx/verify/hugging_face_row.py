@@ -7,7 +7,6 @@ The weights go there as `phalanx checkpoint export` writes them, and the gradien
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_d
 from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
+from phalanx.core.files import read_json
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.transformer import TransformerShape
@@ -131,7 +131,7 @@ class HuggingFaceImplementation:
         if not isinstance(shape, DecoderShape) or shape.positions != "rope":
             return
         expected = max(LONGEST_SEQUENCE, int(shape.rope_original_len * shape.rope_factor))
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json(directory / "config.json")
         length = config.get("max_position_embeddings")
         if length != expected:
             cause = (
