@@ -391,6 +391,38 @@ def test_no_room_for_the_data(home: Home) -> None:
     )
 
 
+def test_too_few_open_files_are_refused_by_their_number(home: Home) -> None:
+    before = snapshot(home.folder)
+    done = _train_with_limit(home.folder, "ulimit -n 20")
+    assert done.returncode == 6, done.stderr
+    assert re.search(
+        r"ulimit -n is 20, and this job needs about \d+ open files in a process; raise the hard"
+        r" limit \(ulimit -Hn\) to \d+ or more$",
+        done.stderr.strip(),
+    )
+    assert snapshot(home.folder) == before
+
+
+def test_the_limit_of_open_files_is_raised_where_it_may_be(home: Home) -> None:
+    done = _train_with_limit(home.folder, "ulimit -Sn 20", "train.steps=4")
+    assert done.returncode == 0, done.stderr
+
+
+def _train_with_limit(
+    folder: Path, limit: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", "train", *TEXT, *arguments]
+    return subprocess.run(
+        ["sh", "-c", f'{limit}; exec "$@"', "sh", *command],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 * SLACK,
+        check=False,
+    )
+
+
 class _mounted:
     """A tmpfs on a folder; the test is skipped where that takes rights we do not have."""
 

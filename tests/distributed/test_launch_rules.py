@@ -18,7 +18,8 @@ import torch.distributed as dist
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
-from phalanx.core.files import write_bytes_atomically
+from phalanx.core.files import PERMANENT_WRITE_ERRNOS, write_bytes_atomically
+from phalanx.core.library_errors import find_os_error_behind
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
@@ -215,6 +216,23 @@ class TestReports:
             ).exit_code
             == 1
         )
+
+    def test_where_no_file_can_be_opened_any_more_the_rank_says_so(self, tmp_path: Path) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files") as caught:
+                write_bytes_atomically(tmp_path / "file", b"x")
+            with pytest.raises(RuntimeError) as caught_of_gloo:
+                dist.ProcessGroupGloo.create_device(interface="lo")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        report = build_error_report(caught.value)
+        assert report.exit_code == 7
+        assert report.one_line.endswith("raise the limit on open files (ulimit -n)")
+        found = find_os_error_behind(caught_of_gloo.value, PERMANENT_WRITE_ERRNOS)
+        assert found is not None
+        assert found.errno == errno.EMFILE
 
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")

@@ -75,6 +75,9 @@ def test_names_that_are(name: str) -> None:
         (errno.EACCES, "not writable"),
         (errno.EROFS, "not writable"),
         (errno.EIO, "failed"),
+        (errno.EMFILE, "no file can be opened any more while saving"),
+        (errno.EMFILE, "raise the limit on open files (ulimit -n)"),
+        (errno.ENFILE, "sysctl fs.file-max"),
     ],
 )
 def test_errors_of_the_system_say_what_and_where(number: int, words: str) -> None:

@@ -233,9 +233,14 @@ def parse_json(text: bytes | str) -> Any:
 
 
 _NOT_WRITABLE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
-# What a disk says when it will not do what any other disk would: no fault of a name, a format or a
-# program.
-PERMANENT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+# A process, or the machine, may open no more files.
+_TOO_MANY_FILES_ERRNOS = (errno.EMFILE, errno.ENFILE)
+# What a disk or the system says when it will not do what any other would: no fault of a name, a
+# format or a program.
+PERMANENT_WRITE_ERRNOS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG),
+    *_TOO_MANY_FILES_ERRNOS,
+)
 # The rest may pass: an NFS server may come back.
 WRITE_FAILURE_ERRNOS = (*PERMANENT_WRITE_ERRNOS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
@@ -276,6 +281,10 @@ def suggest_fix_for_path_error(
         return "free space there"
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of files (ulimit -f)"
+    if error.errno == errno.EMFILE:
+        return "raise the limit on open files (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return "raise the machine's limit on open files (sysctl fs.file-max)"
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return f"make it writable, or choose another {setting}"
     if error.errno in WRITE_FAILURE_ERRNOS or error.errno in READ_FAILURE_ERRNOS:
@@ -296,6 +305,8 @@ def build_path_resource_error(
         summary = f"no space left while {doing}"
     elif error.errno in _NOT_WRITABLE_ERRNOS:
         summary = f"not writable while {doing}"
+    elif error.errno in _TOO_MANY_FILES_ERRNOS:
+        summary = f"no file can be opened any more while {doing}"
     return ResourceError(
         summary,
         where=str(path),

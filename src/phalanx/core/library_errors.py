@@ -13,8 +13,11 @@ LIBRARY_MODULE_NAMES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch"
 # "No space left on device (os error 28)" of Rust, "... Detail: [errno 28] ..." of Arrow
 _ERRNO_PATTERN = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)
 # A network says "Input/output error", too: of torch's errors only those that are about a file count
-# for such a code.
-_DISK_ONLY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+# for such a code. These say the same whatever was opened or written.
+_PLAIN_ERRNOS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG),
+    *(errno.EMFILE, errno.ENFILE),
+)
 _FILE_ERROR_PATTERN = re.compile(r"\bfd \d+ failed with|\bstrerror\b")
 _PATH_PATTERN = re.compile(r'\bat path "([^"]+)"')
 # A write that ended early, by the words of numpy's tofile and of torch.save: neither asks the
@@ -39,9 +42,7 @@ def find_os_error_behind(error: BaseException, codes: Collection[int]) -> OSErro
             not isinstance(error, RuntimeError) or _FILE_ERROR_PATTERN.search(line) is not None
         )
         for code in codes:
-            if (is_of_disk or code in _DISK_ONLY_ERRNOS) and _find_os_error_codes_in_text(
-                line, code
-            ):
+            if (is_of_disk or code in _PLAIN_ERRNOS) and _find_os_error_codes_in_text(line, code):
                 path = _PATH_PATTERN.search(line)
                 return OSError(code, os.strerror(code), path and path[1])
     for line in lines:

@@ -21,6 +21,7 @@ from phalanx.core.files import (
     open_regular_file,
     open_regular_file_for_append,
 )
+from phalanx.core.open_files import raise_open_file_limit
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.messages import (
     SERVER_TO_SUPERVISOR_CODEC,
@@ -203,6 +204,8 @@ def start_server(run_dir: Path) -> ServerProcess:
 
 
 def _spawn_server(output: IO[bytes], environment: dict[str, str]) -> ServerProcess:
+    # What it forks, the ranks, inherit the limit.
+    raise_open_file_limit()
     our_end, server_end = socket.socketpair()
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()
