@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # About half of the tests by time, run beside the others.
-BESIDE := tests/contracts tests/unit tests/drills $(sort $(filter-out %_ep.py,$(wildcard tests/distributed/test_verify*.py)))
+BESIDE := tests/contracts tests/unit tests/drills $(sort $(filter-out %_ep.py %_trainer.py %_taken_weights.py,$(wildcard tests/distributed/test_verify*.py)))
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 

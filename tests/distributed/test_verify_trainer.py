@@ -330,6 +330,7 @@ def test_a_bug_that_only_some_modules_show_is_found(
     assert row.first.step < NUM_STEPS
 
 
+@pytest.mark.long
 def test_moments_of_experts_that_ranks_share_out_are_restored() -> None:
     sections = {"model": {"preset": "small-mixtral"}, **DECODER}
     case, plant = "trainer-zero3-ep2", "expert_moments_restored_into_a_copy"

@@ -78,6 +78,7 @@ def test_a_kill_and_a_preemption_pass_and_are_not_run_again(folder: Path) -> Non
     assert not (folder / "second").exists()
 
 
+@pytest.mark.long
 def test_faults_that_share_a_run_are_judged_one_by_one(folder: Path) -> None:
     result = drill(folder, "kill", "crash", "preempt", "kill_two", out="shared", share=3)
     assert result.is_passed, [check for row in result.rows for check in row.checks]
