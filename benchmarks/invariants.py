@@ -22,7 +22,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from phalanx.train.invariants import RunInvariants
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
+from random_batches import RandomBatches
 
 BLOCK = 50
 DEFAULT_EVERY = 100
@@ -51,25 +52,6 @@ CALLS = (
     "digest_before_update",
     "finish_step",
 )
-
-
-class RandomBatches:
-    """The same random tokens in each step: what is measured is not the data."""
-
-    def __init__(self, sequences: int, per_microbatch: int, seq_len: int) -> None:
-        tokens = torch.randint(VOCAB, (sequences, seq_len + 1))
-        positions = torch.arange(seq_len).repeat(per_microbatch, 1)
-        self._microbatches = [
-            {
-                "inputs": part[:, :-1].contiguous(),
-                "targets": part[:, 1:].contiguous(),
-                "positions": positions,
-            }
-            for part in tokens.split(per_microbatch)
-        ]
-
-    def step_microbatches(self, step: int) -> Sequence[dict[str, torch.Tensor]]:
-        return self._microbatches
 
 
 class TimedCalls:
@@ -121,7 +103,7 @@ def open_trainer(args: argparse.Namespace) -> Iterator[Trainer]:
     with open_mesh(plan.layout, device="cpu") as mesh:
         wrapped = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=1)
         state = TrainState(wrapped, build_optimizer(wrapped, job.optim), seed=1)
-        batches = RandomBatches(args.batch, args.batch // args.microbatches, args.seq_len)
+        batches = RandomBatches(VOCAB, args.batch, args.batch // args.microbatches, args.seq_len)
         data = TrainingData(batches, build_objective(job))
         yield Trainer(job, plan, state, Bus(rank=mesh.rank), data)
 

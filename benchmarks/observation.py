@@ -53,6 +53,7 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
+from random_batches import RandomBatches
 
 NUM_WARM_UP = 20
 NUM_RESAMPLES = 4000
@@ -79,25 +80,6 @@ class UnobservedPhases(PhaseTimer):
     def enter_collective(self, words: str, *, axis: str = "") -> None: ...
 
     def leave_collective(self) -> None: ...
-
-
-class RandomBatches:
-    """The same random tokens in each step: what is measured is not the data."""
-
-    def __init__(self, num_sequences: int, per_microbatch: int, seq_len: int) -> None:
-        tokens = torch.randint(VOCAB, (num_sequences, seq_len + 1))
-        positions = torch.arange(seq_len).repeat(per_microbatch, 1)
-        self._microbatches = [
-            {
-                "inputs": part[:, :-1].contiguous(),
-                "targets": part[:, 1:].contiguous(),
-                "positions": positions,
-            }
-            for part in tokens.split(per_microbatch)
-        ]
-
-    def step_microbatches(self, step: int) -> Sequence[dict[str, torch.Tensor]]:
-        return self._microbatches
 
 
 class ObservedTrainer:
@@ -208,7 +190,7 @@ def _measure(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         model = parallelize(build_model(job, plan.model_shape), plan, mesh, phases=phases, seed=1)
         state = TrainState(model, build_optimizer(model, job.optim), seed=1)
         num_own = job.train.global_batch_size // plan.layout.data_parallel_size
-        batches = RandomBatches(num_own, num_own // plan.num_microbatches, job.data.seq_len)
+        batches = RandomBatches(VOCAB, num_own, num_own // plan.num_microbatches, job.data.seq_len)
         data = TrainingData(batches, build_objective(job))
         trainer = Trainer(job, plan, state, bus, data, memory=meter)
         turns = _alternate(

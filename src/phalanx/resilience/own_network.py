@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
 
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.resilience.fault import FaultSite
 
 _BEFORE_LOCAL, _LOCAL = "10", "100"
 
@@ -38,6 +41,32 @@ def drop_packets_of_connections(*, drops_received: bool) -> None:
             _drop_packets(local_port, remote_port)
             if drops_received:
                 _drop_packets(remote_port, local_port)
+
+
+def run_tc(*words: str) -> None:
+    """Change the traffic control of the run's own network.
+
+    Raises EnvironmentProblem where the kernel refuses.
+    """
+    done = subprocess.run(["tc", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvironmentProblem("the network cannot be shaped", why=done.stderr.strip())
+
+
+def delete_qdisc_after_steps(site: FaultSite, num_steps: int, qdisc: str) -> None:
+    """Make the loopback device as it was once the trainer has done `num_steps` more; returns at
+    once."""
+    trainer = site.trainer
+    assert trainer is not None, "this fault strikes a rank that trains"
+    last = trainer.state.step + num_steps
+
+    def wait_and_delete() -> None:
+        while trainer.state.step < last:
+            time.sleep(0.05)
+        delete = ["tc", "qdisc", "delete", "dev", "lo", qdisc]
+        subprocess.run(delete, capture_output=True, check=False)
+
+    threading.Thread(target=wait_and_delete, daemon=True).start()
 
 
 def _drop_packets(source_port: str, target_port: str) -> None:

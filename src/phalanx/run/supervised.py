@@ -140,11 +140,11 @@ def train_in_supervised_ranks(
 
 def find_slow_ranks(steps: EventTail, slow_ranks: SlowRankWatch) -> list[Event]:
     """The events that follow from the steps which `steps` has read since the last call."""
-    found: list[Event] = []
+    slow: list[Event] = []
     for envelope in steps.read_new_events():
         if isinstance(envelope.event, StepFinished):
-            found += slow_ranks.add(envelope.rank, envelope.attempt, envelope.event)
-    return found
+            slow += slow_ranks.add(envelope.rank, envelope.attempt, envelope.event)
+    return slow
 
 
 def build_refused_event_printer(

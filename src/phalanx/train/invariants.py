@@ -285,9 +285,9 @@ class RunInvariants:
         )
 
     def _gather_losses_again(self, before: UnequalSteps) -> None:
-        own = self._own_losses.list_after_step(before.first_step - 1)
+        losses = self._own_losses.list_after_step(before.first_step - 1)
         with self._state.model.phases("collective", "all_gather losses of ranks", axis=WORLD_AXIS):
-            by_rank = self._mesh.gather_json([loss for _, loss in own])
+            by_rank = self._mesh.gather_json([loss for _, loss in losses])
         self._losses_again = tuple(map(tuple, by_rank))
 
     def _emit_replay(self, before: UnequalSteps, findings: WeightFindings) -> None:

@@ -3,14 +3,13 @@ nobody is to blame."""
 
 from __future__ import annotations
 
-import subprocess
-import threading
-import time
-
-from phalanx.core.errors import EnvironmentProblem
 from phalanx.resilience.expectation import NO_VERDICT, Expectation
 from phalanx.resilience.fault import FaultSite
-from phalanx.resilience.own_network import require_own_network
+from phalanx.resilience.own_network import (
+    delete_qdisc_after_steps,
+    require_own_network,
+    run_tc,
+)
 
 EXPECTATION = Expectation(
     verdict=NO_VERDICT,
@@ -39,22 +38,7 @@ def inject(site: FaultSite) -> None:
     Raises EnvironmentProblem in a network that the run shares with others.
     """
     require_own_network()
-    _run_tc("qdisc", "add", "dev", "lo", "clsact")
+    run_tc("qdisc", "add", "dev", "lo", "clsact")
     # As they come in: of what it does not get rid of itself a sender knows.
-    _run_tc("filter", "add", "dev", "lo", "ingress", "bpf", "da", "bytecode", FILTER)
-    threading.Thread(target=_end_after_steps, args=(site,), daemon=True).start()
-
-
-def _end_after_steps(site: FaultSite) -> None:
-    assert site.trainer is not None, "the fault lossy_link strikes a rank that trains"
-    last = site.trainer.state.step + NUM_LOSSY_STEPS
-    while site.trainer.state.step < last:
-        time.sleep(0.05)
-    whole_again = ["tc", "qdisc", "delete", "dev", "lo", "clsact"]
-    subprocess.run(whole_again, capture_output=True, check=False)
-
-
-def _run_tc(*words: str) -> None:
-    done = subprocess.run(["tc", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EnvironmentProblem("the network cannot be made lossy", why=done.stderr.strip())
+    run_tc("filter", "add", "dev", "lo", "ingress", "bpf", "da", "bytecode", FILTER)
+    delete_qdisc_after_steps(site, NUM_LOSSY_STEPS, "clsact")

@@ -3,14 +3,13 @@ nobody is to blame."""
 
 from __future__ import annotations
 
-import subprocess
-import threading
-import time
-
-from phalanx.core.errors import EnvironmentProblem
 from phalanx.resilience.expectation import NO_VERDICT, Expectation
 from phalanx.resilience.fault import FaultSite
-from phalanx.resilience.own_network import require_own_network
+from phalanx.resilience.own_network import (
+    delete_qdisc_after_steps,
+    require_own_network,
+    run_tc,
+)
 
 EXPECTATION = Expectation(
     verdict=NO_VERDICT,
@@ -35,18 +34,8 @@ def inject(site: FaultSite) -> None:
     Raises EnvironmentProblem in a network that the run shares with others.
     """
     require_own_network()
-    shaped = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf"]
-    shaped += ["rate", RATE, "burst", BURST, "latency", LATENCY]
-    done = subprocess.run(shaped, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EnvironmentProblem("the network cannot be shaped", why=done.stderr.strip())
-    threading.Thread(target=_end_after_steps, args=(site,), daemon=True).start()
-
-
-def _end_after_steps(site: FaultSite) -> None:
-    assert site.trainer is not None, "the fault slow_link strikes a rank that trains"
-    last = site.trainer.state.step + NUM_SLOW_STEPS
-    while site.trainer.state.step < last:
-        time.sleep(0.05)
-    unshaped = ["tc", "qdisc", "delete", "dev", "lo", "root"]
-    subprocess.run(unshaped, capture_output=True, check=False)
+    run_tc(
+        *("qdisc", "add", "dev", "lo", "root", "tbf"),
+        *("rate", RATE, "burst", BURST, "latency", LATENCY),
+    )
+    delete_qdisc_after_steps(site, NUM_SLOW_STEPS, "root")

@@ -23,8 +23,3 @@ class DefinitionCheck:
 def make_difference(what: str, name: str, error: float, cause: str) -> Difference:
     """The difference of something that is no step's and no rank's."""
     return Difference(what, name, NO_STEP, error, 0, (0,), "as defined", cause)
-
-
-def compute_relative_error(value: float, expected: float) -> float:
-    """How far a number is off, as a part of the larger one."""
-    return abs(value - expected) / max(abs(value), abs(expected), 1e-300)

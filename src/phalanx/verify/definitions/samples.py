@@ -18,8 +18,9 @@ from phalanx.data.samples import SampleWindows
 from phalanx.data.tokens import TokenSequence
 from phalanx.job.schema import Job
 from phalanx.train.evaluation import compute_weighted_mean_loss
-from phalanx.verify.definitions.check import compute_relative_error, make_difference
+from phalanx.verify.definitions.check import make_difference
 from phalanx.verify.row import Difference
+from phalanx.verify.trainer_errors import relative_error
 
 WINDOWS_JUDGED = (
     "targets, positions and document numbers that are made of a run of tokens, of a few documents"
@@ -113,10 +114,10 @@ def find_wrong_source_weights(job: Job) -> Iterator[Difference]:
     """The sources of a made-up mixture that an evaluation weighs otherwise than the mixture."""
     corpus = _make_corpus()
     for name, weight in WEIGHT_OF_SOURCE.items():
-        given = corpus.weight_of_name.get(name, 0.0)
-        if given != weight:
-            cause = f"the loss of source {name} weighs {given:g}, and in the mixture {weight:g}"
-            error = compute_relative_error(given, weight)
+        actual = corpus.weight_of_name.get(name, 0.0)
+        if actual != weight:
+            cause = f"the loss of source {name} weighs {actual:g}, and in the mixture {weight:g}"
+            error = relative_error(actual, weight)
             yield make_difference("weight of source", name, error, cause)
             return
     losses = {name: 2.0 + number for number, name in enumerate(WEIGHT_OF_SOURCE)}
@@ -127,7 +128,7 @@ def find_wrong_source_weights(job: Job) -> Iterator[Difference]:
         mean = compute_weighted_mean_loss(
             {name: losses[name] for name in names}, corpus.weight_of_name
         )
-        error = compute_relative_error(mean, expected)
+        error = relative_error(mean, expected)
         if not error <= TOLERANCE:
             cause = f"the loss of {len(names)} sources is {mean:.6g}, and weighed {expected:.6g}"
             yield make_difference("loss of a mixture", "", error, cause)

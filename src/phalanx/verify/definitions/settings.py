@@ -57,12 +57,12 @@ def _compare_shape_keys(model: Model, shape: BuiltInShape) -> Iterator[Differenc
     for key, default in DEFAULT_OF_SHAPE_KEY.items():
         if not hasattr(shape, key):
             continue
-        asked = getattr(model, key, None)
+        requested = getattr(model, key, None)
         expected, origin = preset.get(key, default), "its preset"
         if key not in preset:
             origin = "docs/models.md"
-        if asked is not None:
-            expected, origin = asked, "the job"
+        if requested is not None:
+            expected, origin = requested, "the job"
         # What is asked of images is fixed: they have no embedding to share.
         if shape.reads_images and key == "tie_embeddings":
             continue

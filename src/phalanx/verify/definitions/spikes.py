@@ -26,14 +26,14 @@ def find_wrong_decisions(job: Job) -> Iterator[Difference]:
         decisions, roll_back = _decide_by_guard(losses, may_roll_back=may_roll_back)
         mode = "rollback" if may_roll_back else "skip"
         for index in range(max(len(decisions), len(expected))):
-            decided, wanted = (
+            decided, defined = (
                 "nothing" if index >= len(each) else each[index] for each in (decisions, expected)
             )
-            if decided != wanted:
+            if decided != defined:
                 cause = (
                     f"with resilience.on_loss_spike={mode} step {index + 1} of a made-up series of"
                     f" losses ends with {decided!r}, and by the definition of a spike with"
-                    f" {wanted!r}"
+                    f" {defined!r}"
                 )
                 yield make_difference("decision on a loss spike", "", 1.0, cause)
                 return
@@ -43,11 +43,13 @@ def find_wrong_decisions(job: Job) -> Iterator[Difference]:
 
 def _compare_roll_back(roll_back: RollBack, step: int) -> Iterator[Difference]:
     """Where a run goes back to, which is before the first of three spikes, and reads on."""
-    place = (roll_back.step, roll_back.not_after_step, roll_back.skip_to_sample)
+    destination = (roll_back.step, roll_back.not_after_step, roll_back.skip_to_sample)
     expected = (step, step - 3, _NEXT_SAMPLE)
-    if place != expected:
+    if destination != expected:
         words = "(decided in step, newest checkpoint of step, next sample)"
-        cause = f"three spikes in a row send the run to {place} {words}, and not to {expected}"
+        cause = (
+            f"three spikes in a row send the run to {destination} {words}, and not to {expected}"
+        )
         yield make_difference("roll-back", "", 1.0, cause)
 
 
