@@ -157,6 +157,13 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def find_server(supervisor_pid: int) -> psutil.Process:
+    """The process that forks the ranks; its parent, which has imported, forked it."""
+    [template] = psutil.Process(supervisor_pid).children()
+    [server] = template.children()
+    return server
+
+
 def descendants(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
@@ -527,8 +534,8 @@ def test_a_killed_server_takes_its_ranks_along_and_is_replaced(run: Run) -> None
     victims: list[int] = []
 
     def kill_server() -> None:
-        victims.extend(descendants(os.getpid()))
-        [server] = psutil.Process().children()
+        server = find_server(os.getpid())
+        victims.extend([server.pid, *descendants(server.pid)])
         server.kill()
 
     on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), kill_server)
@@ -542,6 +549,48 @@ def test_a_killed_server_takes_its_ranks_along_and_is_replaced(run: Run) -> None
         "the process that starts the ranks was killed by SIGKILL at step 1 in forward"
         in run.said[0]
     )
+    # The other server is a fork of the same process: nothing was imported again.
+    notes = [note.event.code for note in run.events(Note) if isinstance(note.event, Note)]
+    assert notes.count("server_ready") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_server_is_replaced_where_its_template_is_gone_or_stands_still(
+    run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(server_process, "_TEMPLATE_ANSWER_TIMEOUT_S", 1.0)
+    victims: list[int] = []
+
+    def strike_both() -> None:
+        server = find_server(os.getpid())
+        template = psutil.Process(server.ppid())
+        victims.extend([template.pid, server.pid, *descendants(server.pid)])
+        template.send_signal(number)
+        wait_until(lambda: is_gone(template.pid) or template.status() == psutil.STATUS_STOPPED)
+        server.kill()
+
+    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), strike_both)
+    outcome = run.supervise("stubborn", on_tick=on_tick, payload={"willing_attempt": 1})
+    assert (outcome.exit_code, outcome.attempts) == (0, 2), outcome.message
+    assert all(is_gone(pid) for pid in victims)
+
+
+def test_ranks_train_on_where_the_template_of_their_server_is_killed(run: Run) -> None:
+    victims: list[int] = []
+
+    def kill_template() -> None:
+        server = find_server(os.getpid())
+        victims.extend([server.pid, *descendants(server.pid)])
+        template = psutil.Process(server.ppid())
+        template.kill()
+        wait_until(lambda: is_gone(template.pid))
+        (run.marks / "told.partial").write_text("0")
+        (run.marks / "told.partial").rename(run.marks / "told")
+
+    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), kill_template)
+    outcome = run.supervise("trains", on_tick=on_tick)
+    assert (outcome.exit_code, outcome.attempts) == (0, 1), outcome.message
+    wait_until(lambda: all(is_gone(pid) for pid in victims))
 
 
 def test_a_killed_store_is_replaced(run: Run) -> None:
@@ -549,7 +598,7 @@ def test_a_killed_store_is_replaced(run: Run) -> None:
         ranks = {
             json.loads((run.marks / f"stuck-{rank}-0").read_text())["pid"] for rank in range(2)
         }
-        [server] = psutil.Process().children()
+        server = find_server(os.getpid())
         [store] = [child for child in server.children() if child.pid not in ranks]
         store.kill()
 
@@ -577,10 +626,10 @@ def test_a_rank_ends_as_a_program_does(run: Run) -> None:
 def test_ranks_of_a_killed_server_die_even_while_the_supervisor_cannot_act(run: Run) -> None:
     with supervisor_process(run, frozen=True) as supervisor:
         wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))
-        victims = descendants(supervisor.pid)
+        server = find_server(supervisor.pid)
+        victims = [server.pid, *descendants(server.pid)]
         assert len(victims) == 4
         supervisor.send_signal(signal.SIGSTOP)
-        [server] = psutil.Process(supervisor.pid).children()
         server.kill()
         wait_until(lambda: all(is_gone(pid) for pid in victims))
 
@@ -609,7 +658,8 @@ def test_nothing_survives_a_killed_supervisor(run: Run, frozen: bool) -> None:
     with supervisor_process(run, frozen=frozen) as supervisor:
         wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))
         victims = descendants(supervisor.pid)
-        assert len(victims) == 4
+        # What has imported and what forks, the store, two ranks.
+        assert len(victims) == 5
         if frozen:
             wait_until(
                 lambda: any(
@@ -652,8 +702,9 @@ def test_ranks_hold_no_descriptor_of_the_server(run: Run) -> None:
     server_sockets: set[str] = set()
 
     def look() -> None:
-        [server] = psutil.Process().children()
-        server_sockets.update(_descriptors(server.pid, "socket:"))
+        server = find_server(os.getpid())
+        for pid in (server.pid, server.ppid()):
+            server_sockets.update(_descriptors(pid, "socket:"))
         for rank in range(2):
             pid = json.loads((run.marks / f"training-{rank}-0").read_text())["pid"]
             held[rank] = _descriptors(pid, "socket:")
@@ -683,12 +734,12 @@ def test_the_loopback_listener_is_fresh_for_each_attempt() -> None:
 
 
 def start_ahead(run: Run, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The pid of a server that was started ahead, which says so when it has imported."""
+    """The pid of a template that was started ahead, which says so when it has imported."""
     (run.marks / "loud_when_imported.py").write_text("print('imported ahead', flush=True)")
     monkeypatch.syspath_prepend(str(run.marks))
     start_server_ahead("loud_when_imported")
-    [server] = psutil.Process().children()
-    return server.pid
+    [template] = psutil.Process().children()
+    return template.pid
 
 
 def test_a_server_started_ahead_serves_the_run_and_writes_its_log(
@@ -697,7 +748,7 @@ def test_a_server_started_ahead_serves_the_run_and_writes_its_log(
     ahead = start_ahead(run, monkeypatch)
     outcome = run.supervise("parents")
     assert outcome.exit_code == 0, outcome.message
-    assert {int((run.marks / f"parent-{rank}").read_text()) for rank in range(2)} == {ahead}
+    assert {int((run.marks / f"template-{rank}").read_text()) for rank in range(2)} == {ahead}
     assert "imported ahead" in (run.dir / "logs" / "server.log").read_text()
 
 
@@ -708,7 +759,7 @@ def test_another_environment_needs_another_server(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     outcome = run.supervise("parents")
     assert outcome.exit_code == 0, outcome.message
-    assert ahead not in {int((run.marks / f"parent-{rank}").read_text()) for rank in range(2)}
+    assert ahead not in {int((run.marks / f"template-{rank}").read_text()) for rank in range(2)}
     assert is_gone(ahead)
 
 
@@ -753,10 +804,12 @@ def test_last_words_of_a_server_that_ends_ahead_are_kept(
         "import os\nos.write(2, b'no such instructions here')\nos._exit(2)"
     )
     monkeypatch.syspath_prepend(str(run.marks))
-    server = server_process._spawn_server  # what it starts is looked at below
-    started: list[server_process.ServerProcess] = []
+    spawn = server_process._spawn_template  # what it starts is looked at below
+    started: list[server_process.TemplateProcess] = []
     monkeypatch.setattr(
-        server_process, "_spawn_server", lambda *given: started.append(server(*given)) or started[0]
+        server_process,
+        "_spawn_template",
+        lambda *given: started.append(spawn(*given)) or started[0],
     )
     start_server_ahead("gives_up")
     [ahead] = started

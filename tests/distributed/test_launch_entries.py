@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from phalanx.core.black_box import BlackBox
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.phases import PhaseTimer
@@ -75,8 +77,9 @@ def at_step(payload: dict[str, Any], step: int, phase: str) -> PhaseTimer:
 
 
 def parents(payload: dict[str, Any], link: RankLink) -> int:
-    """Tell which process forked this rank."""
-    (Path(payload["marks"]) / f"parent-{rank()}").write_text(str(os.getppid()))
+    """Tell which process forked the one that forked this rank."""
+    template_pid = psutil.Process(os.getppid()).ppid()
+    (Path(payload["marks"]) / f"template-{rank()}").write_text(str(template_pid))
     link.report_work_done()
     return 0
 

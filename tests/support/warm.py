@@ -35,7 +35,7 @@ NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
 MODULES = (
     "phalanx.nn.probe",
     "phalanx.run.one_process.rows_probe",
-    "phalanx.launch.server",
+    "phalanx.launch.template",
     "phalanx.checkpoint.exchange.unpickle",
 )
 VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")

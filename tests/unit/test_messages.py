@@ -4,6 +4,8 @@ is taken for one."""
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,9 +20,12 @@ from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
     SERVER_TO_SUPERVISOR_CODEC,
     SUPERVISOR_TO_SERVER_CODEC,
+    SUPERVISOR_TO_TEMPLATE_CODEC,
+    TEMPLATE_TO_SUPERVISOR_CODEC,
     EndRecorded,
     EventRefused,
     ForkFailed,
+    ForkServer,
     ImportAhead,
     KillRanks,
     KillStore,
@@ -32,13 +37,18 @@ from phalanx.launch.messages import (
     RanksForked,
     RankWaits,
     SendSignalToRanks,
+    ServerExited,
+    ServerForked,
     ServerOrder,
     ServerReport,
     StartRanks,
     StoreExited,
+    TemplateOrder,
+    TemplateReport,
     WriteStacksToLogs,
 )
 from phalanx.launch.reports import ErrorReport
+from phalanx.launch.wire import JsonLineCodec, MessageChannel
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run.decision import RankZeroDecision
@@ -55,9 +65,20 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 FAILED = ErrorReport(
     "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
 )
-SENT_ORDERS: list[ServerOrder] = [
+ORDERS_TO_TEMPLATE: list[TemplateOrder] = [
     ImportAhead(("torch", "phalanx.run.rank"), ("/a", ""), None),
     PreloadModules(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
+    ForkServer(),
+]
+REPORTS_OF_TEMPLATE: list[TemplateReport] = [
+    PreloadFinished(1.25, 1),
+    PreloadFailed(FAILED),
+    PreloadBeginsCuda("cupy"),
+    ServerForked(11),
+    ForkFailed(FAILED),
+    ServerExited(11, -9),
+]
+ORDERS_TO_SERVER: list[ServerOrder] = [
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
     ),
@@ -68,10 +89,7 @@ SENT_ORDERS: list[ServerOrder] = [
     KillRanks((1, 3)),
     KillStore(),
 ]
-SENT_REPORTS: list[ServerReport] = [
-    PreloadFinished(1.25, 1),
-    PreloadFailed(FAILED),
-    PreloadBeginsCuda("cupy"),
+REPORTS_OF_SERVER: list[ServerReport] = [
     RanksForked(0, (11, 12)),
     ForkFailed(FAILED),
     EndRecorded(1, 0, EndRecord(1, FAILED)),
@@ -84,37 +102,63 @@ SENT_REPORTS: list[ServerReport] = [
 ]
 
 
-def test_every_message_comes_back_as_it_was_sent() -> None:
-    assert {type(order) for order in SENT_ORDERS} == set(get_args(ServerOrder))
-    assert {type(report) for report in SENT_REPORTS} == set(get_args(ServerReport))
-    for order in SENT_ORDERS:
-        assert SUPERVISOR_TO_SERVER_CODEC.decode(SUPERVISOR_TO_SERVER_CODEC.encode(order)) == order
-    for report in SENT_REPORTS:
-        assert SERVER_TO_SUPERVISOR_CODEC.encode(report).count(b"\n") == 1
-        assert (
-            SERVER_TO_SUPERVISOR_CODEC.decode(SERVER_TO_SUPERVISOR_CODEC.encode(report)) == report
-        )
+@pytest.mark.parametrize(
+    ("codec", "messages", "kinds"),
+    [
+        (SUPERVISOR_TO_TEMPLATE_CODEC, ORDERS_TO_TEMPLATE, TemplateOrder),
+        (TEMPLATE_TO_SUPERVISOR_CODEC, REPORTS_OF_TEMPLATE, TemplateReport),
+        (SUPERVISOR_TO_SERVER_CODEC, ORDERS_TO_SERVER, ServerOrder),
+        (SERVER_TO_SUPERVISOR_CODEC, REPORTS_OF_SERVER, ServerReport),
+    ],
+)
+def test_every_message_comes_back_as_it_was_sent(
+    codec: JsonLineCodec[Any], messages: list[Any], kinds: Any
+) -> None:
+    assert {type(message) for message in messages} == set(get_args(kinds))
+    for message in messages:
+        assert codec.encode(message).count(b"\n") == 1
+        assert codec.decode(codec.encode(message)) == message
+
+
+def test_descriptors_come_with_their_message() -> None:
+    ours, theirs = socket.socketpair()
+    supervisor = MessageChannel(ours, SUPERVISOR_TO_TEMPLATE_CODEC, TEMPLATE_TO_SUPERVISOR_CODEC)
+    template = MessageChannel(theirs, TEMPLATE_TO_SUPERVISOR_CODEC, SUPERVISOR_TO_TEMPLATE_CODEC)
+    read_end, write_end = os.pipe()
+    supervisor.send(ForkServer(), (write_end,))
+    os.close(write_end)
+    assert template.receive() == [ForkServer()]
+    [received] = template.descriptors
+    assert not os.get_inheritable(received)
+    os.write(received, b"here")
+    assert os.read(read_end, 10) == b"here"
+    for descriptor in (received, read_end):
+        os.close(descriptor)
+    supervisor.close()
+    assert template.receive() == []
+    assert template.closed
+    template.close()
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ({"type": "Reboot"}, "'Reboot' is none of PreloadFinished, PreloadFailed"),
+        ({"type": "Reboot"}, "'Reboot' is none of RanksForked, ForkFailed"),
         ({"type": "KillRanks"}, "'KillRanks' is none of"),  # an order is no report
         ({"import_s": 1.0}, "None is none of"),
         ([], "None is none of"),
-        ({"type": "PreloadFinished", "import_s": 1.0}, "PreloadFinished.num_threads is missing"),
+        ({"type": "StoreExited", "attempt": 1}, "StoreExited.code is missing"),
         (
-            {"type": "PreloadFinished", "import_s": 1.0, "num_threads": 1, "more": 0},
-            "PreloadFinished has no field 'more'",
+            {"type": "StoreExited", "attempt": 1, "code": 1, "more": 0},
+            "StoreExited has no field 'more'",
         ),
         (
-            {"type": "PreloadFinished", "import_s": "1", "num_threads": 1},
-            "PreloadFinished.import_s must be float, not '1'",
+            {"type": "StoreExited", "attempt": "1", "code": 1},
+            "StoreExited.attempt must be int, not '1'",
         ),
         (
-            {"type": "PreloadFinished", "import_s": True, "num_threads": 1},
-            "PreloadFinished.import_s must be float",
+            {"type": "StoreExited", "attempt": True, "code": 1},
+            "StoreExited.attempt must be int",
         ),
         (
             {"type": "RanksForked", "attempt": 0, "pids": [1, "2"]},
@@ -134,7 +178,7 @@ def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
 
 def test_a_message_of_another_direction_is_not_sent() -> None:
     with pytest.raises(TypeError, match="PreloadFinished is none of ImportAhead"):
-        SUPERVISOR_TO_SERVER_CODEC.encode(PreloadFinished(1.0, 1))  # type: ignore[arg-type]
+        SUPERVISOR_TO_TEMPLATE_CODEC.encode(PreloadFinished(1.0, 1))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

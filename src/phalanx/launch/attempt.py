@@ -7,7 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.process_stat import read_state_letter
@@ -35,10 +35,13 @@ from phalanx.launch.oom_kills import OomWatch
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import has_begun_training
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
-from phalanx.launch.server_process import ServerLink, ServerProcess
+from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.stop_request import StopRequest, describe_stop_on_signal
+from phalanx.launch.wire import MessageChannel
 
+Order = TypeVar("Order")
+Report = TypeVar("Report")
 DEADLINE_CHECK_INTERVAL_S = 0.1
 EXIT_AFTER_KILL_TIMEOUT_S = 2.0
 # For ranks that said nothing to write their stacks, before they are killed.
@@ -54,15 +57,15 @@ class ReportAndSignalWaiter:
         self._next_tick = 0.0
 
     def wait(
-        self, link: ServerLink, until: float = math.inf
-    ) -> tuple[list[ServerReport], list[int]]:
+        self, link: MessageChannel[Order, Report], until: float = math.inf
+    ) -> tuple[list[Report], list[int]]:
         """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick
         at the latest."""
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
         # Ends of pipes and sockets, so that one call waits for all three.
         sources: list[Any] = [link, self._inbox]
         readable, _, _ = select.select(sources, [], [], timeout_s)
-        reports = []
+        reports: list[Report] = []
         if link in readable:
             reports = link.receive()
         # By the clock, not by a timeout: reports that come without end must not keep ticks back.

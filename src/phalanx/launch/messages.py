@@ -1,4 +1,5 @@
-"""Messages between supervisor and server: orders go to the server, reports come from it."""
+"""Messages between the supervisor and the processes that it starts: orders go to the template,
+which forks servers, and to the server, which forks ranks; reports come from them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from phalanx.launch.end_record import EndRecord
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.wire import JsonLineCodec
 
-# --- orders of the supervisor ---
+# --- orders to the template ---
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class PreloadModules:
     preload: tuple[str, ...]
     sys_path: tuple[str, ...]
     python_path: str | None
+
+
+@dataclass(frozen=True)
+class ForkServer:
+    """Fork a server. With the order come its end of a link, and the write end of a pipe that it and
+    its ranks hold."""
+
+
+# --- orders to the server ---
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class KillStore:
     once."""
 
 
-# --- reports of the server ---
+# --- reports of the template ---
 
 
 @dataclass(frozen=True)
@@ -105,18 +115,37 @@ class PreloadBeginsCuda:
 
 
 @dataclass(frozen=True)
+class ServerForked:
+    """A server is there."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class ForkFailed:
+    """The server, or with a report of the server the ranks, cannot be forked; none of them is
+    left."""
+
+    report: ErrorReport
+
+
+@dataclass(frozen=True)
+class ServerExited:
+    """A server is gone; `code` is negative for a signal."""
+
+    pid: int
+    code: int
+
+
+# --- reports of the server ---
+
+
+@dataclass(frozen=True)
 class RanksForked:
     """The ranks are forked; `pids` by rank."""
 
     attempt: int
     pids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ForkFailed:
-    """The ranks cannot be forked, and none is left."""
-
-    report: ErrorReport
 
 
 @dataclass(frozen=True)
@@ -169,26 +198,17 @@ class StoreExited:
     code: int
 
 
-ServerOrder: TypeAlias = (
-    ImportAhead
-    | PreloadModules
-    | StartRanks
-    | SendSignalToRanks
-    | WriteStacksToLogs
-    | KillRanks
-    | KillStore
+TemplateOrder: TypeAlias = ImportAhead | PreloadModules | ForkServer
+TemplateReport: TypeAlias = (
+    PreloadFinished | PreloadFailed | PreloadBeginsCuda | ServerForked | ForkFailed | ServerExited
 )
+ServerOrder: TypeAlias = StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks | KillStore
 ServerReport: TypeAlias = (
-    PreloadFinished
-    | PreloadFailed
-    | PreloadBeginsCuda
-    | RanksForked
-    | ForkFailed
-    | EndRecorded
-    | EventRefused
-    | RankWaits
-    | RankExited
-    | StoreExited
+    RanksForked | ForkFailed | EndRecorded | EventRefused | RankWaits | RankExited | StoreExited
+)
+SUPERVISOR_TO_TEMPLATE_CODEC: JsonLineCodec[TemplateOrder] = JsonLineCodec(get_args(TemplateOrder))
+TEMPLATE_TO_SUPERVISOR_CODEC: JsonLineCodec[TemplateReport] = JsonLineCodec(
+    get_args(TemplateReport)
 )
 SUPERVISOR_TO_SERVER_CODEC: JsonLineCodec[ServerOrder] = JsonLineCodec(get_args(ServerOrder))
 SERVER_TO_SUPERVISOR_CODEC: JsonLineCodec[ServerReport] = JsonLineCodec(get_args(ServerReport))

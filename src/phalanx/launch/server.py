@@ -1,10 +1,9 @@
-"""The process that has imported torch already and forks ranks: `python -m phalanx.launch.server
-LINK LIFE PRESENCE`.
+"""The process that forks ranks: itself a fork of one that has imported torch already
+(`launch.template`).
 
 Importing torch takes seconds and forking takes milliseconds, so ranks start, and start again after
 a crash, at the price of the fork. That is sound only while this process has one thread and has not
-touched CUDA: it imports what it is told to, forks, reaps and reports, and nothing else. User
-modules are imported in the ranks.
+touched CUDA: it forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
 It gets orders and sends reports (`launch.messages`): what a rank says of its own end and the exit
 of each rank at once.
@@ -12,9 +11,6 @@ of each rank at once.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
 import os
 import select
 import signal
@@ -22,32 +18,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.files import open_regular_file_for_append
-from phalanx.core.logs import redact_standard_streams
-from phalanx.core.secrets import Redactor
-from phalanx.launch.cuda_state import is_cuda_driver_initialized
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
-    SERVER_TO_SUPERVISOR_CODEC,
-    SUPERVISOR_TO_SERVER_CODEC,
     EndRecorded,
     EventRefused,
     ForkFailed,
-    ImportAhead,
     KillRanks,
     KillStore,
-    PreloadBeginsCuda,
-    PreloadFailed,
-    PreloadFinished,
-    PreloadModules,
     RankExited,
     RanksForked,
     RankWaits,
@@ -59,7 +44,6 @@ from phalanx.launch.messages import (
     WriteStacksToLogs,
 )
 from phalanx.launch.next_attempt import NextAttempt, OrderSender, open_order_pipe
-from phalanx.launch.paths import server_log_path
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
@@ -67,9 +51,8 @@ from phalanx.launch.store import open_loopback_listener, serve_rendezvous_store
 from phalanx.launch.wire import MessageChannel
 
 SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
-_MAX_MOVED_BYTES = 1 << 20
 # A scheduler signals every process of the job; the server outlives these signals.
-_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -91,16 +74,11 @@ class AttemptProcesses:
 class RankServer:
     """Forks and reaps on behalf of the supervisor at the other end of `link`."""
 
-    def __init__(self, link: SupervisorLink, supervisor_life: int) -> None:
-        self._link = link
+    def __init__(self, link: SupervisorLink, supervisor_life: int, run_dir: Path) -> None:
+        self._link, self._run_dir = link, run_dir
         self._supervisor_life = supervisor_life
         self._server_life, self._server_life_write = os.pipe()
         self._wakeup, self._wakeup_write = os.pipe()
-        self._run_dir = Path()
-        self._has_log = True
-        self._failed: dict[str, Exception] = {}
-        # The module whose import began to use CUDA, if one has.
-        self._began_cuda: set[str] = set()
         self._attempt = AttemptProcesses(-1)
 
     def execute_orders_until_closed(self) -> int:
@@ -126,10 +104,6 @@ class RankServer:
 
     def _execute_order(self, order: ServerOrder) -> None:
         match order:
-            case ImportAhead():
-                self._import_ahead(order)
-            case PreloadModules():
-                self._preload_modules(order)
             case StartRanks():
                 self._fork_attempt_ranks(order)
             case SendSignalToRanks(number):
@@ -145,50 +119,6 @@ class RankServer:
                 self._kill_store_process()
             case _:
                 assert_never(order)
-
-    def _import_ahead(self, order: ImportAhead) -> None:
-        self._has_log = False
-        _take_over_search_path(order.sys_path, order.python_path)
-        for name in order.modules:
-            try:
-                self._import_or_raise(name)
-            except Exception as error:
-                # A second try would fail by what the first one left.
-                self._failed[name] = error
-                return
-            if name in self._began_cuda:
-                return
-
-    def _import_or_raise(self, name: str) -> None:
-        if name in self._failed:
-            raise self._failed[name]
-        _import_module(name)
-        if not self._began_cuda and is_cuda_driver_initialized():
-            self._began_cuda.add(name)
-
-    def _preload_modules(self, order: PreloadModules) -> None:
-        started = time.monotonic()
-        self._run_dir = order.run_dir
-        if not self._has_log:
-            _move_output_to_log(server_log_path(order.run_dir))
-            self._has_log = True
-        _take_over_search_path(order.sys_path, order.python_path)
-        for name in order.preload:
-            try:
-                self._import_or_raise(name)
-            except BaseException as error:
-                traceback.print_exception(error)
-                self._link.send(PreloadFailed(build_error_report(error)))
-                return
-            if name in self._began_cuda:
-                self._link.send(PreloadBeginsCuda(name))
-                return
-        # What is garbage now would be frozen with the rest.
-        gc.collect()
-        # collections in a rank would otherwise write to, and so copy, every page we share
-        gc.freeze()
-        gc.enable()
-        self._link.send(PreloadFinished(time.monotonic() - started, _count_own_threads()))
 
     def _fork_attempt_ranks(self, order: StartRanks) -> None:
         self._attempt = self._leave_attempt(order)
@@ -287,7 +217,7 @@ class RankServer:
         # What is buffered would be written by the child, too.
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED_SIGNALS, signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*IGNORED_SIGNALS, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
             self._run_as_child_process(run, mask)
@@ -389,24 +319,6 @@ class RankServer:
                 self._kill_store_process()
 
 
-def _take_over_search_path(sys_path: Sequence[str], python_path: str | None) -> None:
-    sys.path[:] = sys_path
-    os.environ.pop("PYTHONPATH", None)
-    if python_path is not None:
-        os.environ["PYTHONPATH"] = python_path
-
-
-def _import_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name.partition(".")[0]:
-            raise EnvironmentProblem(
-                f"{name} cannot be imported", why=str(error), fix="install it"
-            ) from None
-        raise
-
-
 def _kill_process_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -414,49 +326,5 @@ def _kill_process_group(pid: int) -> None:
         pass
 
 
-def _move_output_to_log(log: Path) -> None:
-    """Have standard output and error, a file without a name until now, go on in `log`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # On a disk that takes nothing it stays where it is, and is lost.
-    with contextlib.suppress(OSError), open_regular_file_for_append(log) as file:
-        size = os.fstat(1).st_size
-        file.write(os.pread(1, min(size, _MAX_MOVED_BYTES), 0))
-        file.flush()
-        for fd in (1, 2):
-            os.dup2(file.fileno(), fd)
-
-
-def _count_own_threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 1
-
-
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor needs a Python handler to exist."""
-
-
-def run_server(arguments: Sequence[str]) -> int:
-    # Thousands of modules are imported, and collections among them find next to nothing.
-    gc.disable()
-    link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
-    for number in _IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    for fd in (link_fd, life_fd, presence_fd):
-        # Across exec: a rank's subprocesses hold none of them.
-        os.set_inheritable(fd, False)
-    die_when_pipes_close([life_fd], whole_group=True)
-    # Both are the server's log, which lies in the run.
-    redact_standard_streams(Redactor(os.environ))
-    return RankServer(
-        MessageChannel(
-            socket.socket(fileno=link_fd), SERVER_TO_SUPERVISOR_CODEC, SUPERVISOR_TO_SERVER_CODEC
-        ),
-        life_fd,
-    ).execute_orders_until_closed()
-
-
-if __name__ == "__main__":
-    sys.exit(run_server(sys.argv[1:]))

@@ -27,7 +27,7 @@ from phalanx.launch.positions import read_furthest_position
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.server_process import ServerProcess, start_server
+from phalanx.launch.server_process import ServerProcess, TemplateProcess, start_template
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.stop_request import StopRequest
 from phalanx.observe.bus import Bus
@@ -75,6 +75,7 @@ class _Supervisor:
     ) -> None:
         self._spec, self._bus, self._waiter = spec, bus, waiter
         self._say, self._on_refused_event = say, on_refused_event
+        self._template: TemplateProcess | None = None
         self._server: ServerProcess | None = None
         self._stop = StopRequest()
         self._recovery = RecoveryPolicy(spec, bus, say)
@@ -99,6 +100,8 @@ class _Supervisor:
     def close(self) -> None:
         if self._server is not None:
             self._server.kill()
+        if self._template is not None:
+            self._template.kill()
 
     def _redact_secrets_in_logs(self, end: AttemptEnd) -> None:
         # Of a run that another job has taken, only what these ranks wrote is this job's.
@@ -118,9 +121,9 @@ class _Supervisor:
         self._bus.attempt = number
         # Places of the last attempt would be taken for those of this one.
         clear_black_boxes(self._spec.run_dir)
-        # One server serves all attempts: torch is imported once.
+        # One server serves all attempts, and another one has its imports: torch is imported once.
         if self._server is None or self._server.link.closed:
-            unready = self._start_preloaded_server(AttemptEnd(number, stepless=self._spec.stepless))
+            unready = self._start_server(AttemptEnd(number, stepless=self._spec.stepless))
             if unready is not None:
                 return unready
         assert self._server is not None
@@ -136,34 +139,61 @@ class _Supervisor:
         )
         return watch.watch_until_end(self._spec.attempts.build_payload().to_json(), ranks.survivors)
 
-    def _start_preloaded_server(self, end: AttemptEnd) -> AttemptEnd | None:
-        """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
+    def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
+        """Start a server that is ready to fork; None when it is, otherwise how the attempt
+        ended."""
+        if self._server is not None:
+            # It is gone; what it forked is waited for, and its pipes are closed.
+            self._server.kill()
+        self._server = self._fork_server_of_template()
+        if self._server is None:
+            unready = self._start_preloaded_template(end)
+            if unready is not None:
+                return unready
+            self._server = self._fork_server_of_template()
+        if self._server is None:
+            assert self._template is not None
+            end.start_error = self._template.fork_failure
+            if end.start_error is None:
+                return _describe_lost_template(self._template, end)
+            return end
+        return None
+
+    def _fork_server_of_template(self) -> ServerProcess | None:
+        """A fork of the template, if there is one that answers."""
+        if self._template is None or self._template.has_ended:
+            return None
+        return self._template.fork_server()
+
+    def _start_preloaded_template(self, end: AttemptEnd) -> AttemptEnd | None:
+        """Start a template that is ready to fork; None when it is, otherwise how the attempt ended.
 
         A module that begins to use CUDA when it is imported is left to the ranks: what forks after
         it could not.
         """
         while True:
-            self._server = start_server(self._spec.run_dir)
+            if self._template is not None:
+                self._template.kill()
+            self._template = start_template(self._spec.run_dir)
             num_modules = len(self._preload)
-            unready = self._preload_modules_in_server(self._server, end)
+            unready = self._preload_modules_in_template(self._template, end)
             if unready is not None or len(self._preload) == num_modules:
                 return unready
-            self._server.kill()
 
-    def _preload_modules_in_server(
-        self, server: ServerProcess, end: AttemptEnd
+    def _preload_modules_in_template(
+        self, template: TemplateProcess, end: AttemptEnd
     ) -> AttemptEnd | None:
-        """Have the server import what it must; None when it is ready, or when a module is to be
-        left out and another server be started; otherwise how the attempt ended."""
+        """Have the template import what it must; None when it is ready, or when a module is to be
+        left out and another template be started; otherwise how the attempt ended."""
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
-        server.link.send(PreloadModules(self._spec.run_dir, self._preload, *search_path))
-        while not server.link.closed:
-            reports, signals = self._waiter.wait(server.link)
+        template.link.send(PreloadModules(self._spec.run_dir, self._preload, *search_path))
+        while not template.link.closed:
+            reports, signals = self._waiter.wait(template.link)
             # Before the reports: PreloadFinished may have come in the same moment.
             if signals:
                 first = signal.SIGINT if signal.SIGINT in signals else signals[0]
                 self._stop.signal = signal.Signals(first)
-                server.kill()
+                template.kill()
                 return end
             for report in reports:
                 match report:
@@ -177,13 +207,7 @@ class _Supervisor:
                     case PreloadFailed(error):
                         end.start_error = error
                         return end
-        server.kill()
-        end.server_loss = server.describe_exit()
-        if "killed" not in end.server_loss:
-            end.start_error = _build_server_loss_report(
-                end.server_loss, server.read_end_of_server_log()
-            )
-        return end
+        return _describe_lost_template(template, end)
 
 
 class _AttemptReporter:
@@ -224,6 +248,17 @@ class _AttemptReporter:
                 limit_s=hang.limit.quiet_s,
             )
         )
+
+
+def _describe_lost_template(template: TemplateProcess, end: AttemptEnd) -> AttemptEnd:
+    """The end of an attempt whose ranks nobody could start."""
+    template.kill()
+    end.server_loss = template.describe_exit()
+    if "killed" not in end.server_loss:
+        end.start_error = _build_server_loss_report(
+            end.server_loss, template.read_end_of_server_log()
+        )
+    return end
 
 
 def _build_server_loss_report(how: str, last_words: str) -> ErrorReport:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from phalanx.core.typed_json import TypedJsonError, from_json, to_json
@@ -13,6 +14,7 @@ Message = TypeVar("Message")
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 _CLASS_NAME_KEY = "type"
+_MAX_DESCRIPTORS = 8
 
 
 class JsonLineCodec(Generic[Message]):
@@ -46,7 +48,8 @@ class JsonLineCodec(Generic[Message]):
 class MessageChannel(Generic[Sent, Received]):
     """One end of a socket pair.
 
-    `closed` becomes true when the other end is gone; sending to it is then a no-op.
+    `closed` becomes true when the other end is gone; sending to it is then a no-op. `descriptors`
+    are those that came with messages, and that nobody has taken.
     """
 
     def __init__(
@@ -56,15 +59,21 @@ class MessageChannel(Generic[Sent, Received]):
         self._sent, self._received = sent, received
         self._partial = b""
         self.closed = False
+        self.descriptors: list[int] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Sent) -> None:
+    def send(self, message: Sent, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; the other end gets duplicates of `descriptors` with it."""
         if self.closed:
             return
+        line = self._sent.encode(message)
         try:
-            self._socket.sendall(self._sent.encode(message))
+            if descriptors:
+                num_sent = socket.send_fds(self._socket, [line], list(descriptors))
+                line = line[num_sent:]
+            self._socket.sendall(line)
         except OSError:
             self.closed = True
 
@@ -72,10 +81,13 @@ class MessageChannel(Generic[Sent, Received]):
         """The messages completed by one read; blocks until something arrives or the other end
         closes."""
         try:
-            data = self._socket.recv(1 << 16)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)
         except OSError:
             # A reset by the other end is its end, too.
-            data = b""
+            data, descriptors = b"", []
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self.descriptors += descriptors
         if not data:
             self.closed = True
             return []

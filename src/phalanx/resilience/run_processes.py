@@ -1,6 +1,7 @@
 """The processes of a supervised run, as one of its ranks finds them.
 
-The supervisor starts a server, and the server forks the ranks and the process of their store.
+The supervisor starts a template, which forks a server, which forks the ranks and the process of
+their store.
 """
 
 from __future__ import annotations

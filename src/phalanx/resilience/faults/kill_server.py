@@ -1,4 +1,4 @@
-"""The process that has imported torch and forks ranks is gone."""
+"""The process that forks ranks is gone, and the ranks with it."""
 
 from __future__ import annotations
 
