@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.resilience.expectation import Expectation
 from phalanx.resilience.run_processes import find_server
 
-EXPECTATION = Expectation(verdict="server killed", trained_again_s=10.0, names_rank=False)
+EXPECTATION = Expectation(verdict="server killed", names_rank=False)
 
 
 def inject() -> None:
