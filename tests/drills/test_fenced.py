@@ -86,9 +86,9 @@ class LeftFiles:
 
 def family(pid: int, run_dir: Path) -> list[psutil.Process]:
     """The supervisor, all that hold something open below its run (two ranks), and who forked
-    these: the server and its template."""
+    these: the server."""
     deadline = time.monotonic() + 30.0
-    while len(found := _family(pid, run_dir)) < 5:  # not all of them have started
+    while len(found := _family(pid, run_dir)) < 4:  # not all of them have started
         assert time.monotonic() < deadline, found
     return found
 
