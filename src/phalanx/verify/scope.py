@@ -44,6 +44,30 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
     ]
     if plan.num_microbatches == MANY_MICROBATCHES and plan.pipeline is None:
         judged.append(f"gradients summed over {plan.num_microbatches} microbatches")
+    judged += _list_definitions_compared(trace)
+    if any(step.max_norm is not None for step in trace.steps):
+        judged.append("clipping")
+    if trace.has_buffers:
+        judged.append(f"{plural(len(trace.sizes[name_buffers_set(0)]), 'buffer')} after each step")
+    if trace.dropped:
+        judged.append(f"masks of {plural(len(trace.dropped), 'dropout layer')}")
+    if trace.loads and trace.loads[0]:
+        judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
+    compress = plan.parallel.compress
+    if is_lossy_compression(compress):
+        judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
+    if compress in JUDGED_BY_PLAIN:
+        judged.append(JUDGED_BY_PLAIN[compress].judged)
+        judged.append(
+            "that a gradient which is infinite on one rank is seen by all, and what is kept between"
+            " steps outlives it"
+        )
+    return tuple(judged)
+
+
+def _list_definitions_compared(trace: Trace) -> list[str]:
+    """List what one process computes, and what it was compared with."""
+    judged = []
     if trace.initial_faults is not None:
         judged.append("mean, width and shape of the distribution of initial weights")
     if trace.arithmetic_faults is not None:
@@ -59,23 +83,7 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
             " transformers, called as by its users, in evaluation mode; which modules are in"
             " training mode, and their numbers (dropout, say), beside that class as it is built"
         )
-    if any(step.max_norm is not None for step in trace.steps):
-        judged.append("clipping")
-    if trace.has_buffers:
-        judged.append(f"{plural(len(trace.sizes[name_buffers_set(0)]), 'buffer')} after each step")
-    if trace.dropped:
-        judged.append(f"masks of {plural(len(trace.dropped), 'dropout layer')}")
-    if trace.loads and trace.loads[0]:
-        judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
-    if is_lossy_compression(plan.parallel.compress):
-        judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
-    if plan.parallel.compress in JUDGED_BY_PLAIN:
-        judged.append(JUDGED_BY_PLAIN[plan.parallel.compress].judged)
-        judged.append(
-            "that a gradient which is infinite on one rank is seen by all, and what is kept between"
-            " steps outlives it"
-        )
-    return tuple(judged)
+    return judged
 
 
 def list_quantities_not_compared(
@@ -97,27 +105,8 @@ def list_quantities_not_compared(
         not_judged.append(
             f"saves and resumes in this layout: no row of the trainer has {' or '.join(axes)}"
         )
-    if trace.adapter is not None and trace.adapter.unjudged:
-        not_judged.append(
-            f"the adapter of {trace.adapter.architecture}, which transformers does not compute by"
-            f" itself: {trace.adapter.unjudged}"
-        )
-    if is_narrow_dtype(trace.dtype) and isinstance(plan.model_shape, TransformerShape):
-        compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
-        but = "" if trace.arithmetic_faults is None else " but for routers' scores"
-        not_judged.append(
-            f"the model's own arithmetic in {compute}{but}: the reference computes by the same"
-            " phalanx.nn, and is judged by how far it is from a wide type alone"
-        )
-    if plan.is_layout_free:
-        not_judged.append("that bits are those of any other number of ranks, as layout-free has it")
-    if device == "cpu" and (plan.parallel.has_state_on_host or plan.activations.offload):
-        not_judged.append(
-            "copies between the memory of a GPU and of its host: ranks on CPUs make none that can"
-            " come too late"
-        )
-    if plan.parallel.dropout == "local":
-        not_judged.append("dropout, which is switched off: each rank draws its own")
+    not_judged += _list_shared_arithmetic(plan, trace)
+    not_judged += _list_what_ranks_here_lack(plan, device)
     compress = plan.parallel.compress
     if is_lossy_compression(compress) and compress not in JUDGED_BY_PLAIN:
         not_judged.append("how far what is sent is from the gradient")
@@ -130,3 +119,36 @@ def list_quantities_not_compared(
             f" rounding alone changes by more than half: {examples}"
         )
     return tuple(not_judged)
+
+
+def _list_shared_arithmetic(plan: Plan, trace: Trace) -> list[str]:
+    """List what the reference computes by the same code as the ranks."""
+    not_judged = []
+    if trace.adapter is not None and trace.adapter.unjudged:
+        not_judged.append(
+            f"the adapter of {trace.adapter.architecture}, which transformers does not compute by"
+            f" itself: {trace.adapter.unjudged}"
+        )
+    if is_narrow_dtype(trace.dtype) and isinstance(plan.model_shape, TransformerShape):
+        compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
+        but = "" if trace.arithmetic_faults is None else " but for routers' scores"
+        not_judged.append(
+            f"the model's own arithmetic in {compute}{but}: the reference computes by the same"
+            " phalanx.nn, and is judged by how far it is from a wide type alone"
+        )
+    return not_judged
+
+
+def _list_what_ranks_here_lack(plan: Plan, device: str) -> list[str]:
+    """List what the plan asks for and ranks on `device`, or the row, go without."""
+    not_judged = []
+    if plan.is_layout_free:
+        not_judged.append("that bits are those of any other number of ranks, as layout-free has it")
+    if device == "cpu" and (plan.parallel.has_state_on_host or plan.activations.offload):
+        not_judged.append(
+            "copies between the memory of a GPU and of its host: ranks on CPUs make none that can"
+            " come too late"
+        )
+    if plan.parallel.dropout == "local":
+        not_judged.append("dropout, which is switched off: each rank draws its own")
+    return not_judged

@@ -130,16 +130,7 @@ class RunComparator:
             lines.append(f"parameters without a gradient: {', '.join(record.unused)}")
         if not any(step.skipped == "no_targets" for step in record.steps):
             lines.append("a step without targets: the data has none")
-        if record.max_norm is None:
-            return (*lines, f"{CLIPPING}: optim.clip_norm is none")
-        num_clipped = sum(step.is_clipped for step in record.steps)
-        if num_clipped == 0:
-            lines.append("active clipping")
-        elif not record.get_step_record(UNMASKED_STEP).is_clipped:
-            lines.append("active clipping of a step without masked targets")
-        if num_clipped == sum(not step.skipped for step in record.steps):
-            lines.append("steps below the clipping norm")
-        return tuple(lines)
+        return (*lines, *_list_untested_clipping(record))
 
     def _iterate_differences(self) -> Iterator[Difference]:
         for index, of_ranks in enumerate(zip(*self._by_rank, strict=True)):
@@ -298,6 +289,20 @@ def _list_saved_steps(name: str) -> tuple[int, ...]:
     if name != SAME_LAYOUT:
         own = list(range(STOP_STEP + 1, NUM_STEPS + 1))
     return (*reversed(own), STOP_STEP, *reversed(regular))
+
+
+def _list_untested_clipping(record: SecondLoopRecord) -> list[str]:
+    if record.max_norm is None:
+        return [f"{CLIPPING}: optim.clip_norm is none"]
+    lines = []
+    num_clipped = sum(step.is_clipped for step in record.steps)
+    if num_clipped == 0:
+        lines.append("active clipping")
+    elif not record.get_step_record(UNMASKED_STEP).is_clipped:
+        lines.append("active clipping of a step without masked targets")
+    if num_clipped == sum(not step.skipped for step in record.steps):
+        lines.append("steps below the clipping norm")
+    return lines
 
 
 def _find_last_step_of_attempt(attempt: AttemptObservation) -> int:

@@ -236,10 +236,7 @@ def train_by_definition(
         before = {name: buffer.clone() for name, buffer in _list_persistent_buffers(module).items()}
         loss, count = _accumulate_gradients(module, loss_sum, run, number, microbatches, around)
         tokens_seen += count
-        gradients: Tensors = {}
-        for name, parameter in named.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad / max(1, count)
+        gradients = _average_gradients(named, max(1, count))
         norm = _compute_l2_norm(gradients)
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         used_scale = 0.0
@@ -255,8 +252,7 @@ def train_by_definition(
         is_clipped, rate = False, run.schedule.rate(number)
         if skipped:
             gradients = {}
-            _clear_router_loads(module)
-            _restore_buffers(module, before)
+            _undo_forwards(module, before)
         else:
             gradients, is_clipped = _clip_gradients(gradients, norm, run.max_norm)
             _update_parameters(named, gradients, states, run.rule, rate, decayed)
@@ -284,6 +280,11 @@ def train_by_definition(
         )
 
 
+def _average_gradients(named: Mapping[str, nn.Parameter], count: int) -> Tensors:
+    """The gradients that a step's backwards have left, over `count`."""
+    return {name: p.grad / count for name, p in named.items() if p.grad is not None}
+
+
 def _clip_gradients(
     gradients: Tensors, norm: float, max_norm: float | None
 ) -> tuple[Tensors, bool]:
@@ -293,11 +294,17 @@ def _clip_gradients(
     return {name: gradient * (max_norm / norm) for name, gradient in gradients.items()}, True
 
 
-def _clear_router_loads(module: nn.Module) -> None:
-    """Forget what tokens of a skipped step chose: it moves no bias, nor does it in the next."""
+@torch.no_grad()
+def _undo_forwards(module: nn.Module, before: Tensors) -> None:
+    """Take back what the forwards of a skipped step have moved: the buffers, such as the running
+    mean of a batch norm, are those of `before`, and what its tokens chose moves no bias of a
+    router, neither now nor in the next step."""
     for part in module.modules():
         if hasattr(part, "load") and hasattr(part, "num_experts"):
             part.load.take(part.num_experts, next(part.parameters()).device)
+    for name, buffer in _list_persistent_buffers(module).items():
+        if name in before:
+            buffer.copy_(before[name])
 
 
 def _accumulate_gradients(
@@ -374,15 +381,6 @@ def _compute_l2_norm(tensors: Tensors) -> float:
     for tensor in tensors.values():
         total += tensor.double().square().sum().item()
     return math.sqrt(total)
-
-
-@torch.no_grad()
-def _restore_buffers(module: nn.Module, before: Tensors) -> None:
-    """Give what the forwards of a skipped step have moved, such as the running mean of a batch
-    norm, the values of before it."""
-    for name, buffer in _list_persistent_buffers(module).items():
-        if name in before:
-            buffer.copy_(before[name])
 
 
 def _list_persistent_buffers(module: nn.Module) -> Tensors:
