@@ -54,7 +54,13 @@ from phalanx.drills.shared_run import (
     run_shared_trials,
 )
 from phalanx.drills.trials import DrillShape, choose_fault_names, draw_trials, load_fault
-from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
+from phalanx.drills.verdicts import (
+    Verdict,
+    count_starved_ranks,
+    find_named_ranks,
+    find_verdicts,
+)
+from phalanx.launch.processor_watch import STARVED
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
 from phalanx.resilience.expectation import NO_VERDICT
@@ -243,6 +249,15 @@ def test_what_holds_is_no_verdict() -> None:
         events.StepSkipped(7, "no_targets", 0.0, 0, 8),
     ]
     assert find_verdicts([said(event, 1.0) for event in healthy]) == []
+
+
+def test_a_rank_that_other_processes_starve_is_no_false_verdict() -> None:
+    starved = said(events.RankSlow(**{**SLOW, "why": STARVED}), 1.0)
+    slow, kill = said(events.RankSlow(**SLOW), 2.0), said(failed(1, "signal", "killed"), 3.0)
+    of_kill = find_verdicts([starved, slow, kill], "killed")
+    assert [each.monotonic_s for each in of_kill] == [2.0, 3.0]
+    assert [each.monotonic_s for each in find_verdicts([starved, slow], "slow")] == [1.0, 2.0]
+    assert count_starved_ranks([starved, slow, kill]) == 1
 
 
 STRIKE_AT_4 = Strike("kill", 1, 4, "backward", 4.0)

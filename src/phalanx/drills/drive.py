@@ -192,7 +192,7 @@ def _run_trials(
             keep(each, sharing)
         done = {each.trial.key for each in finished}
         alone = [(trial,) for trial in group if trial.key not in done]
-        # The run ended before they came to strike.
+        # They did not come to strike.
         pending.extend(alone)
         clock.num_runs = clock.num_begun + _count_runs_to_come(pending, undisturbed)
 

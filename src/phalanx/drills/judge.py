@@ -25,7 +25,8 @@ class Measured(JsonRecord):
     time in steps that stand. `said`: what the command said of that which it was to say
     (`Bars.says`). `num_restarts`: how often ranks started again or went back (of a shared run: in
     the trial's part), None in lines of earlier releases; `needless_restarts`: those of them that
-    the fault did not ask for.
+    the fault did not ask for. `num_starved`: how often a rank was called slow because other
+    processes had the processors, by the kernel's count: no false verdict.
     """
 
     has_struck: bool
@@ -46,6 +47,7 @@ class Measured(JsonRecord):
     said: str = ""
     num_restarts: int | None = None
     needless_restarts: int = 0
+    num_starved: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class MeasuredAnswer(JsonRecord):
     false_verdicts: tuple[str, ...]
     trained_again_s: float | None
     lost_steps: int
+    num_starved: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from phalanx.drills.judge import Bars, Measured, build_bars, finite_or_none
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.stages import opening_stage
 from phalanx.drills.trials import DrillShape, Trial, load_fault
-from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
+from phalanx.drills.verdicts import Verdict, count_starved_ranks, find_named_ranks, find_verdicts
 from phalanx.report.reduce import collect_run_facts
 from phalanx.resilience.expectation import NO_VERDICT, Ending, Expectation
 from phalanx.resilience.strikes import Strike
@@ -162,7 +162,7 @@ class TrialRunner:
             step_p99_s=undisturbed.step_p99_s,
             open_save_steps=open_save_steps,
         )
-        verdicts = find_verdicts(record.envelopes)
+        verdicts = find_verdicts(record.envelopes, bars.verdict)
         if bars.exit_codes[0] < 0 and record.strikes:
             verdicts.append(_build_departure_verdict(record.strikes[0], ends[0]))
         return FinishedTrial(
@@ -225,6 +225,7 @@ def measure_trial(
         wall_s=round(sum(end.wall_s for end in ends), 4),
         num_restarts=len(list_restart_moments_s(record)),
         needless_restarts=needless_restarts,
+        num_starved=count_starved_ranks(record.envelopes),
     )
 
 

@@ -77,7 +77,8 @@ def run_shared_trials(
 ) -> list[FinishedTrial]:
     """Run trials in one run. `undisturbed`: of the same keys (`list_keys_of_shared_run`).
 
-    Those that did not come to strike, as the run ended before, are not among what is returned.
+    Those that did not come to strike, as the run ended before, or a save was put off while another
+    was being written, are not among what is returned.
     """
     moved = move_trials(trials, runner.shape)
     first = trials[0]
@@ -95,7 +96,7 @@ def run_shared_trials(
     early = tuple(each.kind for each in find_early_verdicts(record))
     finished = []
     for number, (trial, answer) in enumerate(zip(moved, answered, strict=True)):
-        if not answer.measured.has_struck and record.last_step < trial.place.step - 1:
+        if not answer.measured.has_struck:
             continue
         before = early if number == 0 else ()
         part = _list_steps_of_part(runner.shape, number)
@@ -127,6 +128,7 @@ def _measure_in_shared_run(
         false_verdicts=(*early, *measured.false_verdicts),
         trained_again_s=measured.trained_again_s,
         lost_steps=measured.lost_steps,
+        num_starved=measured.num_starved,
         is_bit_equal=is_bit_equal,
         exit_codes=(end.code,),
         is_overdue=end.is_overdue,

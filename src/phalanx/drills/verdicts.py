@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.typed_json import JsonRecord
+from phalanx.launch.processor_watch import STARVED
 from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointUnusable,
     Envelope,
+    Event,
     HangFound,
     InvariantChecked,
     NonFiniteFound,
@@ -26,6 +28,7 @@ from phalanx.observe.events import (
     StoreLost,
 )
 
+SLOW = "slow"
 _CLASS_OF_SIGNAL = {
     "SIGKILL": "killed",
     "SIGSEGV": "segmentation fault",
@@ -46,19 +49,32 @@ class Verdict(JsonRecord):
     text: str
 
 
-def find_verdicts(envelopes: Sequence[Envelope]) -> list[Verdict]:
+def find_verdicts(envelopes: Sequence[Envelope], expected: str = "") -> list[Verdict]:
     """The verdicts among the events of a run, oldest first.
 
-    That a step was skipped says no more than what was found in it, where something was.
+    That a step was skipped says no more than what was found in it, where something was. That other
+    processes starve a rank, by the kernel's own count, is true of the machine whatever was injected
+    (`count_starved_ranks`), and is left out unless "slow" is `expected`.
     """
     explained = {each.event.step for each in envelopes if isinstance(each.event, NonFiniteFound)}
     verdicts = []
     for envelope in envelopes:
         event, verdict = envelope.event, _read_verdict(envelope)
         is_explained = isinstance(event, StepSkipped) and event.step in explained
+        if expected != SLOW:
+            is_explained |= _is_starvation(event)
         if verdict is not None and not is_explained:
             verdicts.append(verdict)
     return sorted(verdicts, key=lambda verdict: verdict.monotonic_s)
+
+
+def count_starved_ranks(envelopes: Sequence[Envelope]) -> int:
+    """How often a rank was called slow because other processes had the processors."""
+    return sum(_is_starvation(each.event) for each in envelopes)
+
+
+def _is_starvation(event: Event) -> bool:
+    return isinstance(event, RankSlow) and event.why == STARVED
 
 
 def find_named_ranks(verdicts: Sequence[Verdict]) -> tuple[int, ...]:
@@ -105,7 +121,7 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
         case CheckpointUnusable():
             return Verdict("checkpoint damaged", (), event.step, at_s, event.reason)
         case RankSlow():
-            return Verdict("slow", (event.slow_rank,), event.step, at_s, event.phase)
+            return Verdict(SLOW, (event.slow_rank,), event.step, at_s, event.phase)
     return None
 
 

@@ -20,7 +20,7 @@ from phalanx.drills.judge import (
 from phalanx.drills.record import RunRecord
 from phalanx.drills.soak.mix import PlannedStrike
 from phalanx.drills.trials import DrillShape, load_fault
-from phalanx.drills.verdicts import Verdict, find_named_ranks, find_verdicts
+from phalanx.drills.verdicts import Verdict, count_starved_ranks, find_named_ranks, find_verdicts
 from phalanx.observe.events import StepFinished
 from phalanx.resilience.expectation import NO_VERDICT, Expectation
 from phalanx.resilience.fault import parse_fault
@@ -135,7 +135,7 @@ def _measure_answer(
     not_on_it = {*expectation.preceded_by, outstanding} - {expectation.verdict}
     verdicts = [
         each
-        for each in find_verdicts(window.envelopes)
+        for each in find_verdicts(window.envelopes, expectation.verdict)
         if each.monotonic_s >= struck_s and each.kind not in not_on_it
     ]
     first = verdicts[0] if verdicts else None
@@ -156,6 +156,7 @@ def _measure_answer(
         false_verdicts=list_late_kinds(verdicts, over_s, consequences),
         trained_again_s=finite_or_none(again_s),
         lost_steps=count_steps_done_again(window, struck_s),
+        num_starved=count_starved_ranks(window.envelopes),
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.drills.command import CommandEnd
 from phalanx.drills.judge import Check, judge_final_bits
 from phalanx.drills.record import RunRecord
 from phalanx.drills.soak.measure import AnsweredStrike
+from phalanx.drills.verdicts import count_starved_ranks
 from phalanx.observe.events import CheckpointSaved
 
 CEILING_SHARE_BAR = 0.97
@@ -68,12 +69,7 @@ def judge_totals(
     return [
         _judge_end(end),
         *_judge_strikes(answered),
-        Check(
-            "false verdicts",
-            ", ".join(false_verdicts) or "none",
-            "none",
-            not false_verdicts,
-        ),
+        _judge_false_verdicts(false_verdicts, record),
         judge_checkpoints(record, keeps_all=keeps_all_checkpoints),
         judge_samples(record.run_dir, num_steps),
         judge_final_bits(is_bit_equal),
@@ -81,6 +77,14 @@ def judge_totals(
         _judge_participation(participation),
         Check("left behind", plural(num_left, "process", "processes"), "none", num_left == 0),
     ]
+
+
+def _judge_false_verdicts(false_verdicts: Sequence[str], record: RunRecord) -> Check:
+    words = ", ".join(false_verdicts) or "none"
+    num_starved = count_starved_ranks(record.envelopes)
+    if num_starved:
+        words += f" ({plural(num_starved, 'time')} a rank was starved by other processes)"
+    return Check("false verdicts", words, "none", not false_verdicts)
 
 
 def _judge_end(end: CommandEnd) -> Check:
