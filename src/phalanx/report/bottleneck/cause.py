@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CAUSE_KINDS = (
@@ -15,6 +15,7 @@ CAUSE_KINDS = (
     "host overhead",
     "no processor time",
     "uneven steps",
+    "memory bandwidth",
     "compute",
 )
 
@@ -30,13 +31,23 @@ COMPUTE_SHARE = 0.80
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A setting of the job, and the tokens a second with it over those without, by simulating the
+    measured steps again; with `is_upper_bound` at most so many."""
+
+    setting: str
+    speedup: float
+    is_upper_bound: bool = False
+
+
+@dataclass(frozen=True)
 class Cause:
     """A cause of lost time.
 
     `share` of the steps' time, 0 to 1. `speedup`: how many times faster the measured steps would
     be without it, by simulating them again; with `is_upper_bound` at most so many, as it cannot go
     away wholly. `rank` is None where it is no single rank. `axis`: of communication, "" where
-    nobody knows.
+    nobody knows. `remedies`: what is known of single settings that mend it.
     """
 
     kind: str
@@ -49,6 +60,7 @@ class Cause:
     phase: str = ""
     axis: str = ""
     is_upper_bound: bool = False
+    remedies: tuple[Remedy, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,6 +73,9 @@ class Cause:
             "is_upper_bound": self.is_upper_bound,
             "evidence": list(self.evidence),
             "action": self.action,
+            "remedies": [
+                {**asdict(remedy), "speedup": round(remedy.speedup, 4)} for remedy in self.remedies
+            ],
         }
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.core.units import plural
-from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
+from phalanx.report.bottleneck.cause import CLEAR_SHARE, COMPUTE_SHARE, BottleneckVerdict, Cause
 from phalanx.report.bottleneck.communication import find_bubble, find_communication
+from phalanx.report.bottleneck.memory_bandwidth import (
+    advise_on_update,
+    describe_roofline,
+    find_traffic_between_products,
+    find_update_bandwidth,
+    list_missing_evidence,
+    list_update_remedies,
+)
 from phalanx.report.bottleneck.shared import (
     DATA,
     HOST_OVERHEAD,
@@ -52,6 +60,8 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         find_straggler(study, group)
     for find in (
         find_small_operators,
+        find_update_bandwidth,
+        find_traffic_between_products,
         find_communication,
         find_bubble,
         find_evaluation,
@@ -71,7 +81,7 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         table.total_s / table.num_steps,
         tuple(causes),
         study.share_by_group(),
-        not_judged=_list_not_judged(outline, causes),
+        not_judged=_list_not_judged(study, causes),
         model_flops_utilization=outline.model_flops_utilization(len(table.ranks)),
         hardware_flops_utilization=outline.hardware_flops_utilization(len(table.ranks)),
         is_utilization_of_data_sheet=not outline.has_measured_reference,
@@ -96,6 +106,15 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
                 of_what = f"of what large products reach here ({reference} on rank 0)"
             text += f", {format_percent(utilization, 1)} {of_what}"
         evidence.append(text)
+    if roofline := describe_roofline(study):
+        evidence.append(roofline)
+    action, remedies = _advise_on_compute(utilization), list_update_remedies(study)
+    update_share = study.typical_share(("optimizer",))
+    if update_share < CLEAR_SHARE:
+        remedies = ()
+    else:
+        evidence.append(f"the optimizer's update takes {format_percent(update_share, 1)} of a step")
+        action = advise_on_update(remedies)
     return [
         Cause(
             "compute",
@@ -103,7 +122,9 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
             1.0,
             "computation",
             tuple(evidence),
-            _advise_on_compute(utilization),
+            action,
+            phase="optimizer" if remedies else "",
+            remedies=remedies,
         )
     ]
 
@@ -117,12 +138,10 @@ def _advise_on_compute(utilization: float) -> str:
     return "a faster step needs faster kernels (train.compile, a narrower type), or more ranks"
 
 
-def _list_not_judged(outline: RunOutline, causes: Sequence[Cause]) -> tuple[str, ...]:
-    missing = []
+def _list_not_judged(study: StepStudy, causes: Sequence[Cause]) -> tuple[str, ...]:
+    outline, missing = study.outline, list(study.not_judged)
     if any(cause.kind == "compute" for cause in causes):
-        missing.append(
-            "memory bandwidth: what waits for memory inside of an operator is a part of computation"
-        )
+        missing += list_missing_evidence(study)
     if outline.device == "cuda" and outline.zero_stage >= 2:
         missing.append(
             "what a GPU waits for gathered weights and reduced gradients: FSDP's own streams are"

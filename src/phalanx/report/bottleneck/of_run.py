@@ -3,32 +3,77 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.errors import PhalanxError
 from phalanx.observe.events import CheckpointSaved, EvalFinished, OperatorsCounted, PipelineMeasured
 from phalanx.observe.tail import read_recorded_events
+from phalanx.plan.calibrated.roofline import Roofline, estimate_roofline
+from phalanx.plan.memory_rates import MemoryRates, find_memory_rates
+from phalanx.plan.plan import Plan
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.find import find_bottleneck
 from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.report.bottleneck.study import RunOutline
+from phalanx.report.bottleneck.update_traffic import count_update_traffic
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.formats import dict_or_empty, finite_or_zero, number_or_nan
 
 
-def judge_run(run_dir: Path, plan: dict[str, Any]) -> BottleneckVerdict | None:
-    """The causes that bound the newest steps of a run, beside its plan (of plan.json, trusted in
-    nothing); None where no step was recorded."""
-    return judge_step_table(run_dir, plan, read_step_table(run_dir))
+def judge_run(
+    run_dir: Path, plan: dict[str, Any], job: dict[str, Any] | None = None
+) -> BottleneckVerdict | None:
+    """The causes that bound the newest steps of a run, beside its plan and job (of plan.json and
+    job.json, trusted in nothing); None where no step was recorded."""
+    return judge_step_table(run_dir, plan, read_step_table(run_dir), job or {})
 
 
 def judge_step_table(
-    run_dir: Path, plan: dict[str, Any], table: StepTable | None
+    run_dir: Path, plan: dict[str, Any], table: StepTable | None, job: dict[str, Any]
 ) -> BottleneckVerdict | None:
     """The same of `table`, the newest steps of the run; None without one."""
     if table is None:
         return None
-    return find_bottleneck(table, _outline_run(run_dir, plan, table))
+    outline = _outline_run(run_dir, plan, table)
+    return find_bottleneck(table, _add_memory_facts(outline, plan, job, len(table.ranks)))
+
+
+def _add_memory_facts(
+    outline: RunOutline, plan: dict[str, Any], job: dict[str, Any], num_ranks: int
+) -> RunOutline:
+    """The outline with what is known of memory bandwidth, on this machine."""
+    memory = None
+    if outline.device in ("cpu", "cuda"):
+        memory = find_memory_rates(outline.device, num_ranks)
+    return replace(
+        outline,
+        update=count_update_traffic(plan, job),
+        memory=memory,
+        roofline=None if memory is None else _draw_roofline(outline, plan, memory),
+    )
+
+
+def _draw_roofline(
+    outline: RunOutline, plan: dict[str, Any], memory: MemoryRates
+) -> Roofline | None:
+    """The roofline of a plan that a file has, which may be of another release, or damaged."""
+    predicted = dict_or_empty(dict_or_empty(plan.get("memory")).get("predicted_bytes"))
+    # The backward reads again what the forward wrote.
+    touched_bytes = finite_or_zero(number_or_nan(predicted.get("activations")))
+    bytes_per_s = memory.find_rate(touched_bytes)
+    if not (bytes_per_s > 0 and outline.reference_flops_per_s > 0):
+        return None
+    try:
+        roofline = estimate_roofline(
+            Plan.from_json(plan), outline.reference_flops_per_s, bytes_per_s
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, PhalanxError):
+        return None
+    if roofline is None or not 0 < roofline.products_s + roofline.between_s < math.inf:
+        return None
+    return roofline
 
 
 def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOutline:
@@ -73,6 +118,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         ),
         peak_flops_per_s=finite_or_zero(number_or_nan(plan.get("peak_flops_per_s"))),
         tokens_per_s=_measure_tokens_per_s(table),
+        global_batch_size=int(finite_or_zero(number_or_nan(plan.get("global_batch_size")))),
     )
 
 

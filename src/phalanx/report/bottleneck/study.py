@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from phalanx.observe.events import OperatorsCounted
+from phalanx.plan.calibrated.roofline import Roofline
+from phalanx.plan.memory_rates import MemoryRates
 from phalanx.report.bottleneck.cause import Cause
 from phalanx.report.bottleneck.step_table import RankStep, StepTable
+from phalanx.report.bottleneck.update_traffic import UpdateTraffic
 from phalanx.report.bottleneck.what_if import (
     EditedSeconds,
     calculate_speedup,
@@ -27,6 +30,8 @@ class RunOutline:
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
     ("dp", "tp", ...); `degrees` by axis of the layout; `allows_unused`: DDP may find parameters
     without a gradient. `peak_flops_per_s`: of a device's data sheet, 0 where there is none.
+    `update`: the bytes of an update of the weights; `memory`: what memory gives these ranks;
+    `roofline`: the least that a forward and backward take. None: not known.
     """
 
     device: str = ""
@@ -45,6 +50,10 @@ class RunOutline:
     hardware_flops_per_token: float = 0.0
     peak_flops_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    global_batch_size: int = 0
+    update: UpdateTraffic | None = None
+    memory: MemoryRates | None = None
+    roofline: Roofline | None = None
 
     def model_flops_per_s(self, num_ranks: int) -> float:
         """FLOP/s of the model on each rank, without recomputation; 0 where they are not known."""
@@ -88,6 +97,7 @@ class StepStudy:
     def __init__(self, table: StepTable, outline: RunOutline) -> None:
         self.table, self.outline = table, outline
         self.causes: list[Cause] = []
+        self.not_judged: list[str] = []
         self.groups_taken_out: set[str] = set()
         self._seconds = EditedSeconds(table)
 
