@@ -61,13 +61,21 @@ class Block(nn.Module):
 
 class DelayedModel(nn.Module):
     """Tokens to logits; every second block is late by its share of `seconds` a microbatch, on
-    `rank`, in its forward or backward (`where`)."""
+    `rank`, in its forward or backward (`where`). Its table has `num_rows`, of which VOCAB are
+    read."""
 
     def __init__(
-        self, dim: int, num_layers: int, where: str, rank: int, seconds: float, is_busy: bool
+        self,
+        dim: int,
+        num_layers: int,
+        where: str,
+        rank: int,
+        seconds: float,
+        is_busy: bool,
+        num_rows: int,
     ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, dim)
+        self.tokens = nn.Embedding(num_rows, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
         self.where, self.rank, self.is_busy = where, rank, is_busy
@@ -92,8 +100,9 @@ def build(
     rank: int = -1,
     seconds: float = 0.0,
     is_busy: bool = True,
+    num_rows: int = VOCAB,
 ) -> nn.Module:
-    return DelayedModel(dim, num_layers, where, rank, seconds, is_busy)
+    return DelayedModel(dim, num_layers, where, rank, seconds, is_busy, num_rows)
 
 
 class Tokens:

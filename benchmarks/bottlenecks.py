@@ -8,8 +8,9 @@ gain it predicts is held beside what taking the cause away gave: the ratio of th
 times. Delays are shares of the step without them, which is trained before and after. Rows are kept
 in build/bottlenecks.jsonl: after Ctrl-C the same command goes on.
 
-A slow link needs root, `ip` and `tc` (two network namespaces of its own); without them those
-trials are left out, and it says so.
+A slow link needs root, `ip` and `tc` (two network namespaces of its own), memory bandwidth a
+profile of this machine (`phalanx bench gemm`, while nothing else runs); without them those trials
+are left out, and it says so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import slow_links  # noqa: E402
+from phalanx.plan.memory_rates import find_memory_rates  # noqa: E402
 
 KEPT = HERE.parent / "build" / "bottlenecks.jsonl"
 NUM_STEPS = 30
@@ -52,11 +54,17 @@ LAYOUTS = {"ddp": "none", "zero3": "3"}
 TOLERANCE, MIN_TOLERANCE = 0.20, 0.05
 
 
+class NoMemoryRatesError(Exception):
+    """Nobody has measured this machine's copies."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One cause: `expected` are the kinds that a right verdict has, `rank` the rank it names (None:
     it names none). `without` and `cause` are settings of the job; `delays` are settings in seconds,
-    as shares of a step without the cause. `about` has {name} for the milliseconds of each."""
+    as shares of a step without the cause. `about` has {name} for the milliseconds of each.
+    `remedy`: the setting whose gain is judged, where it is not that of the whole cause; steps with
+    it train `tokens_factor` times the tokens."""
 
     name: str
     expected: tuple[str, ...]
@@ -67,6 +75,8 @@ class Trial:
     mbit: float = 0.0
     about: str = ""
     delays: Mapping[str, float] = field(default_factory=dict)
+    remedy: str = ""
+    tokens_factor: int = 1
 
     @property
     def is_healthy(self) -> bool:
@@ -118,7 +128,7 @@ class Row:
 
 
 def draw_trials(seed: int) -> list[Trial]:
-    """Twenty-five trials, healthy ones among them; the same for the same seed."""
+    """Twenty-nine trials, healthy ones among them; the same for the same seed."""
     rng = random.Random(seed)
     trials: list[Trial] = []
     for number in range(7):
@@ -156,6 +166,18 @@ def draw_trials(seed: int) -> list[Trial]:
                 about=f"nothing, {tuple(LAYOUTS)[number % 2]}",
             )
         )
+    for number in range(2):
+        trials.append(_draw_wide_table(rng, f"wide-table-{number}"))
+    trials.append(_draw_shared_update(rng, "wide-table-shared"))
+    trials.append(
+        Trial(
+            "healthy-products",
+            ("compute", "communication"),
+            (*OWN_JOB, "model.args.dim=384", "train.global_batch_size=32"),
+            (),
+            about="nothing: wide layers and a large batch, ddp",
+        )
+    )
     return trials
 
 
@@ -240,6 +262,36 @@ def _draw_small_microbatches(rng: random.Random, name: str) -> Trial:
     )
 
 
+def _draw_wide_table(rng: random.Random, name: str) -> Trial:
+    """The table has most of the parameters, and a step few tokens: its update moves more than the
+    rest of the step."""
+    rows, factor = rng.choice((65_536, 98_304)), rng.choice((2, 4))
+    larger_batch = f"train.global_batch_size={factor * 2 * BATCH_OF_RANK}"
+    return Trial(
+        name,
+        ("memory bandwidth",),
+        (*OWN_JOB, f"model.args.num_rows={rows}"),
+        (f"train.global_batch_size={2 * BATCH_OF_RANK}",),
+        without=(larger_batch,),
+        about=f"a table of {rows:,} rows and few tokens a step (without: {factor} times as many)",
+        remedy=larger_batch,
+        tokens_factor=factor,
+    )
+
+
+def _draw_shared_update(rng: random.Random, name: str) -> Trial:
+    rows = rng.choice((65_536, 98_304))
+    return Trial(
+        name,
+        ("memory bandwidth",),
+        (*OWN_JOB, f"model.args.num_rows={rows}"),
+        ("parallel.zero_stage=0",),
+        without=("parallel.zero_stage=1",),
+        about=f"a table of {rows:,} rows, each rank updates all (without: zero1)",
+        remedy="parallel.zero_stage=1",
+    )
+
+
 def _draw_two_causes(rng: random.Random, name: str) -> Trial:
     """Reading takes longer than the late step beside which it is read."""
     rank, share = rng.randrange(2), rng.uniform(0.5, 1.0)
@@ -260,6 +312,8 @@ def _draw_two_causes(rng: random.Random, name: str) -> Trial:
 
 def run_trial(trial: Trial, seed: int) -> Row:
     """Train without the cause, with it, and without again; ask for the verdict, compare."""
+    if "memory bandwidth" in trial.expected and find_memory_rates("cpu", 2) is None:
+        raise NoMemoryRatesError("phalanx bench gemm has not measured this machine")
     with tempfile.TemporaryDirectory(prefix="bottleneck-") as name:
         folder = Path(name)
         # A link of its own without a limit, where the cause is one with it.
@@ -277,11 +331,7 @@ def run_trial(trial: Trial, seed: int) -> Row:
     named = [cause["kind"] for cause in verdict["causes"]]
     ranks = [cause["rank"] for cause in verdict["causes"] if cause["rank"] is not None]
     named_rank = ranks[0] if ranks else None
-    saved_share, is_upper_bound = 0.0, False
-    for cause in verdict["causes"]:
-        if cause["kind"] in trial.expected:
-            saved_share += 1 - 1 / cause["speedup"]
-            is_upper_bound |= cause["is_upper_bound"]
+    predicted, is_upper_bound = _read_prediction(trial, verdict)
     seconds_with, seconds_without = _step_seconds(verdict), statistics.mean(healthy)
     return Row(
         trial.name,
@@ -291,14 +341,29 @@ def run_trial(trial: Trial, seed: int) -> Row:
         named,
         named_rank,
         _is_right(trial, named, named_rank),
-        1 / max(1 - saved_share, 0.01),
+        predicted,
         is_upper_bound,
-        seconds_with / seconds_without,
+        trial.tokens_factor * seconds_with / seconds_without,
         seconds_with,
         seconds_without,
         sentence,
         seed=seed,
     )
+
+
+def _read_prediction(trial: Trial, verdict: dict[str, Any]) -> tuple[float, bool]:
+    """The gain of the trial's remedy, or of its causes together, and whether it is an upper
+    bound."""
+    saved_share, is_upper_bound = 0.0, False
+    for cause in verdict["causes"]:
+        if cause["kind"] not in trial.expected:
+            continue
+        for remedy in cause["remedies"]:
+            if remedy["setting"] == trial.remedy:
+                return remedy["speedup"], remedy["is_upper_bound"]
+        saved_share += 1 - 1 / cause["speedup"]
+        is_upper_bound |= cause["is_upper_bound"]
+    return 1 / max(1 - saved_share, 0.01), is_upper_bound
 
 
 def _step_seconds(verdict: dict[str, Any]) -> float:
@@ -435,8 +500,9 @@ def format_page(rows: Sequence[Row], seed: int, left_out: Sequence[str]) -> str:
         "",
         "Each row is a real run of two ranks with a cause inside, drawn by a seed; `phalanx report`"
         " was told nothing but its directory. “Gained” is the step time with the cause over that"
-        " without it, the mean of a run before and one after; “predicted” is what the verdict says"
-        " of the run with the cause alone. Predicted is right within a fifth of the gain or 0.05;"
+        " without it, the mean of a run before and one after (of a larger batch: the ratio of their"
+        " tokens a second); “predicted” is what the verdict says of the run with the cause alone."
+        " Predicted is right within a fifth of the gain or 0.05;"
         " where it is an upper bound (≤), if it is not below by more.",
         "",
         f"Written by `python benchmarks/bottlenecks.py --seed {seed} --page docs/bottlenecks.md` on"
@@ -486,7 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             try:
                 row = run_trial(trial, options.seed)
-            except slow_links.NoSlowLinksError as why:
+            except (slow_links.NoSlowLinksError, NoMemoryRatesError) as why:
                 left_out.append(f"{trial.about} ({why})")
                 continue
             campaign.add(row)

@@ -44,13 +44,15 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.plan.memory_rates.detect_cluster", lambda device: CPU)
 
 
-def copy_row(num_bytes: int, rate: float, num_ranks: int, *, low_rate: float = 0) -> TimedOperation:
+def copy_row(
+    num_bytes: int, rate: float, num_ranks: int, *, low_rate: float = 0, cpu_rate: float = 0
+) -> TimedOperation:
     seconds = num_bytes / rate
     low_s = num_bytes / (low_rate or rate)
     size = (num_bytes // 2,)
     return TimedOperation(
         *("copy", "", "fp32", size, num_ranks, CPU.num_devices // num_ranks),
-        *(seconds, low_s, seconds, seconds, seconds, 9),
+        *(seconds, low_s, seconds, seconds, num_bytes / (cpu_rate or rate), 9),
         num_bytes=num_bytes,
     )
 
@@ -212,11 +214,19 @@ def test_ranks_share_the_memory_of_a_cpu_and_a_gpu_has_its_own() -> None:
 
 
 def test_of_a_machine_that_others_used_the_fastest_copies_count() -> None:
-    rows = (copy_row(96 * MIB, 2e9, 4, low_rate=5e9),)
+    rows = (
+        copy_row(96 * MIB, 2e9, 4, low_rate=5e9, cpu_rate=7e9),
+        copy_row(96 * MIB, 2e9, 1, low_rate=5e9, cpu_rate=7e9),
+    )
     section = ProfileSection("2026-11-24T18:00:00+00:00", 0.6, False, 0, PROCESSOR, (), rows)
-    rates = select_memory_rates(replace(build_empty_profile(CPU), sections={"gemm": section}), 4)
-    assert rates is not None
-    assert rates.find_rate(96 * MIB) == pytest.approx(5e9)
+    profile = replace(build_empty_profile(CPU), sections={"gemm": section})
+    rates = {num_ranks: select_memory_rates(profile, num_ranks) for num_ranks in (1, 4)}
+    # By processor seconds, where one thread spent them.
+    assert rates[4] is not None
+    assert rates[1] is not None
+    assert rates[4].find_rate(96 * MIB) == pytest.approx(7e9)
+    assert rates[1].find_rate(96 * MIB) == pytest.approx(5e9)
+    assert "others used" in rates[4].basis
 
 
 def test_more_ranks_than_cores_have_no_rate_and_a_gpu_that_of_its_data_sheet(

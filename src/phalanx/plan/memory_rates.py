@@ -83,19 +83,22 @@ def select_memory_rates(profile: MachineProfile, num_ranks: int) -> MemoryRates 
         for row in together
     ]
     copies.sort(key=lambda copy: copy.num_bytes)
-    return MemoryRates(
-        tuple(copies),
-        f"copies that phalanx bench timed on {section.measured_at[:10]}",
-        is_measured=True,
-    )
+    basis = f"copies that phalanx bench timed on {section.measured_at[:10]}"
+    if section.basis == PROCESSOR:
+        basis += " while others used the machine, too"
+    return MemoryRates(tuple(copies), basis, is_measured=True)
 
 
 def _choose_seconds(row: TimedOperation, section: ProfileSection) -> float:
-    """The median; the fastest tenth where others used the machine, too, for memory gives more than
-    what they left."""
-    if section.basis == PROCESSOR and row.low_s > 0:
-        return row.low_s
-    return row.seconds
+    """The median. Where others used the machine, too, the least that is known: memory gives more
+    than what they left."""
+    if section.basis != PROCESSOR:
+        return row.seconds
+    known_s = [row.seconds, row.low_s]
+    # Several threads spend processor seconds on waiting for each other.
+    if row.num_threads == 1:
+        known_s.append(row.cpu_s)
+    return min(seconds for seconds in known_s if seconds > 0)
 
 
 def _take_data_sheet_rates(cluster: Cluster) -> MemoryRates | None:
