@@ -63,7 +63,7 @@ class Trial:
     """One cause: `expected` are the kinds that a right verdict has, `rank` the rank it names (None:
     it names none). `without` and `cause` are settings of the job; `delays` are settings in seconds,
     as shares of a step without the cause. `about` has {name} for the milliseconds of each.
-    `remedy`: the setting whose gain is judged, where it is not that of the whole cause; steps with
+    `setting`: the one whose gain is judged, where it is not that of the whole cause; steps with
     it train `tokens_factor` times the tokens."""
 
     name: str
@@ -75,7 +75,7 @@ class Trial:
     mbit: float = 0.0
     about: str = ""
     delays: Mapping[str, float] = field(default_factory=dict)
-    remedy: str = ""
+    setting: str = ""
     tokens_factor: int = 1
 
     @property
@@ -274,7 +274,7 @@ def _draw_wide_table(rng: random.Random, name: str) -> Trial:
         (f"train.global_batch_size={2 * BATCH_OF_RANK}",),
         without=(larger_batch,),
         about=f"a table of {rows:,} rows and few tokens a step (without: {factor} times as many)",
-        remedy=larger_batch,
+        setting=larger_batch,
         tokens_factor=factor,
     )
 
@@ -288,7 +288,7 @@ def _draw_shared_update(rng: random.Random, name: str) -> Trial:
         ("parallel.zero_stage=0",),
         without=("parallel.zero_stage=1",),
         about=f"a table of {rows:,} rows, each rank updates all (without: zero1)",
-        remedy="parallel.zero_stage=1",
+        setting="parallel.zero_stage=1",
     )
 
 
@@ -352,15 +352,15 @@ def run_trial(trial: Trial, seed: int) -> Row:
 
 
 def _read_prediction(trial: Trial, verdict: dict[str, Any]) -> tuple[float, bool]:
-    """The gain of the trial's remedy, or of its causes together, and whether it is an upper
+    """The gain of the trial's setting, or of its causes together, and whether it is an upper
     bound."""
     saved_share, is_upper_bound = 0.0, False
     for cause in verdict["causes"]:
         if cause["kind"] not in trial.expected:
             continue
-        for remedy in cause["remedies"]:
-            if remedy["setting"] == trial.remedy:
-                return remedy["speedup"], remedy["is_upper_bound"]
+        for gain in cause["gains"]:
+            if gain["setting"] == trial.setting:
+                return gain["speedup"], gain["is_upper_bound"]
         saved_share += 1 - 1 / cause["speedup"]
         is_upper_bound |= cause["is_upper_bound"]
     return 1 / max(1 - saved_share, 0.01), is_upper_bound

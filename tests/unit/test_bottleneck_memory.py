@@ -112,18 +112,18 @@ def test_the_gain_of_larger_batches_and_of_sharing_is_that_of_the_steps_again(
     measure_copies()
     main = judge_update(tmp_path / "run", 0.100, plan_of_update(0.100)).main
     assert main is not None
-    gains = {remedy.setting: remedy.speedup for remedy in main.remedies}
+    gains = {gain.setting: gain.speedup for gain in main.gains}
     assert gains == {
         "train.global_batch_size=16": pytest.approx(2 * 0.2055 / 0.311, abs=0.01),
         "train.global_batch_size=32": pytest.approx(4 * 0.2055 / 0.522, abs=0.01),
         "parallel.zero_stage=1": pytest.approx(0.2055 / (0.2055 - 0.075), abs=0.01),
     }
-    assert [remedy.is_upper_bound for remedy in main.remedies] == [False, False, True]
+    assert [gain.is_upper_bound for gain in main.gains] == [False, False, True]
     assert "train.global_batch_size=16 1.3" in main.action
-    assert main.to_json()["remedies"][0]["setting"] == "train.global_batch_size=16"
+    assert main.to_json()["gains"][0]["setting"] == "train.global_batch_size=16"
     sharded = judge_update(tmp_path / "run", 0.1, plan_of_update(0.1, zero_stage=1)).main
     assert sharded is not None
-    assert not any("zero_stage" in remedy.setting for remedy in sharded.remedies)
+    assert not any("zero_stage" in gain.setting for gain in sharded.gains)
 
 
 def test_without_a_measurement_nothing_is_said_of_memory_but_the_update_is(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_step_of_products_is_not_bound_by_memory_for_its_update(tmp_path: Path
     measure_copies()
     verdict = judge_update(tmp_path / "run", 0.015, plan_of_update(0.015))
     assert [cause.kind for cause in verdict.causes] == ["compute"]
-    assert verdict.causes[0].remedies == ()
+    assert verdict.causes[0].gains == ()
     assert "nothing else takes a tenth" in describe_bottleneck(verdict)
 
 
@@ -292,8 +292,8 @@ def test_what_is_between_products_is_bound_by_memory_where_both_explain_the_step
     assert main.is_upper_bound
     assert main.speedup == pytest.approx(0.1045 / (0.1045 - 0.05), abs=0.03)
     # A compiler leaves half of it.
-    assert main.remedies[0].setting == "train.compile=true"
-    assert main.remedies[0].speedup == pytest.approx(0.1045 / (0.1045 - 0.025), abs=0.02)
+    assert main.gains[0].setting == "train.compile=true"
+    assert main.gains[0].speedup == pytest.approx(0.1045 / (0.1045 - 0.025), abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:
     if verdict is None:
         return []
     lines = [f"bounds  {describe_bottleneck(verdict)}"]
-    if verdict.main is not None and (verdict.main.kind != "compute" or verdict.main.remedies):
+    if verdict.main is not None and (verdict.main.kind != "compute" or verdict.main.gains):
         lines += [f"        {text}" for text in (*verdict.main.evidence, verdict.main.action)]
     return lines
 

@@ -31,7 +31,7 @@ COMPUTE_SHARE = 0.80
 
 
 @dataclass(frozen=True)
-class Remedy:
+class ExpectedGain:
     """A setting of the job, and the tokens a second with it over those without, by simulating the
     measured steps again; with `is_upper_bound` at most so many."""
 
@@ -47,7 +47,7 @@ class Cause:
     `share` of the steps' time, 0 to 1. `speedup`: how many times faster the measured steps would
     be without it, by simulating them again; with `is_upper_bound` at most so many, as it cannot go
     away wholly. `rank` is None where it is no single rank. `axis`: of communication, "" where
-    nobody knows. `remedies`: what is known of single settings that mend it.
+    nobody knows. `gains`: what is known of single settings that mend it.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Cause:
     phase: str = ""
     axis: str = ""
     is_upper_bound: bool = False
-    remedies: tuple[Remedy, ...] = ()
+    gains: tuple[ExpectedGain, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,9 +73,7 @@ class Cause:
             "is_upper_bound": self.is_upper_bound,
             "evidence": list(self.evidence),
             "action": self.action,
-            "remedies": [
-                {**asdict(remedy), "speedup": round(remedy.speedup, 4)} for remedy in self.remedies
-            ],
+            "gains": [{**asdict(gain), "speedup": round(gain.speedup, 4)} for gain in self.gains],
         }
 
 

@@ -13,7 +13,7 @@ from phalanx.report.bottleneck.memory_bandwidth import (
     find_traffic_between_products,
     find_update_bandwidth,
     list_missing_evidence,
-    list_update_remedies,
+    list_update_gains,
 )
 from phalanx.report.bottleneck.shared import (
     DATA,
@@ -108,13 +108,13 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
         evidence.append(text)
     if roofline := describe_roofline(study):
         evidence.append(roofline)
-    action, remedies = _advise_on_compute(utilization), list_update_remedies(study)
+    action, gains = _advise_on_compute(utilization), list_update_gains(study)
     update_share = study.typical_share(("optimizer",))
     if update_share < CLEAR_SHARE:
-        remedies = ()
+        gains = ()
     else:
         evidence.append(f"the optimizer's update takes {format_percent(update_share, 1)} of a step")
-        action = advise_on_update(remedies)
+        action = advise_on_update(gains)
     return [
         Cause(
             "compute",
@@ -123,8 +123,8 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
             "computation",
             tuple(evidence),
             action,
-            phase="optimizer" if remedies else "",
-            remedies=remedies,
+            phase="optimizer" if gains else "",
+            gains=gains,
         )
     ]
 

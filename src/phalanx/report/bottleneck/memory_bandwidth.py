@@ -11,7 +11,7 @@ from statistics import median
 
 from phalanx.core.units import format_bytes
 from phalanx.plan.calibrated.blocks import COMPILED_TRAFFIC_SHARE
-from phalanx.report.bottleneck.cause import CLEAR_SHARE, MIN_EXPLAINED_SHARE, Cause, Remedy
+from phalanx.report.bottleneck.cause import CLEAR_SHARE, MIN_EXPLAINED_SHARE, Cause, ExpectedGain
 from phalanx.report.bottleneck.study import StepStudy
 from phalanx.report.formats import format_milliseconds, format_percent
 
@@ -53,7 +53,7 @@ def find_update_bandwidth(study: StepStudy) -> None:
             f" ({memory.basis})"
         )
         return
-    remedies = list_update_remedies(study)
+    gains = list_update_gains(study)
     study.causes.append(
         Cause(
             "memory bandwidth",
@@ -66,10 +66,10 @@ def find_update_bandwidth(study: StepStudy) -> None:
                 f" {format_percent(rate, roof)} of the {format_rate(roof)} that memory gives it"
                 f" ({memory.basis})",
             ),
-            advise_on_update(remedies),
+            advise_on_update(gains),
             phase="optimizer",
             is_upper_bound=True,
-            remedies=remedies,
+            gains=gains,
         )
     )
 
@@ -92,15 +92,15 @@ def find_traffic_between_products(study: StepStudy) -> None:
         return
     between_steps = [min(roofline.between_s, measured_s)] * study.table.num_steps
     speedup = study.take_out(dict.fromkeys(study.table.ranks, between_steps))
-    remedies: tuple[Remedy, ...] = ()
+    gains: tuple[ExpectedGain, ...] = ()
     action = (
         "a narrower type (precision.compute), or wider layers, which have more products to each"
     )
     if not study.outline.is_compiled:
-        left_s = study.total_s - (1 - COMPILED_TRAFFIC_SHARE) * _saved_s(study, speedup)
-        remedies = (Remedy("train.compile=true", study.total_s / left_s, is_upper_bound=True),)
+        left_s = study.total_s - (1 - COMPILED_TRAFFIC_SHARE) * _compute_saved_s(study, speedup)
+        gains = (ExpectedGain("train.compile=true", study.total_s / left_s, is_upper_bound=True),)
         action = (
-            f"train.compile joins it: {remedies[0].speedup:.2f} x faster if half of it goes, which"
+            f"train.compile joins it: {gains[0].speedup:.2f} x faster if half of it goes, which"
             " is an estimate"
         )
     study.causes.append(
@@ -119,22 +119,24 @@ def find_traffic_between_products(study: StepStudy) -> None:
             action,
             phase="forward",
             is_upper_bound=True,
-            remedies=remedies,
+            gains=gains,
         )
     )
 
 
-def list_update_remedies(study: StepStudy) -> tuple[Remedy, ...]:
+def list_update_gains(study: StepStudy) -> tuple[ExpectedGain, ...]:
     """Settings that make less of the update, and how many times more tokens a second they give by
     the same steps again: the rest of a step grows with its batch, the update does not."""
-    total_s, remedies = study.total_s, list[Remedy]()
+    total_s, gains = study.total_s, list[ExpectedGain]()
     update_s = _measure_update_s(study) * study.table.num_steps
     batch = study.outline.global_batch_size
     for factor in _BATCH_FACTORS:
         if batch > 0:
             grown_s = factor * (total_s - update_s) + update_s
-            remedies.append(
-                Remedy(f"train.global_batch_size={factor * batch}", factor * total_s / grown_s)
+            gains.append(
+                ExpectedGain(
+                    f"train.global_batch_size={factor * batch}", factor * total_s / grown_s
+                )
             )
     ranks = 1
     for axis in ("dp_replicate", "dp_shard"):
@@ -142,16 +144,16 @@ def list_update_remedies(study: StepStudy) -> tuple[Remedy, ...]:
     if study.outline.zero_stage < 1 and ranks > 1:
         left_s = total_s - update_s * (1 - 1 / ranks)
         # Weights are gathered after it, which nobody has measured here.
-        remedies.append(Remedy("parallel.zero_stage=1", total_s / left_s, is_upper_bound=True))
-    return tuple(remedies)
+        gains.append(ExpectedGain("parallel.zero_stage=1", total_s / left_s, is_upper_bound=True))
+    return tuple(gains)
 
 
-def advise_on_update(remedies: tuple[Remedy, ...]) -> str:
+def advise_on_update(gains: tuple[ExpectedGain, ...]) -> str:
     """What to do about an update that takes long, in words."""
     texts = []
-    for remedy in remedies:
-        limit = "at most " if remedy.is_upper_bound else ""
-        texts.append(f"{remedy.setting} {limit}{remedy.speedup:.2f} x")
+    for gain in gains:
+        limit = "at most " if gain.is_upper_bound else ""
+        texts.append(f"{gain.setting} {limit}{gain.speedup:.2f} x")
     advice = "more tokens to each update, or ranks that share it"
     if not texts:
         return f"{advice} (train.global_batch_size, parallel.zero_stage)"
@@ -216,5 +218,5 @@ def _measure_update_s(study: StepStudy) -> float:
     return median(seconds)
 
 
-def _saved_s(study: StepStudy, speedup: float) -> float:
+def _compute_saved_s(study: StepStudy, speedup: float) -> float:
     return study.total_s * (1 - 1 / speedup)
