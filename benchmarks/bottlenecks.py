@@ -111,18 +111,22 @@ class Row:
     seconds_without: float
     sentence: str
     seed: int = 0
+    is_lower_bound: bool = False
 
     @property
     def is_gain_right(self) -> bool:
-        """Within a fifth of the gain, or 0.05; an upper bound must not be below it."""
+        """Within a fifth of the gain, or 0.05; an upper bound must not be below it, nor a lower
+        one above."""
         allowed = max(TOLERANCE * (self.gained - 1), MIN_TOLERANCE)
         if self.is_upper_bound:
             return self.predicted >= self.gained - allowed
+        if self.is_lower_bound:
+            return self.predicted <= self.gained + allowed
         return abs(self.predicted - self.gained) <= allowed
 
     @property
     def is_gain_right_on_both_sides(self) -> bool:
-        """The same where an upper bound, too, must not be above it by more."""
+        """The same where bounds, too, must not be further from it."""
         allowed = max(TOLERANCE * (self.gained - 1), MIN_TOLERANCE)
         return abs(self.predicted - self.gained) <= allowed
 
@@ -331,7 +335,7 @@ def run_trial(trial: Trial, seed: int) -> Row:
     named = [cause["kind"] for cause in verdict["causes"]]
     ranks = [cause["rank"] for cause in verdict["causes"] if cause["rank"] is not None]
     named_rank = ranks[0] if ranks else None
-    predicted, is_upper_bound = _read_prediction(trial, verdict)
+    predicted, limit = _read_prediction(trial, verdict)
     seconds_with, seconds_without = _step_seconds(verdict), statistics.mean(healthy)
     return Row(
         trial.name,
@@ -342,28 +346,29 @@ def run_trial(trial: Trial, seed: int) -> Row:
         named_rank,
         _is_right(trial, named, named_rank),
         predicted,
-        is_upper_bound,
+        limit == "at most",
         trial.tokens_factor * seconds_with / seconds_without,
         seconds_with,
         seconds_without,
         sentence,
         seed=seed,
+        is_lower_bound=limit == "at least",
     )
 
 
-def _read_prediction(trial: Trial, verdict: dict[str, Any]) -> tuple[float, bool]:
-    """The gain of the trial's setting, or of its causes together, and whether it is an upper
-    bound."""
+def _read_prediction(trial: Trial, verdict: dict[str, Any]) -> tuple[float, str]:
+    """The gain of the trial's setting, or of its causes together; "at most", "at least", or
+    neither."""
     saved_share, is_upper_bound = 0.0, False
     for cause in verdict["causes"]:
         if cause["kind"] not in trial.expected:
             continue
         for gain in cause["gains"]:
             if gain["setting"] == trial.setting:
-                return gain["speedup"], gain["is_upper_bound"]
+                return gain["speedup"], gain["limit"]
         saved_share += 1 - 1 / cause["speedup"]
         is_upper_bound |= cause["is_upper_bound"]
-    return 1 / max(1 - saved_share, 0.01), is_upper_bound
+    return 1 / max(1 - saved_share, 0.01), "at most" if is_upper_bound else ""
 
 
 def _step_seconds(verdict: dict[str, Any]) -> float:
@@ -503,20 +508,21 @@ def format_page(rows: Sequence[Row], seed: int, left_out: Sequence[str]) -> str:
         " without it, the mean of a run before and one after (of a larger batch: the ratio of their"
         " tokens a second); “predicted” is what the verdict says of the run with the cause alone."
         " Predicted is right within a fifth of the gain or 0.05;"
-        " where it is an upper bound (≤), if it is not below by more.",
+        " where it is an upper bound (≤), if it is not below by more, and where it is a lower one"
+        " (≥), if it is not above by more.",
         "",
         f"Written by `python benchmarks/bottlenecks.py --seed {seed} --page docs/bottlenecks.md` on"
         f" {date.today()} (two cores, CPU).",
         "",
         f"**{num_right} of {len(rows)} named right** (cause and rank), the gain right in"
         f" {num_gains} of {len(judged)} of those that have one; in {num_strict} of {len(judged)}"
-        " if upper bounds must not be above it by more, either.",
+        " if bounds must not be further from it, either.",
         "",
         "| cause put in | named | rank | right | predicted | gained | gain right |",
         "|---|---|---|---|---:|---:|---|",
     ]
     for row in rows:
-        limit = "≤ " if row.is_upper_bound else ""
+        limit = "≤ " if row.is_upper_bound else "≥ " if row.is_lower_bound else ""
         is_healthy = row.name.startswith("healthy")
         gains = [f"{limit}{row.predicted:.2f}", f"{row.gained:.2f}", _say(row.is_gain_right)]
         if is_healthy or not row.is_right:

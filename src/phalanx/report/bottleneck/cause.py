@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 CAUSE_KINDS = (
     "straggler",
@@ -33,11 +33,11 @@ COMPUTE_SHARE = 0.80
 @dataclass(frozen=True)
 class ExpectedGain:
     """A setting of the job, and the tokens a second with it over those without, by simulating the
-    measured steps again; with `is_upper_bound` at most so many."""
+    measured steps again: `limit` says whether these are "at most" or "at least" so many."""
 
     setting: str
     speedup: float
-    is_upper_bound: bool = False
+    limit: Literal["at most", "at least"]
 
 
 @dataclass(frozen=True)

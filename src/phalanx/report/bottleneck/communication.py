@@ -14,7 +14,7 @@ from phalanx.report.formats import format_milliseconds, format_percent
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class Transfer:
     """Seconds that even the rank that comes last spends in collectives, over all steps; `by_call`:
     those that are known by "axis: operation"."""
 
@@ -32,7 +32,7 @@ class _Transfer:
 
 def find_communication(study: StepStudy) -> None:
     """The rank that waits least in collectives waits for nobody: its seconds are transfer."""
-    transfer = _measure_transfer(study)
+    transfer = measure_transfer(study)
     share = transfer.seconds / study.total_s
     if len(study.table.ranks) < 2 or share < MIN_SHARE:
         return
@@ -65,7 +65,8 @@ def _name_communication(axis: str) -> str:
     return f"communication over {axis}"
 
 
-def _measure_transfer(study: StepStudy) -> _Transfer:
+def measure_transfer(study: StepStudy) -> Transfer:
+    """The transfer of all steps, in the mean as the rank that comes last has it."""
     seconds, by_call = 0.0, dict[str, float]()
     for index in range(study.table.num_steps):
         steps = [rows[index] for rows in study.table.rows.values()]
@@ -73,10 +74,10 @@ def _measure_transfer(study: StepStudy) -> _Transfer:
         seconds += last.seconds.get("collective", 0.0)
         for name, call_s in last.communication_s.items():
             by_call[name] = by_call.get(name, 0.0) + max(call_s, 0.0)
-    return _Transfer(seconds, by_call)
+    return Transfer(seconds, by_call)
 
 
-def _find_slowest_axis(study: StepStudy, transfer: _Transfer) -> tuple[str, str]:
+def _find_slowest_axis(study: StepStudy, transfer: Transfer) -> tuple[str, str]:
     """The axis of most of the transfer, and how that is known; ("", "") where it is not."""
     by_axis = transfer.by_axis
     if not by_axis:

@@ -12,6 +12,7 @@ from statistics import median
 from phalanx.core.units import format_bytes
 from phalanx.plan.calibrated.blocks import COMPILED_TRAFFIC_SHARE
 from phalanx.report.bottleneck.cause import CLEAR_SHARE, MIN_EXPLAINED_SHARE, Cause, ExpectedGain
+from phalanx.report.bottleneck.communication import measure_transfer
 from phalanx.report.bottleneck.study import StepStudy
 from phalanx.report.formats import format_milliseconds, format_percent
 
@@ -98,7 +99,7 @@ def find_traffic_between_products(study: StepStudy) -> None:
     )
     if not study.outline.is_compiled:
         left_s = study.total_s - (1 - COMPILED_TRAFFIC_SHARE) * _compute_saved_s(study, speedup)
-        gains = (ExpectedGain("train.compile=true", study.total_s / left_s, is_upper_bound=True),)
+        gains = (ExpectedGain("train.compile=true", study.total_s / left_s, "at most"),)
         action = (
             f"train.compile joins it: {gains[0].speedup:.2f} x faster if half of it goes, which"
             " is an estimate"
@@ -126,16 +127,23 @@ def find_traffic_between_products(study: StepStudy) -> None:
 
 def list_update_gains(study: StepStudy) -> tuple[ExpectedGain, ...]:
     """Settings that make less of the update, and how many times more tokens a second they give by
-    the same steps again: the rest of a step grows with its batch, the update does not."""
+    the same steps again.
+
+    The update, and what is sent over dp, do not grow with the batch, the rest of a step does at
+    most.
+    """
     total_s, gains = study.total_s, list[ExpectedGain]()
     update_s = _measure_update_s(study) * study.table.num_steps
+    fixed_s = min(update_s + measure_transfer(study).by_axis.get("dp", 0.0), total_s)
     batch = study.outline.global_batch_size
     for factor in _BATCH_FACTORS:
         if batch > 0:
-            grown_s = factor * (total_s - update_s) + update_s
+            grown_s = factor * (total_s - fixed_s) + fixed_s
             gains.append(
                 ExpectedGain(
-                    f"train.global_batch_size={factor * batch}", factor * total_s / grown_s
+                    f"train.global_batch_size={factor * batch}",
+                    factor * total_s / grown_s,
+                    "at least",
                 )
             )
     ranks = 1
@@ -144,20 +152,17 @@ def list_update_gains(study: StepStudy) -> tuple[ExpectedGain, ...]:
     if study.outline.zero_stage < 1 and ranks > 1:
         left_s = total_s - update_s * (1 - 1 / ranks)
         # Weights are gathered after it, which nobody has measured here.
-        gains.append(ExpectedGain("parallel.zero_stage=1", total_s / left_s, is_upper_bound=True))
+        gains.append(ExpectedGain("parallel.zero_stage=1", total_s / left_s, "at most"))
     return tuple(gains)
 
 
 def advise_on_update(gains: tuple[ExpectedGain, ...]) -> str:
     """What to do about an update that takes long, in words."""
-    texts = []
-    for gain in gains:
-        limit = "at most " if gain.is_upper_bound else ""
-        texts.append(f"{gain.setting} {limit}{gain.speedup:.2f} x")
     advice = "more tokens to each update, or ranks that share it"
-    if not texts:
+    if not gains:
         return f"{advice} (train.global_batch_size, parallel.zero_stage)"
-    return f"{advice}; tokens a second: {', '.join(texts)}"
+    texts = [f"{gain.setting} {gain.limit} {gain.speedup:.2f} x" for gain in gains]
+    return f"{advice}; tokens a second, if microbatches grow with the batch: {', '.join(texts)}"
 
 
 def list_missing_evidence(study: StepStudy) -> list[str]:
