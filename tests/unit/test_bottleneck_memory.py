@@ -47,12 +47,13 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def copy_row(
     num_bytes: int, rate: float, num_ranks: int, *, low_rate: float = 0, cpu_rate: float = 0
 ) -> TimedOperation:
-    seconds = num_bytes / rate
-    low_s = num_bytes / (low_rate or rate)
+    # A core reads what it is about to write: memory moves three bytes for two of a copy.
+    seconds = 1.5 * num_bytes / rate
+    low_s = 1.5 * num_bytes / (low_rate or rate)
     size = (num_bytes // 2,)
     return TimedOperation(
         *("copy", "", "fp32", size, num_ranks, CPU.num_devices // num_ranks),
-        *(seconds, low_s, seconds, seconds, num_bytes / (cpu_rate or rate), 9),
+        *(seconds, low_s, seconds, seconds, 1.5 * num_bytes / (cpu_rate or rate), 9),
         num_bytes=num_bytes,
     )
 
@@ -219,7 +220,7 @@ def test_ranks_share_the_memory_of_a_cpu_and_a_gpu_has_its_own() -> None:
 
     assert (rate(1), rate(4)) == (pytest.approx(8e9), pytest.approx(3e9))
     assert rate(3) == pytest.approx(4e9)
-    assert rate(3, "cuda") == pytest.approx(3e9)
+    assert rate(3, "cuda") == pytest.approx(2e9)
     assert select_memory_rates(build_empty_profile(CPU), 1) is None
 
 

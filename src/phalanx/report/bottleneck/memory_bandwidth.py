@@ -18,11 +18,8 @@ from phalanx.report.formats import format_milliseconds, format_percent
 
 MIN_RATE_SHARE = 0.80
 """Of what copies reach: from this rate on memory is what bounds an update."""
-# A copy's target may be read before it is written, which nobody counts: an update in place may be
-# half as fast again. Beyond that, with a fifth to spare, it is a cache that was measured.
-MAX_RATE_SHARE = 1.8
-# What a roof may be above the seconds that were measured.
-_MAX_ROOF_SHARE = 1.25
+MAX_RATE_SHARE = 1.25
+"""From this rate on it is a cache, and not memory."""
 _BATCH_FACTORS = (2, 4)
 
 
@@ -88,7 +85,7 @@ def find_traffic_between_products(study: StepStudy) -> None:
     share = roofline.between_s / study.mean_step_s
     roof_s = roofline.products_s + roofline.between_s
     if share < CLEAR_SHARE or not (
-        MIN_EXPLAINED_SHARE * measured_s <= roof_s <= _MAX_ROOF_SHARE * measured_s
+        MIN_EXPLAINED_SHARE * measured_s <= roof_s <= MAX_RATE_SHARE * measured_s
     ):
         return
     between_steps = [min(roofline.between_s, measured_s)] * study.table.num_steps
