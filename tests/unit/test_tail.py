@@ -18,7 +18,7 @@ from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.files import MAX_LINE_BYTES, open_regular_file
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, build_event_file_path
-from phalanx.observe.console import PlainConsole, QuietStream, RunProgress
+from phalanx.observe.console import PlainConsole, RunProgress
 from phalanx.observe.events import (
     EVENT_CLASS_OF_KIND,
     CheckpointFailed,
@@ -31,6 +31,7 @@ from phalanx.observe.events import (
     SinkDropped,
     StepSkipped,
 )
+from phalanx.observe.screen import QuietStream
 from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
 from phalanx.report.reduce import collect_run_facts
 from phalanx.run.supervised import (

@@ -10,7 +10,7 @@ from phalanx.cli._plan_search import set_num_devices_of_job
 from phalanx.cli._progress import show_progress_of_module
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.observe.console import QuietStream
+from phalanx.observe.screen import QuietStream
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
 from phalanx.run.search_job import can_predict_step_times, search_layouts_of_job

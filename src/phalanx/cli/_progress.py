@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from phalanx.core.units import format_seconds
-from phalanx.observe.console import QuietStream
-from phalanx.observe.screen import open_safe_console
+from phalanx.observe.screen import QuietStream, open_safe_console
 
 if TYPE_CHECKING:
     from phalanx.job.module_probe import TellProgress

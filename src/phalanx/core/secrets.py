@@ -171,7 +171,15 @@ def _is_connection_string_name(name: str) -> bool:
 def explain_secret_in_job(name: str, value: str, environ: Mapping[str, str]) -> str | None:
     """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks
     against it."""
-    for variable, secrets in find_secret_values_by_variable(environ).items():
+    return explain_secret_beside_known(name, value, find_secret_values_by_variable(environ))
+
+
+def explain_secret_beside_known(
+    name: str, value: str, secrets_by_variable: Mapping[str, tuple[str, ...]]
+) -> str | None:
+    """As `explain_secret_in_job`, with what `find_secret_values_by_variable` returned, which takes
+    longer than the rest where many values are looked at."""
+    for variable, secrets in secrets_by_variable.items():
         if build_secret_spellings((secrets,)).hide(value) != value:
             return f"holds the secret of the environment variable {variable}"
     if any(find_url_credential_spans(value)):

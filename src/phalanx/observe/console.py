@@ -15,7 +15,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.activity import CurrentActivity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
-from phalanx.observe.screen import open_safe_console
+from phalanx.observe.screen import QuietStream, open_safe_console
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 from phalanx.observe.words import describe_event, describe_repeated_save_failure
 
@@ -77,42 +77,6 @@ def open_console(
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, RunProgress(total_steps, units), log_every)
     return LiveConsole(screen, RunProgress(total_steps, units))
-
-
-class QuietStream:
-    """A stream that swallows what is written once it broke: rich would end the process on a
-    closed pipe."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> int:
-        try:
-            if self._stream is not None:
-                self._stream.write(text)
-        # An ASCII log: better a question mark than silence. Before ValueError, of which it is one.
-        except UnicodeEncodeError:
-            return self.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
-        # Python raises ValueError for a stream that somebody has closed.
-        except (OSError, ValueError):
-            self._stream = None
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.flush()
-        except (OSError, ValueError):
-            self._stream = None
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise OSError("the stream is broken")
-        return self._stream.fileno()
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """The one place where rich meets a terminal: bars are drawn around texts that are filtered like
-any other output."""
+any other output, on streams that may break."""
 
 from __future__ import annotations
 
@@ -45,3 +45,39 @@ def open_safe_console(stream: TextIO, **options: Any) -> Any:
         emoji=False,
         **options,
     )
+
+
+class QuietStream:
+    """A stream that swallows what is written once it broke: rich would end the process on a
+    closed pipe."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+        # An ASCII log: better a question mark than silence. Before ValueError, of which it is one.
+        except UnicodeEncodeError:
+            return self.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
+        # Python raises ValueError for a stream that somebody has closed.
+        except (OSError, ValueError):
+            self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is broken")
+        return self._stream.fileno()

@@ -204,8 +204,23 @@ class CandidateEvaluator:
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory), phases=phases)
 
 
-def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candidate]:
-    """The candidate layouts of a job, from the simplest to the one that shards most."""
+def evaluate_candidates(
+    job: Job, evaluator: CandidateEvaluator, *, weighs_alternatives: bool = True
+) -> list[Candidate]:
+    """The candidate layouts of a job, from the simplest to the one that shards most; without
+    `weighs_alternatives` only the one that the job fixes, where it fixes one."""
+    layouts = _list_candidate_layouts(job, evaluator)
+    if not weighs_alternatives:
+        fixed = _find_fixed_zero_stage(job, layouts[0][2])
+        if fixed is not None:
+            layouts = [layout for layout in layouts if layout[1] == fixed.value]
+    return [evaluator.build_candidate(*layout) for layout in layouts]
+
+
+def _list_candidate_layouts(
+    job: Job, evaluator: CandidateEvaluator
+) -> list[tuple[str, int, Layout]]:
+    """(name, ZeRO stage, layout) of each candidate of a job."""
     tp, cp = evaluator.work.tp, evaluator.work.cp
     pp = evaluator.model_parallel_size // (cp * tp)
     shares = evaluator.num_ranks // (pp * cp * tp)
@@ -216,12 +231,12 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
             name = "pp"
         elif tp > 1:
             name = "tp"
-        return [evaluator.build_candidate(name, 0, Layout(pp=pp, tp=tp))]
+        return [(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // job.parallel.degrees.dp_replicate
     if shard == 1 and cp == 1:
         # Nothing is sharded; what sharding over all ranks would take is said all the same.
         shard = shares
-    candidates = []
+    layouts = []
     ep = evaluator.work.ep
     # The simplest first: `choose_candidate` takes the first that fits.
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
@@ -234,8 +249,8 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
             # Whole copies need no dp_shard but that which ep folds over.
             split = job.parallel.degrees.num_expert_shards
         layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
-        candidates.append(evaluator.build_candidate(name, stage, layout))
-    return candidates
+        layouts.append((name, stage, layout))
+    return layouts
 
 
 def explain_candidate(
@@ -257,12 +272,16 @@ def explain_candidate(
 
 
 def choose_candidate(
-    job: Job, candidates: Sequence[Candidate], evaluator: CandidateEvaluator
+    job: Job,
+    candidates: Sequence[Candidate],
+    evaluator: CandidateEvaluator,
+    *,
+    advises: bool = True,
 ) -> tuple[Candidate, list[str]]:
     """The layout that the job fixes, else the first that fits in the order one, ddp, zero1, zero2,
     zero3; and the reasons.
 
-    Raises LayoutError where nothing does that the job allows.
+    Raises LayoutError where nothing does that the job allows, with what would where it `advises`.
     """
     allowed, reasons = _filter_candidates_by_job(job, candidates)
     for candidate in allowed:
@@ -274,7 +293,7 @@ def choose_candidate(
                     f" {format_bytes(evaluator.capacity_bytes)} per rank that a plan may fill)"
                 )
             return candidate, reasons
-    raise _build_no_fit_error(job, allowed, candidates, evaluator)
+    raise _build_no_fit_error(job, allowed, candidates, evaluator, advises=advises)
 
 
 def _filter_candidates_by_job(
@@ -337,25 +356,16 @@ def _build_no_fit_error(
     allowed: Sequence[Candidate],
     candidates: Sequence[Candidate],
     evaluator: CandidateEvaluator,
+    *,
+    advises: bool,
 ) -> NoFitError:
     """The error when no allowed candidate fits: what is missing, for what, and what would fit."""
     # The layout that comes nearest: what the message says is what is missing at least.
     least = min(allowed, key=lambda candidate: candidate.total_bytes)
     largest = max(least.predicted_bytes, key=lambda part: least.predicted_bytes[part])
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if evaluator.capacity_bytes == 0:
-        # `Headroom.capacity` ends at 0: then no layout fits, and no change of the model helps.
-        fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
-    elif fitting:
-        fix = f"{fitting[0].name} would fit"
-    else:
-        # From what changes the job least to what changes the machine.
-        fix = (
-            _suggest_recompute_that_fits(least, evaluator)
-            or suggest_ep_degree(job, evaluator, least)
-            or _suggest_smaller_work(least, evaluator)
-            or _suggest_more_ranks(evaluator)
-        )
+    fix = None
+    if advises:
+        fix = _suggest_what_fits(job, least, candidates, evaluator)
     return NoFitError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and"
         f" {format_bytes(evaluator.capacity_bytes)} are there",
@@ -363,6 +373,25 @@ def _build_no_fit_error(
         fix=fix,
         needed_bytes=least.total_bytes,
         capacity_bytes=evaluator.capacity_bytes,
+    )
+
+
+def _suggest_what_fits(
+    job: Job, least: Candidate, candidates: Sequence[Candidate], evaluator: CandidateEvaluator
+) -> str:
+    """What would fit where no allowed candidate does, of which `least` comes nearest."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if evaluator.capacity_bytes == 0:
+        # `Headroom.capacity` ends at 0: then no layout fits, and no change of the model helps.
+        return "use fewer ranks: interpreter and torch alone fill what each of them has"
+    if fitting:
+        return f"{fitting[0].name} would fit"
+    # From what changes the job least to what changes the machine.
+    return (
+        _suggest_recompute_that_fits(least, evaluator)
+        or suggest_ep_degree(job, evaluator, least)
+        or _suggest_smaller_work(least, evaluator)
+        or _suggest_more_ranks(evaluator)
     )
 
 

@@ -151,13 +151,16 @@ def count_segment_bytes(
     if stop is None:
         stop = shape.num_layers
     while layer < stop:
-        segment = starts.get(layer) or Segment(layer, layer + 1, "none")
-        key = (segment.mode, *kinds[layer : segment.stop])
-        if key not in counted:
-            counted[key] = _count_segment_saved_and_redone_bytes(shape, work, segment)
-        saved.append(counted[key][0])
-        redone.append(counted[key][1])
-        layer = segment.stop
+        segment = starts.get(layer)
+        mode, end = ("none", layer + 1) if segment is None else (segment.mode, segment.stop)
+        key = (mode, *kinds[layer:end])
+        count = counted.get(key)
+        if count is None:
+            segment = segment or Segment(layer, end, "none")
+            count = counted[key] = _count_segment_saved_and_redone_bytes(shape, work, segment)
+        saved.append(count[0])
+        redone.append(count[1])
+        layer = end
     return saved, redone
 
 

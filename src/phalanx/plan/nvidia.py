@@ -6,7 +6,6 @@ never taken for one without GPUs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import glob
 import importlib
@@ -90,6 +89,8 @@ def _find_sign_of_nvidia_driver() -> str | None:
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if nodes:
         return nodes[0]
+    import ctypes  # here: most commands look for no driver
+
     try:
         # Loading the library initialises nothing: no context, and no memory of a GPU.
         ctypes.CDLL("libcuda.so.1")

@@ -67,6 +67,7 @@ def make_plan(
     data: DataFacts | None = None,
     more: ExtraReasonsAndWarnings = NO_EXTRA_REASONS_OR_WARNINGS,
     is_explained: bool = True,
+    weighs_alternatives: bool = True,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 
@@ -75,8 +76,10 @@ def make_plan(
     run already (under another launcher); `data`, once it is known, is what some warnings are about;
     `more` is what others have to say of the job, which the plan keeps. Without `is_explained` the
     plan has no notes and no warnings, of which some simulate other schedules: a search makes a
-    dozen plans that nobody reads. Raises LayoutError (exit 3) for ranks or batches that do not
-    divide, naming the nearest that do, and for a layout that was asked for and cannot fit.
+    dozen plans that nobody reads. Without `weighs_alternatives` it has the layout that the job
+    fixes and no other, and an error names no way out. Raises LayoutError (exit 3) for ranks or
+    batches that do not divide, naming the nearest that do, and for a layout that was asked for and
+    cannot fit.
     """
     require_job(job)
     if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
@@ -96,8 +99,8 @@ def make_plan(
     _require_min_ranks(job, ranks.value)
     reasons = [ranks.why]
     evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
-    candidates = evaluate_candidates(job, evaluator)
-    chosen, why_chosen = choose_candidate(job, candidates, evaluator)
+    candidates = evaluate_candidates(job, evaluator, weighs_alternatives=weighs_alternatives)
+    chosen, why_chosen = choose_candidate(job, candidates, evaluator, advises=weighs_alternatives)
     host_bytes = predict_offloaded_bytes(evaluator, chosen)
     require_host_memory(cluster, ranks.value, host_bytes)
     reasons += why_chosen

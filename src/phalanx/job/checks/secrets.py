@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.core.secrets import explain_secret_in_job
+from phalanx.core.secrets import explain_secret_beside_known, find_secret_values_by_variable
 from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
@@ -22,10 +22,11 @@ def find_secrets_in_job(job: Job) -> list[Finding]:
 
     Never says the value.
     """
+    known = find_secret_values_by_variable(os.environ)
     return [
         Finding(path, why, SECRET_FIX)
         for path, text in _iterate_strings(job.to_json(), ())
-        if (why := explain_secret_in_job(_innermost_key(path), text, os.environ))
+        if (why := explain_secret_beside_known(_innermost_key(path), text, known))
     ]
 
 

@@ -282,6 +282,7 @@ def plan_changed_job(
             cluster=unlimited,
             shape=plan.model_shape,
             is_explained=False,
+            weighs_alternatives=False,
         )
     except PhalanxError:
         return None

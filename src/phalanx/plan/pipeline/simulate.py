@@ -22,6 +22,7 @@ from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 # Fractions where equal times must be equal: sums of floats in another order are not.
 Seconds = float | Fraction
 NO_RESULT = -1  # in place of the number of a result
+NO_LINK = -1  # in place of the number of a link
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,6 @@ class _ScheduleSimulator:
     ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
         self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-        # Until when a message is on its way from one rank to another, by (sender, receiver).
-        self.link_free: dict[tuple[int, int], Seconds] = {}
         # When each result is at the neighbour that needs it.
         self.arrived: list[Seconds | None] = [None] * len(self.results)
         self.spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
@@ -116,6 +115,9 @@ class _ScheduleSimulator:
         num_microbatches, last_stage = self.results.num_microbatches, self.results.num_stages - 1
         first_gradient = self.results.num_stages * num_microbatches
         arrived, waiting = self.arrived, self.waiting
+        forward_links, backward_links = self._number_links()
+        # Until when a message is on its way on a link.
+        link_free: list[Seconds] = [0] * (2 * len(forward_links))
         # A rank goes on until it misses a result, and is looked at again only once that is there:
         # each action is visited a few times, and not each once per round over all ranks.
         ready = deque(range(self.schedule.num_ranks))
@@ -154,7 +156,13 @@ class _ScheduleSimulator:
                     continue
                 arrived[output] = clock
                 if send_s:
-                    arrived[output] = self._compute_arrival_s(rank, kind, stage, clock)
+                    link = forward_links[stage] if kind == "F" else backward_links[stage]
+                    if link != NO_LINK:
+                        # One message after the other: this leaves when the one before has arrived.
+                        if link_free[link] < clock:
+                            link_free[link] = clock
+                        link_free[link] += send_s
+                        arrived[output] = link_free[link]
                 if output in waiting:
                     # Popped: a rank waits for one result at a time, and is looked at once for it.
                     ready += waiting.pop(output)
@@ -168,18 +176,19 @@ class _ScheduleSimulator:
                 stuck[rank] = self.results.action_of_result(number)
         return dict(sorted(stuck.items()))
 
-    def _compute_arrival_s(self, rank: int, kind: ActionKind, stage: int, end: Seconds) -> Seconds:
-        """Sends go on beside computation, but one after the other from one rank to another."""
-        neighbour = stage + 1 if kind == "F" else stage - 1
-        if not 0 <= neighbour < self.results.num_stages:
-            return end
-        receiver = self.schedule.rank_of_stage[neighbour]
-        if receiver == rank:
-            return end
-        # One message after the other on a link: this one leaves when the one before has arrived.
-        arrival = max(end, self.link_free.get((rank, receiver), end)) + self.send_s
-        self.link_free[rank, receiver] = arrival
-        return arrival
+    def _number_links(self) -> tuple[list[int], list[int]]:
+        """For each stage the number of the link by which its output leaves, of a forward and of a
+        backward: one for each pair of ranks and direction. NO_LINK where it stays on its rank."""
+        numbers: dict[tuple[int, int], int] = {}
+        rank_of_stage, last_stage = self.schedule.rank_of_stage, self.results.num_stages - 1
+        links: tuple[list[int], list[int]] = ([], [])
+        for stage, rank in enumerate(rank_of_stage):
+            for links_of_kind, neighbour in zip(links, (stage + 1, stage - 1), strict=True):
+                number = NO_LINK
+                if 0 <= neighbour <= last_stage and rank_of_stage[neighbour] != rank:
+                    number = numbers.setdefault((rank, rank_of_stage[neighbour]), len(numbers))
+                links_of_kind.append(number)
+        return links
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class FinalistPlanner:
                 shape=self.shape,
                 vocab_size=self.vocab_size,
                 is_explained=False,
+                weighs_alternatives=False,
             )
         except (LayoutError, JobError) as error:
             self._keep_smallest_shortage(error)

@@ -52,6 +52,12 @@ class MemoryScreen:
     _groups: dict[tuple[str, ...], tuple[list[tuple[int, ...]], Integers]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _shapes: dict[int, ModelCosts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _works: dict[tuple[int, int, int, int], Workload] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _segments: dict[tuple[int, int, int], _SegmentBytes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -88,18 +94,24 @@ class MemoryScreen:
         return self._groups[columns]
 
     def _shard_shape(self, tp: int) -> ModelCosts:
-        return shard_shape(self.shape, tp, self.work.rules)
+        # Here by degree: `shard_shape` would compute a digest of the whole shape each time.
+        if tp not in self._shapes:
+            self._shapes[tp] = shard_shape(self.shape, tp, self.work.rules)
+        return self._shapes[tp]
 
     def _build_workload(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
-        recompute, recompute_every = RECOMPUTE_CHOICES[mode]
-        return replace(
-            self.work,
-            tp=tp,
-            cp=cp,
-            micro_batch_size=micro,
-            recompute=recompute,
-            segments=_list_segments(recompute, self.shape.num_layers, recompute_every),
-        )
+        key = (tp, cp, micro, mode)
+        if key not in self._works:
+            recompute, recompute_every = RECOMPUTE_CHOICES[mode]
+            self._works[key] = replace(
+                self.work,
+                tp=tp,
+                cp=cp,
+                micro_batch_size=micro,
+                recompute=recompute,
+                segments=_list_segments(recompute, self.shape.num_layers, recompute_every),
+            )
+        return self._works[key]
 
     # States
 

@@ -53,7 +53,7 @@ from phalanx.plan.search.space import (
     list_open_keys,
 )
 from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
-from phalanx.plan.workload import build_workload
+from phalanx.plan.workload import Workload, build_workload
 
 SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
 NUM_RUNNERS_UP = 4
@@ -251,7 +251,7 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
             f"no layout of {plural(task.num_ranks, 'rank')} divides"
             f" train.global_batch_size {job.train.global_batch_size}"
         )
-    work = build_workload(job, shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1])
+    work = _build_any_workload(task, keys)
     total = MemoryScreen(shape, work, rows).total_bytes()
     memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
     headroom = choose_headroom(cluster.device)
@@ -273,6 +273,18 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
         choose_smallest_rows(rows, total),
         keys.recompute,
         predict,
+    )
+
+
+def estimate_row_bytes(task: SearchTask, rows: LayoutRows) -> npt.NDArray[np.float64]:
+    """The bytes of a rank by which the search of `task` screens `rows`."""
+    return MemoryScreen(task.shape, _build_any_workload(task, task.open_keys), rows).total_bytes()
+
+
+def _build_any_workload(task: SearchTask, keys: OpenKeys) -> Workload:
+    """The work of a rank, of which a screen reads what is the same in every layout."""
+    return build_workload(
+        task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1]
     )
 
 
