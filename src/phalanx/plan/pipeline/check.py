@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from phalanx.core.errors import JobProblem, LayoutError
+from phalanx.plan.pipeline.execution import ActionResults
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import (
-    ActionResults,
     Seconds,
     count_peak_in_flight,
     simulate_schedule,

@@ -11,9 +11,15 @@ from functools import lru_cache
 from typing import Any
 
 from phalanx.plan.pipeline.cut import StageCut
+from phalanx.plan.pipeline.execution import ExecutionOrder, find_execution_order
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule, place_stages_in_loop, place_stages_in_v
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
+from phalanx.plan.pipeline.simulate import (
+    StageCosts,
+    Timeline,
+    compute_step_s,
+    simulate_timeline,
+)
 
 V_SHAPED_SCHEDULES = ("zb-v", "dualpipe-v")
 SCHEDULE_FROM_FILE = "file"
@@ -112,22 +118,27 @@ class Pipeline:
         that differ by up to 30 % and messages of up to 0.3 of a forward. `send_s`: of one message.
         """
 
-        def simulate_step_s(schedule: Schedule) -> float:
-            return float(simulate_timeline(schedule, costs, send_s).step_s)
-
+        seconds = [cost.by_kind_s for cost in costs]
         if self.rows:
-            return simulate_step_s(self.schedule())
+            return float(simulate_timeline(self.schedule(), costs, send_s).step_s)
+
+        def simulate_step_s(num_microbatches: int) -> float:
+            order = _find_cached_execution_order(
+                self.schedule_name, self.num_ranks, num_microbatches, self.stages_per_rank
+            )
+            return float(compute_step_s(order, seconds, send_s))
+
         more = count_microbatches_to_simulate(
             self.num_ranks, self.stages_per_rank, num_microbatches
         )
         if self.stages_per_rank > 1:
             # It takes longer until their steps repeat.
             more = min(more + self.num_ranks, num_microbatches)
-        step_s = simulate_step_s(self.change_num_microbatches(more).schedule())
+        step_s = simulate_step_s(more)
         if more == num_microbatches:
             return step_s
         fewer = more - self.num_ranks
-        fewer_step_s = simulate_step_s(self.change_num_microbatches(fewer).schedule())
+        fewer_step_s = simulate_step_s(fewer)
         busy_s = [0.0] * self.num_ranks
         for rank, cost in zip(self.rank_of_stage, costs, strict=True):
             busy_s[rank] += float(cost.seconds)
@@ -189,6 +200,16 @@ def _parse_action_row(row: str) -> tuple[Action, ...]:
 # A plan asks for one schedule and its timeline again and again, and they may have a hundred
 # thousand actions.
 _generate_cached_schedule = lru_cache(maxsize=8)(generate_schedule)
+
+
+@lru_cache(maxsize=8)
+def _find_cached_execution_order(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+) -> ExecutionOrder:
+    schedule = _generate_cached_schedule(name, num_ranks, num_microbatches, stages_per_rank)
+    order = find_execution_order(schedule)
+    assert not order.stuck, "named schedules end"
+    return order
 
 
 @lru_cache(maxsize=4)

@@ -7,7 +7,6 @@ the order alone, not from the time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,61 +16,17 @@ from operator import itemgetter, sub
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.plan.pipeline.execution import (
+    ACTION_KINDS,
+    NO_LINK,
+    NO_RESULT,
+    ExecutionOrder,
+    find_execution_order,
+)
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 
 # Fractions where equal times must be equal: sums of floats in another order are not.
 Seconds = float | Fraction
-NO_RESULT = -1  # in place of the number of a result
-NO_LINK = -1  # in place of the number of a link
-
-
-@dataclass(frozen=True)
-class ActionResults:
-    """The inputs and outputs of actions as numbers: a schedule has a hundred thousand of them.
-
-    F makes the input of the next stage. B and I make the gradient that the stage before needs: the
-    same one, whether its W came along or not. W makes nothing that another action waits for.
-    """
-
-    num_stages: int
-    num_microbatches: int
-
-    def __len__(self) -> int:
-        return 2 * self.num_stages * self.num_microbatches
-
-    def output_index_of(self, action: Action) -> int:
-        """The number of the result that an action makes; NO_RESULT for W."""
-        number = action.stage * self.num_microbatches + action.microbatch
-        if action.kind == "W":
-            return NO_RESULT
-        if action.kind == "F":
-            return number
-        return number + len(self) // 2
-
-    def input_indices_of(self, action: Action) -> tuple[int, int]:
-        """The results that an action needs: of its own stage, and of a neighbouring one; NO_RESULT
-        where it needs none."""
-        forward = action.stage * self.num_microbatches + action.microbatch
-        gradient = forward + len(self) // 2
-        if action.kind == "W":
-            return gradient, NO_RESULT
-        received = NO_RESULT
-        if action.kind == "F":
-            if action.stage > 0:
-                received = forward - self.num_microbatches
-            return NO_RESULT, received
-        if action.stage + 1 < self.num_stages:
-            received = gradient + self.num_microbatches
-        return forward, received
-
-    def action_of_result(self, number: int) -> Action:
-        """The action, F or I, that makes result `number`."""
-        half = len(self) // 2
-        kind: ActionKind = "I"
-        if number < half:
-            kind = "F"
-        stage, microbatch = divmod(number % half, self.num_microbatches)
-        return Action(kind, stage, microbatch)
 
 
 @dataclass(frozen=True)
@@ -94,101 +49,45 @@ def simulate_schedule(
 
     `seconds` by stage and kind. Expects that `check` found every action once, where it belongs.
     """
-    return _ScheduleSimulator(schedule, seconds, send_s).run()
+    order = find_execution_order(schedule)
+    spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
+    for rank, start, end in _iterate_spans(order, seconds, send_s):
+        spans_by_rank[rank].append((start, end))
+    return SimulationResult(tuple(map(tuple, spans_by_rank)), order.stuck)
 
 
-class _ScheduleSimulator:
-    def __init__(
-        self, schedule: Schedule, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds
-    ) -> None:
-        self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
-        self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-        # When each result is at the neighbour that needs it.
-        self.arrived: list[Seconds | None] = [None] * len(self.results)
-        self.spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
-        self.waiting: dict[int, list[int]] = {}  # result -> ranks
+def compute_step_s(
+    order: ExecutionOrder, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds = 0
+) -> Seconds:
+    """Seconds until the last action of a schedule ends, as `simulate_schedule` has it."""
+    ends: list[Seconds] = [0] * order.num_ranks
+    for rank, _, end in _iterate_spans(order, seconds, send_s):
+        ends[rank] = end
+    return max(ends, default=0.0)
 
-    def run(self) -> SimulationResult:
-        """Does all actions that can be done. Inputs and outputs are those of `ActionResults`,
-        written out: this loop is most of the time that planning a pipeline takes."""
-        seconds, send_s = self.seconds, self.send_s
-        num_microbatches, last_stage = self.results.num_microbatches, self.results.num_stages - 1
-        first_gradient = self.results.num_stages * num_microbatches
-        arrived, waiting = self.arrived, self.waiting
-        forward_links, backward_links = self._number_links()
-        # Until when a message is on its way on a link.
-        link_free: list[Seconds] = [0] * (2 * len(forward_links))
-        # A rank goes on until it misses a result, and is looked at again only once that is there:
-        # each action is visited a few times, and not each once per round over all ranks.
-        ready = deque(range(self.schedule.num_ranks))
-        while ready:
-            rank = ready.popleft()
-            row, spans = self.schedule.actions[rank], self.spans_by_rank[rank]
-            clock: Seconds = spans[-1][1] if spans else 0
-            for position in range(len(spans), len(row)):
-                kind, stage, microbatch = row[position]
-                forward = stage * num_microbatches + microbatch
-                gradient = first_gradient + forward
-                own_input, received_input, output = forward, NO_RESULT, gradient
-                if kind == "F":
-                    own_input, output = NO_RESULT, forward
-                    if stage:
-                        received_input = forward - num_microbatches
-                elif kind == "W":
-                    own_input, output = gradient, NO_RESULT
-                elif stage < last_stage:
-                    received_input = gradient + num_microbatches
-                start = clock
-                if received_input != NO_RESULT:
-                    arrival = arrived[received_input]
-                    if arrival is None:
-                        waiting.setdefault(received_input, []).append(rank)
-                        break
-                    if arrival > start:
-                        start = arrival
-                if own_input != NO_RESULT and arrived[own_input] is None:
-                    # Nobody else makes it: it comes later in this row, which never goes on.
-                    waiting.setdefault(own_input, []).append(rank)
-                    break
-                clock = start + seconds[stage][kind]
-                spans.append((start, clock))
-                if output == NO_RESULT:
-                    continue
-                arrived[output] = clock
-                if send_s:
-                    link = forward_links[stage] if kind == "F" else backward_links[stage]
-                    if link != NO_LINK:
-                        # One message after the other: this leaves when the one before has arrived.
-                        if link_free[link] < clock:
-                            link_free[link] = clock
-                        link_free[link] += send_s
-                        arrived[output] = link_free[link]
-                if output in waiting:
-                    # Popped: a rank waits for one result at a time, and is looked at once for it.
-                    ready += waiting.pop(output)
-        return SimulationResult(tuple(map(tuple, self.spans_by_rank)), self._find_stuck_ranks())
 
-    def _find_stuck_ranks(self) -> dict[int, Action]:
-        """Rank -> the action that makes the result it still waits for, in the order of ranks."""
-        stuck = {}
-        for number, ranks in self.waiting.items():
-            for rank in ranks:
-                stuck[rank] = self.results.action_of_result(number)
-        return dict(sorted(stuck.items()))
-
-    def _number_links(self) -> tuple[list[int], list[int]]:
-        """For each stage the number of the link by which its output leaves, of a forward and of a
-        backward: one for each pair of ranks and direction. NO_LINK where it stays on its rank."""
-        numbers: dict[tuple[int, int], int] = {}
-        rank_of_stage, last_stage = self.schedule.rank_of_stage, self.results.num_stages - 1
-        links: tuple[list[int], list[int]] = ([], [])
-        for stage, rank in enumerate(rank_of_stage):
-            for links_of_kind, neighbour in zip(links, (stage + 1, stage - 1), strict=True):
-                number = NO_LINK
-                if 0 <= neighbour <= last_stage and rank_of_stage[neighbour] != rank:
-                    number = numbers.setdefault((rank, rank_of_stage[neighbour]), len(numbers))
-                links_of_kind.append(number)
-        return links
+def _iterate_spans(
+    order: ExecutionOrder, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds
+) -> Iterator[tuple[int, Seconds, Seconds]]:
+    """(rank, begin, end) of each action. This loop is most of the time that planning a long
+    pipeline takes."""
+    seconds_of_part = [of_kind.get(kind, 0) for of_kind in seconds for kind in ACTION_KINDS]
+    clocks: list[Seconds] = [0] * order.num_ranks
+    # When each result is at the neighbour that needs it, and until when each link is busy.
+    arrived: list[Seconds] = [0] * order.num_results
+    link_free: list[Seconds] = [0] * order.num_links
+    for rank, part, received, output, link in order.steps:
+        start = clocks[rank]
+        if received != NO_RESULT and arrived[received] > start:
+            start = arrived[received]
+        clocks[rank] = end = start + seconds_of_part[part]
+        if output != NO_RESULT:
+            arrived[output] = end
+            if link != NO_LINK and send_s:
+                # One message after the other: this one leaves when the one before has arrived.
+                leaves = link_free[link] if link_free[link] > end else end
+                arrived[output] = link_free[link] = leaves + send_s
+        yield rank, start, end
 
 
 @dataclass(frozen=True)
