@@ -74,6 +74,13 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert min(wall_s() for _ in range(3)) < 0.3 * SLACK
 
 
+def test_a_search_for_a_layout_imports_no_more_than_it_needs() -> None:
+    options = ["--gpu=h100-sxm", "--nodes=1", "--seq-len=2048", "--global-batch=8"]
+    code, _, modules, _ = ask("plan", "--model=llama3.2-1b", *options)
+    assert code == 0
+    assert not {"torch", "rich", "phalanx.observe.events", "phalanx.core.black_box"} & modules
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_explains_itself(verb: str) -> None:
     module = importlib.import_module(f"phalanx.cli.{verb}")

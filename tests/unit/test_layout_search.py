@@ -9,6 +9,8 @@ import pytest
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
+from phalanx.job.schema import Job
+from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import count_communicators
 from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
@@ -266,6 +268,36 @@ def test_a_plan_without_notes_has_the_same_layout_and_memory() -> None:
     assert quick.pipeline == explained.pipeline
     assert explained.warnings
     assert not quick.warnings
+
+
+PIPELINE_OF_ZERO_1 = ("parallel.pp=4", "parallel.zero_stage=1")
+
+
+def load_fixed_job(*keys: str) -> Job:
+    size = ["data.seq_len=4096", "train.global_batch_size=64"]
+    return load_job(None, ["model.preset=llama3-8b", H100, "cluster.nodes=2", *keys, *size])
+
+
+@pytest.mark.parametrize(("keys", "number"), [(PIPELINE_OF_ZERO_1, 1), (("parallel.tp=2",), 4)])
+def test_a_plan_without_alternatives_has_the_layout_that_the_job_fixes(
+    keys: tuple[str, ...], number: int
+) -> None:
+    job = load_fixed_job(*keys)
+    lean = make_plan(job, weighs_alternatives=False)
+    assert lean.chosen == make_plan(job).chosen
+    assert len(lean.alternatives) == number
+
+
+def test_a_refusal_without_alternatives_lacks_as_much_memory_and_names_no_way_out() -> None:
+    job = load_fixed_job(*PIPELINE_OF_ZERO_1, "cluster.memory_gib=20")
+    with pytest.raises(NoFitError) as whole:
+        make_plan(job)
+    with pytest.raises(NoFitError) as lean:
+        make_plan(job, weighs_alternatives=False)
+    assert str(whole.value).startswith(str(lean.value))
+    assert whole.value.needed_bytes == lean.value.needed_bytes
+    assert whole.value.fix
+    assert lean.value.fix is None
 
 
 def test_a_search_names_the_precision_and_why_it_is_fp32():

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.closed_forms import closed_form_bubble, closed_form_idle_s
+from phalanx.plan.pipeline.execution import find_execution_order
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
+from phalanx.plan.pipeline.simulate import (
+    StageCosts,
+    Timeline,
+    compute_step_s,
+    simulate_timeline,
+)
 
 SECONDS = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=8)
 COSTS = st.builds(StageCosts, SECONDS, SECONDS, SECONDS)
@@ -150,6 +156,22 @@ def test_no_schedule_beats_what_it_must_do(name: str, ranks: int, data: st.DataO
                 assert begin >= ends[kind, came_from, action.microbatch] + apart * send
     least = max(timeline.busy_s(rank) for rank in range(ranks))
     assert timeline.step_s >= least
+
+
+@given(st.sampled_from(["1f1b", "zb-v", "interleaved", "gpipe"]), st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_step_is_as_long_as_its_timeline(name: str, data: st.DataObject) -> None:
+    """With an order of actions that other stages, and other sends, share."""
+    per_rank = {"zb-v": 2, "interleaved": 2}.get(name, 1)
+    schedule = generate_schedule(name, 3, 6, per_rank)
+    order = find_execution_order(schedule)
+    for send_s in (Fraction(0), Fraction(1, 3)):
+        costs = data.draw(
+            st.lists(COSTS, min_size=schedule.num_stages, max_size=schedule.num_stages)
+        )
+        timeline = simulate_timeline(schedule, costs, send_s)
+        step_s = compute_step_s(order, [cost.by_kind_s for cost in costs], send_s)
+        assert step_s == timeline.step_s
 
 
 def test_a_schedule_that_never_ends_is_refused() -> None:
