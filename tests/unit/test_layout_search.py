@@ -274,7 +274,7 @@ PIPELINE_OF_ZERO_1 = ("parallel.pp=4", "parallel.zero_stage=1")
 
 
 def load_fixed_job(*keys: str) -> Job:
-    size = ["data.seq_len=4096", "train.global_batch_size=64"]
+    size = ["data.seq_len=4096", "train.global_batch_size=64", "train.micro_batch_size=1"]
     return load_job(None, ["model.preset=llama3-8b", H100, "cluster.nodes=2", *keys, *size])
 
 
