@@ -393,6 +393,32 @@ def test_after_an_error_in_the_backward_no_gradient_is_filled_later() -> None:
         assert not any(have_gradients)
 
 
+def evaluate_after_a_forward_alone(rank: int) -> list[float]:
+    """Losses of a batch: before and after a forward that freed the head and then failed."""
+    a_plan = plan(2, 1, dp_shard=2, zero_stage=3)
+    module = decoder(tied=True, dtype=torch.float32)
+
+    def fail(outputs: Any, batch: Tensors) -> Any:
+        assert outputs.free_head is not None
+        OBJECTIVE(outputs, batch)
+        raise ArithmeticError("as a user's objective may")
+
+    fail.frees_head = True  # type: ignore[attr-defined]
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
+        model = parallelize(module, a_plan, mesh)
+        batch = share(global_batches(1)[0], rank, 2, 1)
+        losses = [float(model.evaluate(batch, OBJECTIVE).loss_sum)]
+        with pytest.raises(ArithmeticError):
+            model.forward_backward(batch, fail)
+        losses.append(float(model.evaluate(batch, OBJECTIVE).loss_sum))
+        return losses
+
+
+def test_a_head_that_was_freed_is_gathered_for_the_next_forward() -> None:
+    for before, after in run_ranks(2, evaluate_after_a_forward_alone):
+        assert before == after
+
+
 class MomentumEncoder(nn.Module):
     """A frozen block that is an average of the trained one's past, written in the forward."""
 

@@ -43,6 +43,12 @@ JOBS = {
     ),
     "zero2": ("train.global_batch_size=16", "parallel.dp_shard=4", "parallel.zero_stage=2"),
     "zero3": ("train.global_batch_size=16", *SHARDED),
+    "zero3, untied, 4 chunks": (
+        "train.global_batch_size=16",
+        "model.tie_embeddings=false",
+        "train.loss_chunk_tokens=256",
+        *SHARDED,
+    ),
     "zero3, 3 microbatches, full": (
         "train.global_batch_size=48",
         "train.recompute=full",

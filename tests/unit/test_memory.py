@@ -128,6 +128,26 @@ def test_what_zero3_gathers_in_the_backward(prefetch: int | None, num_units: int
     assert phases(3, **options)["backward"]["communication"] == 4 * expected
 
 
+@pytest.mark.parametrize(("chunk", "zero_stage"), [(8, 3), (8, 2), (4, 3)])
+def test_what_the_loss_has_read_last_is_not_there_in_the_backward(
+    chunk: int, zero_stage: int
+) -> None:
+    """The embedding, tied to the head. Of one chunk of logits the head's gradient is where it was."""
+    table, params = 97 * 64, SHAPE.num_params
+
+    def find(*, frees_head: bool) -> dict[str, dict[str, int]]:
+        work = Workload(1, 8, "fp32", "none", chunk, frees_head=frees_head)
+        return predict_rank_memory_by_phase(SHAPE, work, zero_stage, 2, "cuda", 2)
+
+    freed, kept = find(frees_head=True), find(frees_head=False)
+    gathered = REST + BLOCK if zero_stage == 3 else params
+    saved_in_loss = 4 * table if chunk == 8 else 0
+    assert kept["forward"]["communication"] == 4 * gathered
+    for phase, saved in (("forward", saved_in_loss), ("backward", 4 * table)):
+        before, after = (sum(memory[phase].values()) for memory in (kept, freed))
+        assert before - after == saved, phase
+
+
 def test_zero2_counts_its_shards_and_what_it_gathers_once_each() -> None:
     found = phases(2, num_microbatches=1)["forward"]
     assert found["parameters"] == SHAPE.num_params * 4 / 2

@@ -75,6 +75,44 @@ def test_bf16_is_as_good_as_torchs_bf16() -> None:
         assert off <= max(1.5 * theirs, 0.01)
 
 
+class MadeShapes(TorchDispatchMode):
+    """The shapes of all that operations made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.shapes.add(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [7, N])
+def test_nobody_reads_a_head_that_was_freed(chunk: int, dtype: torch.dtype) -> None:
+    """Bit for bit: the head's gradient is made without it, and so is the backward. Of one chunk
+    that gradient is not there yet."""
+    hidden, head, targets = problem(dtype)
+    gradient_was_there: list[bool] = []
+
+    def free_head() -> None:
+        gradient_was_there.append((V, D) in made.shapes)
+        head.data.fill_(torch.nan)
+
+    with MadeShapes() as made:
+        loss, _ = causal_cross_entropy(chunk)(
+            CausalOutput(hidden, head, free_head=free_head), {"targets": targets}
+        )
+    found = loss.detach(), *torch.autograd.grad(1.7 * loss, (hidden, head))
+    for freed, kept in zip(found, chunked(dtype, chunk), strict=True):
+        assert torch.equal(freed, kept)
+    assert gradient_was_there == [chunk < N]
+
+
 def test_no_targets_give_zero_loss_and_zero_gradients() -> None:
     hidden, head, targets = problem(torch.float32)
     loss, num_targets = causal_cross_entropy(4)(

@@ -32,12 +32,15 @@ class CausalOutput(NamedTuple):
     hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head,
     head_VD has the rows that `vocabulary` says, and hidden states must enter through it. `balance`
     is that of a model with experts: an objective hands its loss_sum through `balance.with_loss`.
+    `free_head`: where weights are gathered, an objective that `frees_head` calls it once nobody
+    reads head_VD any more, in the backward neither; its memory is gone then.
     """
 
     hidden_BTD: torch.Tensor
     head_VD: torch.Tensor
     vocabulary: VocabularyShard | None = None
     balance: ExpertBalance | None = None
+    free_head: Callable[[], None] | None = None
 
 
 class HeadOutput(CausalOutput):
@@ -65,11 +68,14 @@ def takes_classes(objective: Objective) -> Objective:
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens`
     tokens at a time, or as many as `get_block_sizes` says."""
-    return takes_classes(
+    objective = takes_classes(
         _mark_objective_of_vocabulary_parts(
             functools.partial(_sum_causal_cross_entropy, chunk_tokens)
         )
     )
+    # It computes the head's gradient in the forward, and is the last to read the head.
+    objective.frees_head = True  # type: ignore[attr-defined]
+    return objective
 
 
 def build_logits_cross_entropy(chunk_tokens: int) -> Objective:
@@ -110,6 +116,7 @@ def _sum_causal_cross_entropy(
         get_block_sizes().loss_chunk_tokens or chunk_tokens,
         torch.is_grad_enabled(),
         outputs.vocabulary,
+        outputs.free_head,
     )
     if outputs.balance is not None:
         loss_sum = outputs.balance.with_loss(loss_sum)
@@ -192,6 +199,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         grad: bool,
         vocabulary: VocabularyShard | None,
+        free_head: Callable[[], None] | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         head = head_VD.to(hidden_ND.dtype)
@@ -200,8 +208,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_head = None, None
         if grad:
             grad_hidden = torch.empty_like(hidden_ND)
-            # Wide, because it is added up over all chunks.
-            grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device)
         shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
         # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap
         # (mesh.malloc).
@@ -209,7 +215,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         low_CV = room_CV
         if wide != hidden_ND.dtype:
             low_CV = make_uninitialized_like(shape, hidden_ND.dtype, hidden_ND)
-        for start in range(0, hidden_ND.shape[0], chunk):
+        num_tokens = hidden_ND.shape[0]
+        for start in range(0, num_tokens, chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
             logits, grad_logits = room_CV[: len(hidden)], low_CV[: len(hidden)]
@@ -217,12 +224,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if low_CV is not room_CV:
                 logits.copy_(grad_logits)
             loss_sum += _sum_loss_and_write_gradient(logits, targets_N[rows], vocabulary)
-            if grad_hidden is not None and grad_head is not None:
+            if grad_hidden is not None:
                 if low_CV is not room_CV:
                     grad_logits.copy_(logits)
                 torch.mm(grad_logits, head, out=grad_hidden[rows])
+                if free_head is not None and start + chunk >= num_tokens:
+                    free_head()
+                # Of one chunk it is where the head was. Wide, because it is added up over all.
+                if grad_head is None:
+                    grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device)
                 _add_chunk_to_head_gradient(grad_head, grad_logits, hidden, room_CV)
         if grad:
+            if grad_head is None:  # without tokens
+                grad_head = head_VD.new_zeros(head_VD.shape, dtype=wide)
             ctx.save_for_backward(grad_hidden, grad_head)
             ctx.head_dtype = head_VD.dtype
         return loss_sum.to(wide)
@@ -235,7 +249,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # twice.
         grad_hidden.mul_(grad_loss)
         grad_head.mul_(grad_loss)
-        return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
+        return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None, None
 
 
 def _add_chunk_to_head_gradient(

@@ -26,6 +26,7 @@ from phalanx.parallel.call.check_indices import (
 )
 from phalanx.parallel.call.check_objective import require_loss_sum_and_num_targets
 from phalanx.parallel.context.transform import ContextParallelBatchSplitter
+from phalanx.parallel.data_parallel.freed_head import FreedHead
 from phalanx.parallel.executor import Batch, LossAndTargets, Objective
 from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext
@@ -62,6 +63,7 @@ class MicrobatchLossForward:
         self._split = context.axes.find(ContextParallelBatchSplitter)
         staged = context.axes.find(PipelineOfRank)
         self._stage_forward = None if staged is None else staged.stage_forward
+        self._freed_head = context.axes.find(FreedHead)
         self._has_run = False
         self._shares_copies = False
         # By id of the batch, which lives as long as this.
@@ -139,6 +141,8 @@ class MicrobatchLossForward:
             outputs = gather_logits(outputs)
         if getattr(objective, TARGETS_ARE_CLASSES_ATTRIBUTE, False):
             require_targets_within_classes(batch, outputs)
+        if self._freed_head is not None:
+            outputs = self._freed_head.hand_to_objective(objective, outputs)
         return objective(outputs, on_device)
 
     def _yields_loss(self, objective: Objective | FunctionOfOutputs) -> bool:

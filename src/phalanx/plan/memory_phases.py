@@ -9,7 +9,7 @@ ranks are in `plan.pipeline.memory`. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.units import MIB
@@ -141,6 +141,18 @@ class StepMoments:
             return self.work.segments
         return list_recompute_segments(self.work.recompute, self.shape.num_layers)
 
+    @cached_property
+    def _freed_weight_bytes(self) -> int:
+        """Bytes of gathered weights that are freed once the loss has read them."""
+        options = self.work.options
+        if not (self._is_sharded and self.work.frees_head) or options.blocks_per_unit == "all":
+            return 0
+        parts, head = self.shape.count_part_params(), 0
+        # A tied head is the table.
+        if not parts.both:
+            head = self._costs.count_loss_bytes(self.work).head_gradient // 4
+        return (parts.looked_up + head) * self.work.compute_bytes
+
     def _weight_bytes(self, *, in_backward: bool, num_units: int) -> float:
         """Bytes of weights that are gathered or cast, of which `num_units` units of blocks are
         alive."""
@@ -155,12 +167,14 @@ class StepMoments:
             return cast * work.cast_bytes
         params = count_rank_params(shape, work.ep)
         if self.zero_stage == 2:
-            return params * work.compute_bytes
+            freed = self._freed_weight_bytes if in_backward else 0
+            return params * work.compute_bytes - freed
         # A segment that is redone has all of its blocks gathered.
         longest = max((segment.num_blocks for segment in self._segments), default=1)
         block = shape.count_largest_block_params(work.ep)
         alive = max(num_units * self._unit, longest * block if in_backward else 0)
-        return (self._root + min(alive, params - self._root)) * work.compute_bytes
+        whole = (self._root + min(alive, params - self._root)) * work.compute_bytes
+        return whole - (self._freed_weight_bytes if in_backward else 0)
 
     # The moments
 
@@ -169,12 +183,21 @@ class StepMoments:
         the head as it is cast."""
         loss = self._costs.count_loss_bytes(self.work)
         cast = self._head_gradient if self._is_sharded and self.work.compute_bytes < 4 else 0
-        return MomentBytes(
+        whole = self._weight_bytes(in_backward=False, num_units=1) + self._whole_gradients
+        freed = self._freed_weight_bytes
+        with_head, without_head = loss.at_once, loss.waiting + cast
+        if freed and self.work.tokens <= self.work.loss_chunk_tokens:
+            # Of one chunk the head's gradient comes when the head is gone.
+            with_head -= loss.head_gradient
+            without_head = max(without_head, loss.at_once)
+        moments = (
+            MomentBytes(loss=with_head, communication=whole),
+            MomentBytes(loss=without_head, communication=whole - freed),
+        )
+        return replace(
+            max(moments, key=lambda moment: moment.total),
             gradients=self._standing_gradients,
             activations=self._activations_at_forward_end,
-            loss=max(loss.at_once, loss.waiting + cast),
-            communication=self._weight_bytes(in_backward=False, num_units=1)
-            + self._whole_gradients,
         )
 
     def final_norm(self) -> MomentBytes:

@@ -10,6 +10,7 @@ from functools import cache, cached_property, lru_cache
 
 from phalanx.core.registry import read_module_constant
 from phalanx.job.costs import ModelCosts
+from phalanx.job.model import find_model_kind
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.user_dataset import is_own_dataset
@@ -19,6 +20,7 @@ from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, find_matching_rule
 from phalanx.plan.segments import Segment
 
 HOOKS_PACKAGE = "phalanx.parallel.hooks"
+MODELS_PACKAGE = "phalanx.nn.models"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Workload:
     ep: int = 1  # ranks that each have a part of every block's experts
     # With train.deterministic = "layout-free" the most sets of gradients at one time; else 0.
     gradient_copies: int = 0
+    # Gathered embedding and head are freed as soon as the loss has read them.
+    frees_head: bool = False
 
     @property
     def sequence_parts(self) -> int:
@@ -128,6 +132,7 @@ def build_workload(
         ep=ep,
         is_compiled=job.train.compile,
         gradient_copies=_count_gradient_copies(job, num_microbatches),
+        frees_head=_frees_head(job),
     )
 
 
@@ -135,6 +140,19 @@ def _count_gradient_copies(job: Job, num_microbatches: int) -> int:
     if job.train.deterministic != LAYOUT_FREE:
         return 0
     return LeafTree.of_job(job).count_gradient_copies(num_microbatches)
+
+
+def _frees_head(job: Job) -> bool:
+    """True if nothing outside of blocks is read in the backward but norms: as the model's file
+    says, of the built-in objective."""
+    if job.model.is_foreign or job.model.objective is not None:
+        return False
+    return _is_read_in_forward_only(find_model_kind(job.model))
+
+
+@cache
+def _is_read_in_forward_only(kind: str) -> bool:
+    return bool(read_module_constant(kind, MODELS_PACKAGE, "READ_IN_FORWARD_ONLY", ()))
 
 
 def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:

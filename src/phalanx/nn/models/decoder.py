@@ -59,6 +59,11 @@ SHARD_RULES = {
 }
 
 
+# Modules whose weights no backward reads, if the objective `frees_head`: rows are looked up, and
+# the head's gradient is made in the forward. A literal, too.
+READ_IN_FORWARD_ONLY = ("embed", "embed_positions", "head")
+
+
 class Decoder(nn.Module):
     """Tokens to hidden states; the objective owns the head (see CausalOutput)."""
 
@@ -67,6 +72,8 @@ class Decoder(nn.Module):
 
     # The embedding's output is in the compute type, and so is all that follows.
     block_inputs_are_cast = True
+
+    read_in_forward_only = READ_IN_FORWARD_ONLY
 
     # Norms and residuals: a rank may have a part of the sequence there.
     is_per_token_outside_regions = True

@@ -26,6 +26,7 @@ from phalanx.mesh.compat import (
     run_fsdp_post_backward,
 )
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
+from phalanx.parallel.data_parallel.freed_head import FreedHead
 from phalanx.parallel.data_parallel.fsdp_communication import set_fsdp_communication
 from phalanx.parallel.data_parallel.shared_shards import (
     UnchangedShards,
@@ -66,6 +67,9 @@ class DpShard:
             keep_weights_gathered_for_pipeline(context, units)
         else:
             _reduce_in_last_microbatch(context, units, shards)
+            # A root that is one unit with the blocks is gathered again for the backward.
+            if groups:
+                context.axes.add(FreedHead(context.root, context.root.module))
 
 
 def _shard_units_with_fsdp(
