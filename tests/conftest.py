@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import compileall
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT, PID = Path(__file__).parents[1], os.getpid()
 # Helpers of tests, such as `ranks`, and what `make bench` and `make gpu-check` run.
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 
 import marks
 from commands import nursery
-from warm import popen, source_of_phalanx
+from warm import fork_module, source_of_phalanx
 
 # Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our
 # source again.
@@ -32,18 +34,24 @@ hypothesis.settings.load_profile("phalanx")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class WarmPopen(subprocess.Popen):
+    """Commands that are run inside this process start their ranks and probes from the nursery,
+    too: importing torch would take seconds each time. The first of them starts the nursery, but
+    none that a fork of this process runs, which would start another."""
+
+    def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
+        forked = None
+        if not args and (os.getpid() == PID or nursery.cache_info().currsize):
+            forked = fork_module(lambda: nursery().variables(), command, options)
+        return forked or super().__new__(cls)
+
+
+subprocess.Popen = WarmPopen
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that are run inside this process start their ranks and probes from the nursery,
-    too."""
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    for name, value in nursery().variables().items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.hookimpl(tryfirst=True)

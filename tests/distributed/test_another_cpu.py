@@ -14,8 +14,6 @@ from commands import TINY, environment, events, run, write_text
 from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.observe.events import Note
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 
 @pytest.mark.long
 def test_the_run_says_once_that_the_checkpoint_is_of_another_kind_of_cpu(tmp_path: Path) -> None:

@@ -41,8 +41,6 @@ from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
 from phalanx.observe.tail import read_recorded_events
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 HERE = Path(__file__).parent
 
 

@@ -19,8 +19,6 @@ from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manif
 from phalanx.cli._app import run_command_line as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 HERE = Path(__file__).parent
 KEYS = (*TINY, "optim.warmup_steps=0", "data.source=texts")
 NOTHING_MOVES = (

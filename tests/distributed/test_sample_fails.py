@@ -15,8 +15,6 @@ from commands import events as events_of
 from phalanx.observe.events import Note, RankFailed, RunFinished, TextGenerated
 from phalanx.train.generate import generate_tokens
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 MODULE = """
 import os
 

@@ -34,8 +34,6 @@ from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 from s3_server import BUCKET, CREDENTIALS, Server, s3_server
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 URL = f"s3://{BUCKET}/run one"
 JOB = (
     *TINY,

@@ -16,7 +16,7 @@ SMALL = [*TINY, "train.steps=4", "parallel.ranks=2", "checkpoint.every_steps=2"]
 
 
 @pytest.fixture
-def job(tmp_path: Path, warm_starts: None) -> phalanx.Job:
+def job(tmp_path: Path) -> phalanx.Job:
     source = write_text(tmp_path / "text")
     overrides = [*SMALL, "eval.tokens=200", f"data.source={source}", f"run.dir={tmp_path / 'run'}"]
     return phalanx.load_job(None, overrides)

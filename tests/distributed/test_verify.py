@@ -60,8 +60,6 @@ from phalanx.verify.row import OVERFLOW, ROWS_FILE_NAME
 from plants import some
 from ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 Rows = dict[str, dict[str, Any]]
 Plant = Callable[[], None]
 EVERY = ("ddp", "zero1", "zero2", "zero3")  # without ways of running them

@@ -23,8 +23,6 @@ from phalanx.verify.rank import FILLED_IN_PARTS
 from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 DRAWN_TWICE = """
 import torch
 from torch import nn

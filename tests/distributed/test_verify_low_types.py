@@ -30,8 +30,6 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 Rows = dict[str, dict[str, Any]]
 Plant = Callable[[], None]
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24}

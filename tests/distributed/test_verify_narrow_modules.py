@@ -19,8 +19,6 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 WITH_A_HEAD_IN_BF16 = """
 import torch
 import torch.nn.functional as F

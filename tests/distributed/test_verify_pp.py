@@ -35,8 +35,6 @@ from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import shrink_job
 from plants import some
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 BOTH = ("pp2-1f1b", "pp2-zb-v")
 SPLIT = ("interleaved-zero-bubble", "zb-v", "dualpipe-v")  # schedules with a W
 

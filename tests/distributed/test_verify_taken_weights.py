@@ -23,7 +23,6 @@ from phalanx.verify.taken_weights import TAKEN_WEIGHTS_JUDGED
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_cases, make_trainer_job
 from ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
 NUM_RANKS = 2
 
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
-import pytest
 
 from commands import nursery
 from phalanx.launch.server_process import start_template
 
 
-@pytest.mark.usefixtures("warm_starts")
 def test_a_server_of_ranks_is_a_fork_of_the_nursery(tmp_path: Path) -> None:
     """Else every test that trains imports torch anew, and the whole takes three times as long,
     in silence."""

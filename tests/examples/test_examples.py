@@ -69,9 +69,7 @@ def test_the_trainer_as_a_library(tmp_path: Path) -> None:
     assert curve[40] < curve[1] - 0.5
 
 
-def test_training_from_python(
-    tmp_path: Path, warm_starts: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It finishes, goes on, and says where the newest checkpoint is."""
     source = write_text(tmp_path / "text")
     more = [

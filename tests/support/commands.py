@@ -35,6 +35,8 @@ PHALANX = [
     warm.__file__,
 ]  # as the next, but it and its ranks start in a moment
 COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
+# A command with one of them is a rank itself and imports torch.
+RANK_VARIABLES = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 DEADLINE_S = 120.0
 SLACK = 3.0  # the machine that runs the tests is busy
 
@@ -112,7 +114,9 @@ def start(
     } | options
     options |= {"cwd": cwd, "process_group": 0}
     if command == PHALANX:
-        return warm.fork_command(nursery("commands"), arguments, env or environment(), **options)
+        env = env or environment()
+        kind = "ranks" if RANK_VARIABLES & env.keys() else "commands"
+        return warm.fork_command(nursery(kind), arguments, env, **options)
     return subprocess.Popen([*command, *arguments], env=env or environment(), text=True, **options)
 
 

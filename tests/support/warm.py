@@ -3,9 +3,10 @@ have imported.
 
 `python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a
 module of MODULES is not a new interpreter, it is a fork of the nursery of ranks, which the tests
-start once. The process itself, its descriptors, environment, folder and session are those that it
+start once; so it is for what tests start in their own process (`conftest.py`). The process itself, its descriptors, environment, folder and session are those that it
 asked for. Importing torch is most of a short run. `fork_command` takes the command itself from a
-second nursery, which has imported the command line and no torch.
+second nursery, which has imported the command line and no torch, or from that of ranks where the
+command is a rank of another launcher's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -37,6 +38,8 @@ MODULES = (
     "phalanx.run.one_process.rows_probe",
     "phalanx.launch.template",
     "phalanx.checkpoint.exchange.unpickle",
+    "phalanx.bench.training.server",
+    "torch.distributed.run",
 )
 VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")
 # What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as
@@ -48,6 +51,9 @@ IMPORTED = {
         "phalanx.run.rank",
         "phalanx.verify.rank",
         "phalanx.nn.hugging_face.adapter",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
         "runpy",
     ),
     "commands": (
@@ -120,7 +126,10 @@ def serve(path: str, kind: str, life: int) -> None:
     listener.bind(path)
     listener.listen(64)
     for name in IMPORTED[kind]:
-        importlib.import_module(name)
+        if (
+            importlib.util.find_spec(name.partition(".")[0]) is not None
+        ):  # not all need transformers
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each fork looks through all that was imported, and copies its pages
     wakeup, wakeup_write = os.pipe()
@@ -180,6 +189,7 @@ def _become(wanted: dict[str, Any], fds: list[int]) -> None:
     os.chdir(wanted["cwd"])
     os.environ.clear()
     os.environ.update(wanted["env"])
+    tempfile.tempdir = None
     sys.stdin, sys.stdout, sys.stderr = (
         open(0),
         open(1, "w"),
@@ -333,6 +343,14 @@ class Forked:
 
 def popen(command: Any, **options: Any) -> Any:
     """`subprocess.Popen`, or a fork of the nursery for `python [-P] -m MODULE ...`."""
+    return fork_module(lambda: os.environ, command, options) or _Popen(command, **options)
+
+
+def fork_module(
+    find_variables: Callable[[], Mapping[str, str]], command: Any, options: dict[str, Any]
+) -> Forked | None:
+    """The process that `command` asks for, as a fork of the nursery of ranks that the variables
+    name; None if that is another process than a new interpreter would be."""
     words = list(command) if isinstance(command, list | tuple) else []
     is_safe = words[1:2] == ["-P"]
     module, arguments = (words[2 + is_safe :] or [""])[0], words[3 + is_safe :]
@@ -341,20 +359,22 @@ def popen(command: Any, **options: Any) -> Any:
         words[:1] != [sys.executable]
         or words[1 + is_safe : 2 + is_safe] != ["-m"]
         or module not in MODULES
-        or os.environ[HOME] != _home()
-        or at_start(ONE_THREAD | env) != at_start(ONE_THREAD | os.environ)
+        or at_start(ONE_THREAD | env) != _AT_START
     ):
-        return _Popen(command, **options)
+        return None
+    variables = find_variables()
+    if variables[HOME] != _home():
+        return None
     here = [] if is_safe else [os.getcwd()]
-    return _fork(os.environ[NURSERY], module, arguments, env, here, options)
+    return _fork(variables[NURSERY], module, arguments, env, here, options)
 
 
 def fork_command(
     nursery: Nursery, arguments: Sequence[str], env: Mapping[str, str], **options: Any
 ) -> Any:
-    """`phalanx ARGUMENTS`: a fork of the nursery of commands, or a new interpreter where `env`
-    has what it reads."""
-    if at_start(env) != at_start(os.environ) or "preexec_fn" in options:
+    """`phalanx ARGUMENTS`: a fork of the nursery, or a new interpreter where `env` has what it
+    reads."""
+    if at_start(ONE_THREAD | env) != _AT_START or "preexec_fn" in options:
         return _Popen([sys.executable, __file__, *arguments], env=env, text=True, **options)
     return _fork(
         nursery.path,
@@ -415,6 +435,7 @@ def _fork(
 
 
 _Popen = subprocess.Popen
+_AT_START = at_start(ONE_THREAD | os.environ)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--nursery"]:

@@ -31,8 +31,6 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import shard_shape
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 transformers = pytest.importorskip("transformers")
 TEXT = [name for name in ZOO if name not in ("vit", "bert", "t5", "mamba", "bloom", "falcon")]
 DBRX: dict[str, Any] = {

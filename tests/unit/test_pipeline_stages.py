@@ -26,8 +26,6 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import Segment, list_recompute_segments
 from pipeline_plans import CORES, GIB, UNIFORM, pipeline_of, plan, refusal
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 # Cuts
 
 

@@ -27,7 +27,6 @@ from phalanx.verify.scope import list_compared_quantities, list_quantities_not_c
 from phalanx.verify.trace_facts import AdapterFacts
 from phalanx.verify.verdict import LayoutComparator
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
 pytest.importorskip("transformers")
 
 

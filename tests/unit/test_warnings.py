@@ -17,8 +17,6 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.warnings import WARNING_RULES, DataFacts, SourceFacts
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 GPU = Cluster("cuda", 1, 80 * 2**30)
 OWN = ("model.kind=mine:build", "model.objective=mine:objective")
 PIPELINE = ("parallel.ranks=4", "parallel.pp=4", "model.num_layers=12")
