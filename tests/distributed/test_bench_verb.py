@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from commands import Done, descendants, environment, finish, run, start, wait_until
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ExitCode
 from phalanx.plan.profiles import PROFILE_SECTIONS, load_profile
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "phalanx", "bench", *arguments]
-    return command, dict(os.environ, HOME=str(tmp_path / "home"))
+def bench(tmp_path: Path, *arguments: str) -> Done:
+    return run("bench", *arguments, cwd=tmp_path, env=environment(HOME=str(tmp_path / "home")))
 
 
 def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path) -> None:
     storage = tmp_path / "new" / "checkpoints"
-    command, environment = bench(
+    done = bench(
         tmp_path, "all", "--quick", "--json", "--device=cpu", "--ranks=2", f"--directory={storage}"
     )
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
     assert facts["schema"] == "phalanx.bench/1"
     assert set(facts["sections"]) == set(PROFILE_SECTIONS)
     profile = load_profile(Path(facts["path"]))
@@ -49,24 +41,19 @@ def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path
     assert not storage.parent.exists()
 
 
-def _wait_for_ranks(pid: int) -> None:
-    """Until the command has started both of its ranks, which then measure."""
-    until_s = time.monotonic() + 60
-    while len(psutil.Process(pid).children(recursive=True)) < 2:
-        assert time.monotonic() < until_s, "no ranks were started"
-        time.sleep(0.05)
-
-
 def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
-    command, environment = bench(tmp_path, "comm", "--device=cpu", "--ranks=2")
-    process = subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    num_before = len(descendants())
+    process = start(
+        *("bench", "comm", "--device=cpu", "--ranks=2"),
+        cwd=tmp_path,
+        env=environment(HOME=str(tmp_path / "home")),
     )
-    _wait_for_ranks(process.pid)
+    # The command, the server of ranks, and both ranks, which then measure.
+    wait_until(lambda: len(descendants()) >= num_before + 4)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert b"nothing was written" in errors
+    done = finish(process)
+    assert done.code == 130
+    assert "nothing was written" in done.err
     assert not (tmp_path / "home").exists()
 
 
@@ -79,19 +66,16 @@ def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
-    command, environment = bench(tmp_path, *arguments)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    done = bench(tmp_path, *arguments)
+    assert done.code == 2
+    assert words in done.problem
 
 
 def test_storage_that_refuses_is_exit_7_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    command, environment = bench(tmp_path, "storage", "--quick", f"--directory={tmp_path}/file/x")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 7
-    assert len(done.stderr.splitlines()) == 1
+    done = bench(tmp_path, "storage", "--quick", f"--directory={tmp_path}/file/x")
+    assert done.code == 7
+    assert done.problem
 
 
 def test_autotune_runs_a_layout_and_cleans_up(tmp_path: Path) -> None:
@@ -101,14 +85,11 @@ def test_autotune_runs_a_layout_and_cleans_up(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     small = ["model.dim=32", "model.num_layers=1", "model.num_heads=1", "data.seq_len=32"]
-    command = [sys.executable, "-m", "phalanx", "plan", "--autotune=1", "--json", *small]
-    command += ["train.global_batch_size=4", "parallel.ranks=2", "data.source=text"]
-    environment = dict(os.environ, HOME=str(tmp_path / "home"), TMPDIR=str(temporary))
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    small += ["train.global_batch_size=4", "parallel.ranks=2", "data.source=text"]
+    env = environment(HOME=str(tmp_path / "home"), TMPDIR=str(temporary))
+    done = run("plan", "--autotune=1", "--json", *small, cwd=tmp_path, env=env)
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
     assert facts["schema"] == "phalanx.autotune/1"
     assert facts["winner"]["measured_s"] > 0
     assert facts["winner"]["predicted_s"] is None
