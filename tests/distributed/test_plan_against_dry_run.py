@@ -15,6 +15,7 @@ from phalanx.verify.dry_run.report import sum_planned_tensor_bytes
 from phalanx.verify.dry_run.stand_ins import StageBoundarySpec
 from phalanx.verify.dry_run.storage_log import build_memory_timeline, find_highest_point
 from ranks import run_ranks
+from selected import list_selected_params
 
 SMALL = (
     "model.preset=small",
@@ -60,7 +61,7 @@ JOBS = {
     "experts": ("train.global_batch_size=16", *EXPERTS),
     "1f1b": ("train.global_batch_size=16", "parallel.ranks=2", "parallel.pp=2"),
 }
-PRECISIONS = ("fp32", "bf16")
+QUICK_IN_BF16 = ("ddp, 3 microbatches", "zero3, 3 microbatches, full", "gelu", "experts")
 
 
 def compare(_: int, keys: tuple[str, ...]) -> tuple[float, float]:
@@ -77,18 +78,24 @@ def compare_all(rank: int, jobs: list[tuple[str, ...]]) -> list[tuple[float, flo
 
 
 @pytest.fixture(scope="module")
-def compared() -> dict[tuple[str, str], tuple[float, float]]:
-    names, jobs = [], []
-    for name, keys in JOBS.items():
-        for precision in PRECISIONS:
-            names.append((name, precision))
-            jobs.append((*keys, f"precision.compute={precision}"))
+def compared(request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[float, float]]:
+    cases = list_selected_params(request, "name", "precision")
+    jobs = [(*JOBS[name], f"precision.compute={precision}") for name, precision in cases]
     (results,) = run_ranks(1, compare_all, jobs, deadline_s=400)
-    return dict(zip(names, results, strict=True))
+    return dict(zip(cases, results, strict=True))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", JOBS)
+# In bf16 what is kept of a forward is of another size, which each layout shards as in fp32.
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "fp32") for name in JOBS),
+        *(
+            pytest.param(name, "bf16", marks=() if name in QUICK_IN_BF16 else pytest.mark.long)
+            for name in JOBS
+        ),
+    ],
+)
 def test_a_plan_is_near_its_dry_run(name: str, precision: str, compared: dict[Any, Any]) -> None:
     predicted, seen = compared[name, precision]
     assert predicted == pytest.approx(seen, rel=0.03)
