@@ -24,6 +24,7 @@ from commands import (
     wait_until,
     watching,
     weights,
+    write_text,
 )
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.launch.paths import black_box_path
@@ -45,6 +46,7 @@ def arguments(name: str, *more: str, ranks: int = 2) -> list[str]:
     return [
         "train",
         *TINY,
+        "data.source=text",
         f"train.steps={STEPS}",
         "checkpoint.every_steps=10",
         "checkpoint.asynchronous=false",
@@ -68,7 +70,9 @@ def inject(name: str, rank: int, step: int, phase: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hangs")
+    folder = tmp_path_factory.mktemp("hangs")
+    write_text(folder / "text")
+    return folder
 
 
 @pytest.fixture(scope="module")
