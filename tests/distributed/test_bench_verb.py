@@ -48,8 +48,8 @@ def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=environment(HOME=str(tmp_path / "home")),
     )
-    # The command, the server of ranks, and both ranks, which then measure.
-    wait_until(lambda: len(descendants()) >= num_before + 4)
+    # The command, the template, the server of ranks, and both ranks, which then measure.
+    wait_until(lambda: len(descendants()) >= num_before + 5, deadline_s=60.0)
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.code == 130

@@ -3,10 +3,10 @@ have imported.
 
 `python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a
 module of MODULES is not a new interpreter, it is a fork of the nursery of ranks, which the tests
-start once; so it is for what tests start in their own process (`conftest.py`). The process itself, its descriptors, environment, folder and session are those that it
-asked for. Importing torch is most of a short run. `fork_command` takes the command itself from a
-second nursery, which has imported the command line and no torch, or from that of ranks where the
-command is a rank of another launcher's.
+start once; so it is in the tests' own process (`conftest.py`). The process itself, its descriptors,
+environment, folder and session are those that it asked for. Importing torch is most of a short run.
+`fork_command` takes the command itself from a second nursery, which has imported the command line
+and no torch, or from that of ranks where the command is a rank of another launcher's.
 """
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ def serve(path: str, kind: str, life: int) -> None:
     listener.bind(path)
     listener.listen(64)
     for name in IMPORTED[kind]:
-        if (
-            importlib.util.find_spec(name.partition(".")[0]) is not None
-        ):  # not all need transformers
-            importlib.import_module(name)
+        if name.startswith("transformers.") and importlib.util.find_spec("transformers") is None:
+            continue
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each fork looks through all that was imported, and copies its pages
     wakeup, wakeup_write = os.pipe()
@@ -248,7 +247,8 @@ class Nursery:
             [sys.executable, "-P", __file__, "--nursery", self.path, kind, str(life_read)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            env=ONE_THREAD | os.environ,
+            # Without the last, transformers would have torch start CUDA, which no fork can use then.
+            env=ONE_THREAD | os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             pass_fds=(life_read,),
             start_new_session=True,
             text=True,
@@ -365,7 +365,7 @@ def fork_module(
     variables = find_variables()
     if variables[HOME] != _home():
         return None
-    here = [] if is_safe else [os.getcwd()]
+    here = [] if is_safe else [str(options.get("cwd") or os.getcwd())]
     return _fork(variables[NURSERY], module, arguments, env, here, options)
 
 
