@@ -115,7 +115,7 @@ def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
     yield ""
     yield "Right class, then what was said (trials):"
     yield ""
-    counts = count_classes(ran)
+    counts = count_classes([row for row in ran if row.measured and row.measured.has_struck])
     for right in sorted({right for right, _ in counts}):
         said = ", ".join(
             f"{name} {count}" for (of, name), count in sorted(counts.items()) if of == right
@@ -124,7 +124,7 @@ def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
 
 
 def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
-    measured = [row.measured for row in rows if row.measured is not None]
+    measured = [row.measured for row in rows if row.measured and row.measured.has_struck]
     missed = sorted({check.name for row in rows for check in row.checks if not check.ok})
     bars = next(row.bars for row in rows if row.bars is not None)
     again = [each.trained_again_s for each in measured] if bars.trained_again_s else []
@@ -136,7 +136,7 @@ def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
         _count_checks(rows, "rank"),
         _spread([each.detected_s for each in measured]),
         _spread(again),
-        str(max(each.lost_steps for each in measured)),
+        str(max((each.lost_steps for each in measured), default=0)),
         _count_checks(rows, "final bits"),
         ", ".join(missed) or "–",
     ]
@@ -173,6 +173,9 @@ def _share_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
     passed = sum(row.is_passed for row in rows)
     yield f"- all bars met: {_share(passed, len(rows))}"
     yield _crash_line(rows)
+    num_idle = sum(row.measured is not None and not row.measured.has_struck for row in rows)
+    if num_idle:
+        yield f"- did not come to strike, and are in no figure but the one of all bars: {num_idle}"
     num_today = sum(row.circumstances.code == digest_fault_code(row.fault) for row in rows)
     yield f"- of today's code, by their digest: {num_today} of {len(rows)}"
 
@@ -187,7 +190,8 @@ def _crash_line(rows: Sequence[TrialRow]) -> str:
     seconds = [
         math.inf if row.measured.detected_s is None else row.measured.detected_s
         for row in rows
-        if row.measured and row.bars and row.bars.detected_s == CRASH_DETECTION_S
+        if row.measured and row.measured.has_struck
+        if row.bars and row.bars.detected_s == CRASH_DETECTION_S
     ]
     if not seconds:
         return "- crashes: no trial"
