@@ -15,10 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from phalanx.core.black_box import BlackBox
+from phalanx.core.black_box import BlackBox
 
 # What a step's seconds are charged to; "host_to_device" is a batch's copy to a GPU, "optimizer"
 # includes the gradients' norm and clipping, "pipeline" is waiting for another stage: the bubble as
