@@ -211,3 +211,23 @@ def test_saves_and_evaluations_are_no_steps() -> None:
     step = read_own_step(finished(1, forward=1.0, backward=2.0, record=4.0, collective=8.0))
     assert step is not None
     assert (step.self_s, step.waiting_s, step.step_s) == (3.0, 8.0, 15.0)
+
+
+def make_busy_steps(cpu_factor: float, queued_share: float) -> list[dict[int, OwnStep]]:
+    """200 equal steps of two ranks, then 100 in which rank 1 takes 1.5 times as long, of which it
+    computes for `cpu_factor` times as long, and queues for `queued_share` of each step."""
+    usual = OwnStep({"forward": 0.1}, 0.0, 0.1, 0.05, 0.1 * queued_share)
+    slow = OwnStep({"forward": 0.15}, 0.0, 0.15, 0.05 * cpu_factor, 0.15 * queued_share)
+    return [{0: usual, 1: usual}] * 200 + [{0: usual, 1: slow}] * 100
+
+
+def test_where_ranks_want_for_processors_a_slow_one_needs_more_of_them() -> None:
+    assert judge(make_busy_steps(cpu_factor=1.0, queued_share=0.4)) == []
+    (slow,) = judge(make_busy_steps(cpu_factor=1.5, queued_share=0.4))
+    assert isinstance(slow, RankSlow)
+    assert slow.slow_rank == 1
+    # One that sleeps, or reads, is slow where processors are free.
+    (waits,) = judge(make_busy_steps(cpu_factor=1.0, queued_share=0.02))
+    assert isinstance(waits, RankSlow)
+    assert waits.slow_rank == 1
+    assert waits.cpu_share < waits.peers_cpu_share == pytest.approx(0.5)

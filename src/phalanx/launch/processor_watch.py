@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
-from phalanx.core.process_stat import read_state_letter
+from phalanx.core.process_stat import read_run_and_delay_s, read_state_letter
 from phalanx.launch.rank_activity import STOPPED_LETTERS
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded
 
@@ -173,14 +172,3 @@ class ProcessorWatch:
         first_step = self._looks[rank].slow_since.pop(why)
         step = max(self._read_step(rank), first_step)
         return RankSlowEnded(rank, step, first_step, 0.0, why)
-
-
-def read_run_and_delay_s(pid: int) -> tuple[float, float]:
-    """Seconds for which the main thread of a process ran, and for which it wanted to and might
-    not: it waited for its turn, or its cgroup was throttled. Zeros where the kernel does not
-    say."""
-    try:
-        words = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
-        return int(words[0]) / 1e9, int(words[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0, 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import mean, median
@@ -41,18 +41,23 @@ _HISTORY = 400
 # Before there is a history, and the least that is believed of one.
 _MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.5, 0.05
 _WARM_UP_STEPS = 3
+# From this share of a window on for which ranks want a processor and have none, seconds tell of
+# other processes: how long a rank takes is judged by its processor seconds, too.
+_CONTENDED_SHARE = 0.1
 _NORMAL_PER_MAD = 1.4826
 
 
 @dataclass(frozen=True)
 class OwnStep:
     """One step of one rank: seconds of its own work by phase, those in which it waited, those of
-    the whole step, and processor seconds (0: nobody counted)."""
+    the whole step, processor seconds, and those in which it wanted a processor and had none (0:
+    nobody counted)."""
 
     own_s: Mapping[str, float]
     waiting_s: float
     step_s: float
     cpu_s: float
+    queued_s: float = 0.0
 
     @property
     def self_s(self) -> float:
@@ -67,7 +72,7 @@ def read_own_step(event: StepFinished) -> OwnStep | None:
     waiting_s = sum(event.phases_s.get(phase, 0.0) for phase in _WAITING_PHASES)
     if not 0 < sum(own_s.values()) < math.inf:
         return None
-    return OwnStep(own_s, waiting_s, event.step_s, event.cpu_s)
+    return OwnStep(own_s, waiting_s, event.step_s, event.cpu_s, event.queued_s)
 
 
 @dataclass
@@ -195,12 +200,11 @@ class SlowRankJudge:
             return None
         history.suspected_s += steps[rank].step_s
         lasts_s = history.suspected_s + WINDOW * history.step_s
-        if not may_begin or lasts_s < MIN_SLOW_S:
+        if not may_begin or lasts_s < MIN_SLOW_S or not self._computes_longer(rank, group):
             return None
         history.slow_since = history.steps[0][0]
         peer_steps = [steps[other] for other in group if other != rank]
         history.waited_s = WINDOW * _charge_waiting(steps[rank], peer_steps)
-        own_steps = [step for _, step, _ in history.steps]
         return RankSlow(
             slow_rank=rank,
             step=number,
@@ -209,9 +213,26 @@ class SlowRankJudge:
             excess_s=history.excess_s,
             phase=_find_slowest_phase(steps[rank], peer_steps),
             waited_s=history.waited_s,
-            cpu_share=_compute_cpu_share(own_steps),
-            peers_cpu_share=_compute_cpu_share(peer_steps),
+            cpu_share=_compute_cpu_share(self._list_steps([rank])),
+            peers_cpu_share=_compute_cpu_share(self._list_steps(set(group) - {rank})),
         )
+
+    def _list_steps(self, ranks: Iterable[int]) -> list[OwnStep]:
+        """The steps of the window, of all these ranks."""
+        return [step for rank in ranks for _, step, _ in self._histories[rank].steps]
+
+    def _computes_longer(self, rank: int, group: range) -> bool:
+        """False where the ranks want for processors, and this one needs no more of them than its
+        peers: other processes had them, which is the kernel's to say."""
+        steps = {each: self._list_steps([each]) for each in group}
+        queued_share = max(
+            sum(step.queued_s for step in of_rank) / sum(step.step_s for step in of_rank)
+            for of_rank in steps.values()
+        )
+        if queued_share < _CONTENDED_SHARE:
+            return True
+        cpu_s = {each: sum(step.cpu_s for step in of_rank) for each, of_rank in steps.items()}
+        return cpu_s[rank] >= SLOW_FACTOR * median(cpu_s[each] for each in group if each != rank)
 
     def _is_slow(self, rank: int) -> bool:
         history = self._histories[rank]

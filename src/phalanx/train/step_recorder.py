@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.core.process_stat import read_run_and_delay_s
 from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.mesh.shared_memory.opening import current_transport
@@ -31,10 +33,12 @@ from phalanx.train.step_detail import StepDetail
 
 @dataclass(frozen=True)
 class _StepSeconds:
-    """The seconds of one step: from record to record, of the processor, and by phase."""
+    """The seconds of one step: from record to record, of the processor, without one where the main
+    thread wanted it, and by phase."""
 
     step_s: float
     cpu_s: float
+    queued_s: float
     phases_s: Mapping[str, float]
     communication_s: Mapping[str, float]
 
@@ -62,7 +66,7 @@ class StepRecorder:
         self._gpu = GpuRecorder(self._mesh.device, bus)
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self.last_finished: StepFinished | None = None
-        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
+        self._count_from_now()
         self._has_operator_cost = False
         self._warned_draws: set[str] = set()
         self._has_warned_of_room = False
@@ -80,7 +84,11 @@ class StepRecorder:
             self._bus.emit(TimeBetweenSteps(self._state.step, "startup", seconds))
         # Afterwards: the ledger has a restart end where the start-up was emitted, less its seconds,
         # and the first step must not have that moment, too.
+        self._count_from_now()
+
+    def _count_from_now(self) -> None:
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
+        self._recorded_queued_s = read_run_and_delay_s(os.getpid())[1]
 
     def exclude_from_next_step(self, activity: str, seconds: float) -> None:
         """Leave out the `seconds` of an activity of TimeBetweenSteps, which no step took, and say
@@ -114,13 +122,16 @@ class StepRecorder:
         # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
         now, now_cpu = time.perf_counter(), time.process_time()
+        queued_s = read_run_and_delay_s(os.getpid())[1]
         seconds = _StepSeconds(
             now - self._recorded_s,
             now_cpu - self._recorded_cpu_s,
+            queued_s - self._recorded_queued_s,
             self._phases.take(),
             self._phases.take_communication(),
         )
         self._recorded_s, self._recorded_cpu_s = now, now_cpu
+        self._recorded_queued_s = queued_s
         # What recording takes belongs to the next step.
         with self._phases("record"):
             self._emit_step(facts, skipped, seconds)
@@ -161,6 +172,7 @@ class StepRecorder:
             cpu_s=round(seconds.cpu_s, 6),
             communication_s=_round_to_microseconds(seconds.communication_s),
             own_bytes=memory.own_bytes,
+            queued_s=round(seconds.queued_s, 6),
         )
         self.last_finished = finished
         self._emit_finished_step(finished)

@@ -29,6 +29,8 @@ class StepFinished(Event):
     (phalanx.core.process_memory; 0: nobody knows). `cpu_s`: processor
     seconds of this rank's process, all its threads, within `step_s` (0: nobody counted); on a CPU
     where these are far fewer than `step_s` times the threads, the rank waited, or had no turn.
+    `queued_s`: seconds for which its main thread wanted a processor and had none (0: nobody
+    counted).
 
     `communication_s`: seconds of the phase `collective` by "axis: operation" ("tp: all_gather
     sequence"); empty in files of earlier releases.
@@ -56,6 +58,7 @@ class StepFinished(Event):
     cpu_s: float = 0.0
     communication_s: dict[str, float] = field(default_factory=dict)
     own_bytes: int = 0
+    queued_s: float = 0.0
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
