@@ -46,7 +46,13 @@ class WarmPopen(subprocess.Popen):
         return forked or super().__new__(cls)
 
 
-subprocess.Popen = WarmPopen
+POPEN, subprocess.Popen = subprocess.Popen, WarmPopen
+
+
+@pytest.fixture
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command starts in this process are its own children: for tests of processes."""
+    monkeypatch.setattr(subprocess, "Popen", POPEN)
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,8 @@ HERE = Path(__file__).parent
 ENTRIES = "test_launch_entries"
 DEADLINE_S = 60.0
 SLACK = 3.0
+# Whose children, groups and connections ranks are is what is tested.
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 
 class Run:
