@@ -14,7 +14,7 @@ from phalanx.report.formats import format_milliseconds, format_percent
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StepTransfer:
     """Seconds that even the rank that comes last spends in collectives, over all steps; `by_call`:
     those that are known by "axis: operation"."""
 
@@ -65,7 +65,7 @@ def _name_communication(axis: str) -> str:
     return f"communication over {axis}"
 
 
-def measure_transfer(study: StepStudy) -> Transfer:
+def measure_transfer(study: StepStudy) -> StepTransfer:
     """The transfer of all steps, in the mean as the rank that comes last has it."""
     seconds, by_call = 0.0, dict[str, float]()
     for index in range(study.table.num_steps):
@@ -74,10 +74,10 @@ def measure_transfer(study: StepStudy) -> Transfer:
         seconds += last.seconds.get("collective", 0.0)
         for name, call_s in last.communication_s.items():
             by_call[name] = by_call.get(name, 0.0) + max(call_s, 0.0)
-    return Transfer(seconds, by_call)
+    return StepTransfer(seconds, by_call)
 
 
-def _find_slowest_axis(study: StepStudy, transfer: Transfer) -> tuple[str, str]:
+def _find_slowest_axis(study: StepStudy, transfer: StepTransfer) -> tuple[str, str]:
     """The axis of most of the transfer, and how that is known; ("", "") where it is not."""
     by_axis = transfer.by_axis
     if not by_axis:
