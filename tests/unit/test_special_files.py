@@ -306,7 +306,6 @@ OURS = {
     "core/black_box.py": "reads /proc",
     "core/clocks.py": "reads /proc",
     "core/process_stat.py": "reads /proc",
-    "launch/processor_watch.py": "reads /proc",
     "launch/rank_activity.py": "reads /proc",
     "observe/process_status.py": "reads /proc and /sys",
     "launch/ask_stacks.py": "reads /proc",
