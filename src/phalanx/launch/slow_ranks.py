@@ -225,11 +225,12 @@ class SlowRankJudge:
         """False where the ranks want for processors, and this one needs no more of them than its
         peers: other processes had them, which is the kernel's to say."""
         steps = {each: self._list_steps([each]) for each in group}
-        queued_share = max(
-            sum(step.queued_s for step in of_rank) / sum(step.step_s for step in of_rank)
+        is_contended = any(
+            sum(step.queued_s for step in of_rank)
+            >= _CONTENDED_SHARE * sum(step.step_s for step in of_rank)
             for of_rank in steps.values()
         )
-        if queued_share < _CONTENDED_SHARE:
+        if not is_contended:
             return True
         cpu_s = {each: sum(step.cpu_s for step in of_rank) for each, of_rank in steps.items()}
         return cpu_s[rank] >= SLOW_FACTOR * median(cpu_s[each] for each in group if each != rank)
