@@ -49,7 +49,8 @@ class SlowRanksRow:
 
 
 def read_recorded_steps(run_dir: Path) -> list[OwnSeconds]:
-    """Seconds of own work by rank, of the steps that all ranks of a run have recorded."""
+    """Seconds of own work by rank, without those in which it had no processor, of the steps that all
+    ranks of a run have recorded."""
     seconds_of: dict[int, OwnSeconds] = {}
     num_ranks = len({path.name[:9] for path in (run_dir / "events").glob("rank-*")})
     for rank in range(num_ranks):
@@ -57,7 +58,7 @@ def read_recorded_steps(run_dir: Path) -> list[OwnSeconds]:
             assert isinstance(envelope.event, StepFinished)
             own = read_own_step(envelope.event)
             if own is not None:
-                seconds_of.setdefault(envelope.event.step, {})[rank] = own.self_s
+                seconds_of.setdefault(envelope.event.step, {})[rank] = own.active_s
     return [row for _, row in sorted(seconds_of.items()) if len(row) == num_ranks]
 
 

@@ -213,21 +213,56 @@ def test_saves_and_evaluations_are_no_steps() -> None:
     assert (step.self_s, step.waiting_s, step.step_s) == (3.0, 8.0, 15.0)
 
 
-def make_busy_steps(cpu_factor: float, queued_share: float) -> list[dict[int, OwnStep]]:
-    """200 equal steps of two ranks, then 100 in which rank 1 takes 1.5 times as long, of which it
-    computes for `cpu_factor` times as long, and queues for `queued_share` of each step."""
-    usual = OwnStep({"forward": 0.1}, 0.0, 0.1, 0.05, 0.1 * queued_share)
-    slow = OwnStep({"forward": 0.15}, 0.0, 0.15, 0.05 * cpu_factor, 0.15 * queued_share)
-    return [{0: usual, 1: usual}] * 200 + [{0: usual, 1: slow}] * 100
+def make_busy_steps(active_s: float, queued_s: float) -> list[dict[int, OwnStep]]:
+    """200 steps of two ranks that work for 50 ms and want a processor for 50 ms more; then 100 in
+    which rank 1 works for `active_s` and wants one for `queued_s`."""
+    usual = OwnStep({"forward": 0.1}, 0.0, 0.1, 0.05, 0.05)
+    own_s = active_s + queued_s
+    other = OwnStep({"forward": own_s}, 0.0, own_s, 0.05, queued_s)
+    return [{0: usual, 1: usual}] * 200 + [{0: usual, 1: other}] * 100
 
 
-def test_where_ranks_want_for_processors_a_slow_one_needs_more_of_them() -> None:
-    assert judge(make_busy_steps(cpu_factor=1.0, queued_share=0.4)) == []
-    (slow,) = judge(make_busy_steps(cpu_factor=1.5, queued_share=0.4))
+def test_a_rank_that_has_no_processor_is_not_slow_by_its_steps() -> None:
+    assert judge(make_busy_steps(active_s=0.05, queued_s=0.25)) == []
+
+
+def test_a_slow_rank_is_found_where_all_want_for_processors() -> None:
+    """Though by the clock all take equally long; also one that sleeps, or reads."""
+    (slow,) = judge(make_busy_steps(active_s=0.07, queued_s=0.03))
     assert isinstance(slow, RankSlow)
     assert slow.slow_rank == 1
-    # One that sleeps, or reads, is slow where processors are free.
-    (waits,) = judge(make_busy_steps(cpu_factor=1.0, queued_share=0.02))
-    assert isinstance(waits, RankSlow)
-    assert waits.slow_rank == 1
-    assert waits.cpu_share < waits.peers_cpu_share == pytest.approx(0.5)
+    assert 1.2 <= slow.factor <= 1.4
+    assert 0 < slow.excess_s <= 0.02
+
+
+def test_how_busy_the_machine_was_before_hides_no_slow_rank() -> None:
+    """For 100 steps other programs have one rank's processor by turns, and seconds by the clock
+    say that it usually takes two to four times as long."""
+    random_number = random.Random(1)
+    steps = []
+    for number in range(160):
+        queued_s = random_number.choice([0.05, 0.15]) if number < 100 else 0.0
+        own_s = 0.07 if number >= 120 else 0.05
+        steps.append(
+            {
+                0: OwnStep({"forward": 0.05}, 0.0, 0.05, 0.05),
+                1: OwnStep({"forward": own_s + queued_s}, 0.0, own_s + queued_s, own_s, queued_s),
+            }
+        )
+    (slow,) = judge(steps)
+    assert isinstance(slow, RankSlow)
+    assert (slow.slow_rank, slow.step <= 140) == (1, True)
+
+
+def test_waits_that_end_without_a_processor_leave_work_to_compare() -> None:
+    """The kernel also counts what a rank wants a processor for after a wait."""
+    steps = []
+    for number in range(200):
+        own_s = 0.02 if number >= 100 else 0.01
+        steps.append(
+            {
+                rank: OwnStep({"forward": own_s if rank else 0.01}, 0.1, 0.12, 0.01, 0.03)
+                for rank in range(2)
+            }
+        )
+    assert judge(steps) == []

@@ -1,8 +1,9 @@
 """Says which rank is slow, while a run goes on: from the seconds that each rank takes for its own
 work in a step, beside those of the ranks with the same work.
 
-A rank that waits is not slow; the one that it waits for is. What counts is how much longer a rank
-takes than its peers over many steps, beside how much it usually differs from them.
+A rank that waits is not slow; the one that it waits for is. Nor is it one that wants a processor
+which other processes have: that is the kernel's to say. What counts is how much longer a rank takes
+than its peers over many steps, beside how much it usually differs from them.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _HISTORY = 400
 # Before there is a history, and the least that is believed of one.
 _MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.5, 0.05
 _WARM_UP_STEPS = 3
-# From this share of a window on for which ranks want a processor and have none, seconds tell of
-# other processes: how long a rank takes is judged by its processor seconds, too.
-_CONTENDED_SHARE = 0.1
+# The kernel also counts what a rank wants a processor for when a wait is over; where waits are many
+# and work is short, this share of the work is left.
+_MIN_ACTIVE_SHARE = 0.1
 _NORMAL_PER_MAD = 1.4826
 
 
@@ -62,6 +63,11 @@ class OwnStep:
     @property
     def self_s(self) -> float:
         return sum(self.own_s.values())
+
+    @property
+    def active_s(self) -> float:
+        """Seconds of its own work without those in which it had no processor."""
+        return max(self.self_s - self.queued_s, _MIN_ACTIVE_SHARE * self.self_s)
 
 
 def read_own_step(event: StepFinished) -> OwnStep | None:
@@ -91,17 +97,22 @@ class _RankHistory:
 
     @property
     def ratios(self) -> list[float]:
-        return [math.log(step.self_s / peers_s) for _, step, peers_s in self.steps]
+        return [math.log(step.active_s / peers_s) for _, step, peers_s in self.steps]
 
     @property
     def excess_s(self) -> float:
         """Seconds that the rank took longer than its peers in a step of the window. One accident of
         a peer may be more than all of it: accidents are left out."""
-        return mean(_trim([step.self_s - peers_s for _, step, peers_s in self.steps]))
+        return mean(_trim([step.active_s - peers_s for _, step, peers_s in self.steps]))
 
     @property
     def step_s(self) -> float:
         return mean(_trim([step.step_s for _, step, _ in self.steps]))
+
+    @property
+    def step_with_a_processor_s(self) -> float:
+        """Seconds of a step without those in which the rank had no processor."""
+        return mean(_trim([step.step_s - step.queued_s for _, step, _ in self.steps]))
 
     def add_usual_ratio(self, ratio: float) -> None:
         self.usual.append(ratio)
@@ -167,7 +178,7 @@ class SlowRankJudge:
         history = self._histories[rank]
         if len(history.steps) == WINDOW and not history.slow_since:
             history.add_usual_ratio(history.ratios[0])
-        history.steps.append((number, step, median(peer.self_s for peer in peers)))
+        history.steps.append((number, step, median(peer.active_s for peer in peers)))
         if history.slow_since:
             history.waited_s += _charge_waiting(step, peers)
 
@@ -200,7 +211,7 @@ class SlowRankJudge:
             return None
         history.suspected_s += steps[rank].step_s
         lasts_s = history.suspected_s + WINDOW * history.step_s
-        if not may_begin or lasts_s < MIN_SLOW_S or not self._computes_longer(rank, group):
+        if not may_begin or lasts_s < MIN_SLOW_S:
             return None
         history.slow_since = history.steps[0][0]
         peer_steps = [steps[other] for other in group if other != rank]
@@ -221,20 +232,6 @@ class SlowRankJudge:
         """The steps of the window, of all these ranks."""
         return [step for rank in ranks for _, step, _ in self._histories[rank].steps]
 
-    def _computes_longer(self, rank: int, group: range) -> bool:
-        """False where the ranks want for processors, and this one needs no more of them than its
-        peers: other processes had them, which is the kernel's to say."""
-        steps = {each: self._list_steps([each]) for each in group}
-        is_contended = any(
-            sum(step.queued_s for step in of_rank)
-            >= _CONTENDED_SHARE * sum(step.step_s for step in of_rank)
-            for of_rank in steps.values()
-        )
-        if not is_contended:
-            return True
-        cpu_s = {each: sum(step.cpu_s for step in of_rank) for each, of_rank in steps.items()}
-        return cpu_s[rank] >= SLOW_FACTOR * median(cpu_s[each] for each in group if each != rank)
-
     def _is_slow(self, rank: int) -> bool:
         history = self._histories[rank]
         if self._compute_factor(rank) < SLOW_FACTOR:
@@ -246,7 +243,8 @@ class SlowRankJudge:
         usual = min(max(middle, 0.0), math.log(SLOW_FACTOR))
         if mean(_trim(history.ratios)) - usual < _MIN_DEVIATIONS * standard_error:
             return False
-        return history.excess_s >= max(_MIN_EXCESS_S, _MIN_STEP_SHARE * history.step_s)
+        least_s = _MIN_STEP_SHARE * history.step_with_a_processor_s
+        return history.excess_s >= max(_MIN_EXCESS_S, least_s)
 
 
 class SlowRankWatch:
@@ -296,7 +294,7 @@ def _trim(values: Sequence[float]) -> list[float]:
 
 def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
     """Seconds in which peers waited for this rank in one step: no more than it took longer."""
-    return sum(min(peer.waiting_s, max(0.0, step.self_s - peer.self_s)) for peer in peers)
+    return sum(min(peer.waiting_s, max(0.0, step.active_s - peer.active_s)) for peer in peers)
 
 
 def _find_slowest_phase(step: OwnStep, peers: Sequence[OwnStep]) -> str:
