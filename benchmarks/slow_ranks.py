@@ -49,8 +49,8 @@ class SlowRanksRow:
 
 
 def read_recorded_steps(run_dir: Path) -> list[OwnSeconds]:
-    """Seconds of own work by rank, without those in which it had no processor, of the steps that all
-    ranks of a run have recorded."""
+    """Seconds of own work by rank, without those in which it had no processor, of the steps that
+    all ranks of a run have recorded."""
     seconds_of: dict[int, OwnSeconds] = {}
     num_ranks = len({path.name[:9] for path in (run_dir / "events").glob("rank-*")})
     for rank in range(num_ranks):

@@ -87,7 +87,8 @@ class StoreLost(Event):
 @dataclass(frozen=True)
 class RankSlow(Event):
     """From the supervisor: a rank takes `factor` times as long for its own work as ranks with the
-    same work, at least since `first_step`. It is slow, not hung, and nothing is restarted.
+    same work, at least since `first_step`; seconds for which it had no processor are left out. It
+    is slow, not hung, and nothing is restarted.
 
     `excess_s` a step is what it takes longer, most in `phase`; the others waited `waited_s` for it
     so far, in sum. `cpu_share` are the cores it used in the seconds of its own work,
