@@ -235,6 +235,21 @@ def test_a_slow_rank_is_found_where_all_want_for_processors() -> None:
     assert 0 < slow.excess_s <= 0.02
 
 
+def test_the_phase_that_is_named_is_that_of_most_steps() -> None:
+    """The newest step, in which another phase takes long, does not decide."""
+    usual = OwnStep({"forward": 0.1, "backward": 0.1}, 0.0, 0.2, 0.2)
+    slow = OwnStep({"forward": 0.2, "backward": 0.1}, 0.0, 0.3, 0.3)
+    odd = OwnStep({"forward": 0.1, "backward": 0.4}, 0.0, 0.5, 0.5)
+    steps = [{0: usual, 1: usual}] * 100 + [{0: usual, 1: slow}] * 40
+    (found,) = judge(steps)
+    assert isinstance(found, RankSlow)
+    steps[found.step] = {0: usual, 1: odd}
+    (again,) = judge(steps)
+    assert isinstance(again, RankSlow)
+    assert again.step == found.step
+    assert again.phase == found.phase == "forward"
+
+
 def test_how_busy_the_machine_was_before_hides_no_slow_rank() -> None:
     """For 100 steps other programs have one rank's processor by turns, and seconds by the clock
     say that it usually takes two to four times as long."""

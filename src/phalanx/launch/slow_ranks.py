@@ -214,18 +214,18 @@ class SlowRankJudge:
         if not may_begin or lasts_s < MIN_SLOW_S:
             return None
         history.slow_since = history.steps[0][0]
-        peer_steps = [steps[other] for other in group if other != rank]
-        history.waited_s = WINDOW * _charge_waiting(steps[rank], peer_steps)
+        peers = [other for other in group if other != rank]
+        history.waited_s = WINDOW * _charge_waiting(steps[rank], [steps[peer] for peer in peers])
         return RankSlow(
             slow_rank=rank,
             step=number,
             first_step=history.slow_since,
             factor=self._compute_factor(rank),
             excess_s=history.excess_s,
-            phase=_find_slowest_phase(steps[rank], peer_steps),
+            phase=_find_slowest_phase(self._list_steps([rank]), self._list_steps(peers)),
             waited_s=history.waited_s,
             cpu_share=_compute_cpu_share(self._list_steps([rank])),
-            peers_cpu_share=_compute_cpu_share(self._list_steps(set(group) - {rank})),
+            peers_cpu_share=_compute_cpu_share(self._list_steps(peers)),
         )
 
     def _list_steps(self, ranks: Iterable[int]) -> list[OwnStep]:
@@ -297,10 +297,12 @@ def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
     return sum(min(peer.waiting_s, max(0.0, step.active_s - peer.active_s)) for peer in peers)
 
 
-def _find_slowest_phase(step: OwnStep, peers: Sequence[OwnStep]) -> str:
+def _find_slowest_phase(steps: Sequence[OwnStep], peer_steps: Sequence[OwnStep]) -> str:
+    """The phase in which these steps, accidents left out, take longest beside those of peers."""
     excess_s = {}
-    for phase, seconds in step.own_s.items():
-        excess_s[phase] = seconds - median(peer.own_s.get(phase, 0.0) for peer in peers)
+    for phase in OWN_PHASES:
+        own_s = mean(_trim([step.own_s.get(phase, 0.0) for step in steps]))
+        excess_s[phase] = own_s - mean(_trim([step.own_s.get(phase, 0.0) for step in peer_steps]))
     return max(excess_s, key=excess_s.__getitem__)
 
 
