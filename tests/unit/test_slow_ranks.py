@@ -250,6 +250,16 @@ def test_the_phase_that_is_named_is_that_of_most_steps() -> None:
     assert again.phase == found.phase == "forward"
 
 
+def test_the_phase_of_a_slow_rank_is_named_where_its_peer_wants_for_a_processor() -> None:
+    """By the clock its forward is shorter than that of the peer, and its data takes longer."""
+    peer = OwnStep({"data": 0.001, "forward": 0.06}, 0.0, 0.061, 0.03, 0.03)
+    usual = OwnStep({"data": 0.002, "forward": 0.03}, 0.029, 0.061, 0.03)
+    slow = OwnStep({"data": 0.002, "forward": 0.045}, 0.014, 0.061, 0.045)
+    (found,) = judge([{0: peer, 1: usual}] * 100 + [{0: peer, 1: slow}] * 40)
+    assert isinstance(found, RankSlow)
+    assert (found.slow_rank, found.phase) == (1, "forward")
+
+
 def test_how_busy_the_machine_was_before_hides_no_slow_rank() -> None:
     """For 100 steps other programs have one rank's processor by turns, and seconds by the clock
     say that it usually takes two to four times as long."""

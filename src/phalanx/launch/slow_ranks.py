@@ -298,12 +298,18 @@ def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
 
 
 def _find_slowest_phase(steps: Sequence[OwnStep], peer_steps: Sequence[OwnStep]) -> str:
-    """The phase in which these steps, accidents left out, take longest beside those of peers."""
+    """The phase in which these steps take longest beside those of peers."""
     excess_s = {}
     for phase in OWN_PHASES:
-        own_s = mean(_trim([step.own_s.get(phase, 0.0) for step in steps]))
-        excess_s[phase] = own_s - mean(_trim([step.own_s.get(phase, 0.0) for step in peer_steps]))
+        excess_s[phase] = _compute_phase_s(steps, phase) - _compute_phase_s(peer_steps, phase)
     return max(excess_s, key=excess_s.__getitem__)
+
+
+def _compute_phase_s(steps: Sequence[OwnStep], phase: str) -> float:
+    """Seconds of the phase in a step, accidents left out: as if the rank had no processor for the
+    same share of each of its phases, which nobody counts."""
+    seconds = [step.own_s.get(phase, 0.0) * step.active_s / step.self_s for step in steps]
+    return mean(_trim(seconds))
 
 
 def _compute_cpu_share(steps: Sequence[OwnStep]) -> float:
