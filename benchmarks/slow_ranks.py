@@ -3,9 +3,10 @@ benchmarks/slow_ranks.py [RUN ...] [--factor 1.3] [--trials N] [--steps N] [--js
 
 The judge of `launch.slow_ranks` goes through the steps of each RUN as its ranks have recorded them,
 and then through parts of them in which the own work of a drawn rank takes `--factor` times as long
-from a drawn step on. Without RUN it goes through series that are drawn: ranks differ by noise of a
-given size in each step, and one step in a hundred takes 2 to 10 times as long. A row says what the
-noise is: of one step beside the same step of the other ranks, and of the mean of a window of 16.
+from a drawn step on, and what it wants for a processor as long as ever. Without RUN it goes through
+series that are drawn: ranks differ by noise of a given size in each step, and one step in a hundred
+takes 2 to 10 times as long. A row says what the noise is: of one step beside the same step of the
+other ranks, and of the mean of a window of 16, without seconds in which ranks had no processor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from phalanx.launch.slow_ranks import WINDOW, OwnStep, SlowRankJudge, read_own_s
 from phalanx.observe.events import RankSlow, StepFinished
 from phalanx.observe.tail import read_recorded_events
 
-# Of each rank, in one step.
-OwnSeconds = dict[int, float]
+# Of each rank, in one step: its own work, and for how long of it it had no processor.
+OwnSeconds = dict[int, tuple[float, float]]
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 200, 100
 # The design's bar is so many steps. Where they are short it is missed, and this is what is counted:
 # so many seconds.
@@ -49,8 +50,7 @@ class SlowRanksRow:
 
 
 def read_recorded_steps(run_dir: Path) -> list[OwnSeconds]:
-    """Seconds of own work by rank, without those in which it had no processor, of the steps that
-    all ranks of a run have recorded."""
+    """Seconds of own work by rank, of the steps that all ranks of a run have recorded."""
     seconds_of: dict[int, OwnSeconds] = {}
     num_ranks = len({path.name[:9] for path in (run_dir / "events").glob("rank-*")})
     for rank in range(num_ranks):
@@ -58,7 +58,7 @@ def read_recorded_steps(run_dir: Path) -> list[OwnSeconds]:
             assert isinstance(envelope.event, StepFinished)
             own = read_own_step(envelope.event)
             if own is not None:
-                seconds_of.setdefault(envelope.event.step, {})[rank] = own.active_s
+                seconds_of.setdefault(envelope.event.step, {})[rank] = (own.self_s, own.queued_s)
     return [row for _, row in sorted(seconds_of.items()) if len(row) == num_ranks]
 
 
@@ -68,11 +68,16 @@ def draw_steps(num_ranks: int, num_steps: int, noise: float, seed: int) -> list[
     for _ in range(num_steps):
         row = {}
         for rank in range(num_ranks):
-            row[rank] = 0.1 * math.exp(dice.gauss(0.0, noise))
+            seconds = 0.1 * math.exp(dice.gauss(0.0, noise))
             if dice.random() < 0.01:
-                row[rank] *= dice.uniform(2.0, 10.0)
+                seconds *= dice.uniform(2.0, 10.0)
+            row[rank] = (seconds, 0.0)
         rows.append(row)
     return rows
+
+
+def find_slowest_s(row: OwnSeconds) -> float:
+    return max(seconds for seconds, _ in row.values())
 
 
 def find_slow_ranks(rows: Sequence[OwnSeconds]) -> list[RankSlow]:
@@ -80,10 +85,10 @@ def find_slow_ranks(rows: Sequence[OwnSeconds]) -> list[RankSlow]:
     judge = SlowRankJudge(len(rows[0]))
     found = []
     for number, row in enumerate(rows):
-        slowest = max(row.values())
+        slowest_s = find_slowest_s(row)
         steps = {
-            rank: OwnStep({"backward": seconds}, slowest - seconds, slowest, 0.0)
-            for rank, seconds in row.items()
+            rank: OwnStep({"backward": seconds}, slowest_s - seconds, slowest_s, 0.0, queued_s)
+            for rank, (seconds, queued_s) in row.items()
         }
         found += [event for event in judge.add_step(number, steps) if isinstance(event, RankSlow)]
     return found
@@ -94,8 +99,11 @@ def measure_noise(rows: Sequence[OwnSeconds]) -> tuple[float, float]:
     median tells it, without accidents), and of the trimmed mean of a window."""
     ratios = []
     for row in rows:
-        others = median(seconds for rank, seconds in row.items() if rank)
-        ratios.append(math.log(row[0] / others))
+        active_s = {
+            rank: max(seconds - queued_s, 1e-6) for rank, (seconds, queued_s) in row.items()
+        }
+        others = median(seconds for rank, seconds in active_s.items() if rank)
+        ratios.append(math.log(active_s[0] / others))
     middle = median(ratios)
     of_step = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
     means = []
@@ -115,11 +123,12 @@ def judge_series(
         begin = dice.randrange(len(rows) - NUM_STEPS_BEFORE - NUM_STEPS_AFTER)
         part = [dict(row) for row in rows[begin : begin + NUM_STEPS_BEFORE + NUM_STEPS_AFTER]]
         for row in part[NUM_STEPS_BEFORE:]:
-            row[rank] *= factor
+            seconds, queued_s = row[rank]
+            row[rank] = (seconds + (factor - 1.0) * max(seconds - queued_s, 0.0), queued_s)
         verdicts = [each for each in find_slow_ranks(part) if each.step >= NUM_STEPS_BEFORE]
         if verdicts and verdicts[0].slow_rank == rank:
             slow_rows = part[NUM_STEPS_BEFORE : verdicts[0].step + 1]
-            elapsed_s = sum(max(row.values()) for row in slow_rows)
+            elapsed_s = sum(find_slowest_s(row) for row in slow_rows)
             num_named += len(slow_rows) <= MOST_STEPS or elapsed_s <= MOST_S
     return SlowRanksRow(
         series,

@@ -84,10 +84,11 @@ def read_own_step(event: StepFinished) -> OwnStep | None:
 @dataclass
 class _RankHistory:
     """The newest steps of a rank beside its peers. `ratios`: logarithms of its seconds over theirs
-    in the window; `usual`: the same of steps before, in which it was not slow; `usual_means`: of
+    in the window; `clock_ratios`: by the clock, with those without a processor; `usual`: the same of steps before, in which it was not slow; `usual_means`: of
     the windows that these steps made, the trimmed means."""
 
     steps: deque[tuple[int, OwnStep, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    clock_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     usual_means: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     slow_since: int = 0
@@ -98,6 +99,11 @@ class _RankHistory:
     @property
     def ratios(self) -> list[float]:
         return [math.log(step.active_s / peers_s) for _, step, peers_s in self.steps]
+
+    @property
+    def clock_factor(self) -> float:
+        """By which the rank takes longer than its peers by the clock, in the window."""
+        return math.exp(mean(_trim(self.clock_ratios)))
 
     @property
     def excess_s(self) -> float:
@@ -179,6 +185,7 @@ class SlowRankJudge:
         if len(history.steps) == WINDOW and not history.slow_since:
             history.add_usual_ratio(history.ratios[0])
         history.steps.append((number, step, median(peer.active_s for peer in peers)))
+        history.clock_ratios.append(math.log(step.self_s / median(peer.self_s for peer in peers)))
         if history.slow_since:
             history.waited_s += _charge_waiting(step, peers)
 
@@ -234,7 +241,8 @@ class SlowRankJudge:
 
     def _is_slow(self, rank: int) -> bool:
         history = self._histories[rank]
-        if self._compute_factor(rank) < SLOW_FACTOR:
+        # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
+        if self._compute_factor(rank) < SLOW_FACTOR or history.clock_factor < RECOVERED_FACTOR:
             return False
         if sum(ratio > math.log(_SLOW_STEP_FACTOR) for ratio in history.ratios) < _MIN_SLOW_STEPS:
             return False
