@@ -26,8 +26,8 @@ _PHASES_OF_NO_STEP = ("evaluate", "ckpt_prepare", "ckpt_stage", "ckpt_write", "b
 # Steps that are looked at together; a slow rank is named within 20.
 WINDOW = 16
 # Where steps are short it must have been slow for so long: what else a machine does slows a core
-# down for a part of a second, and is over.
-MIN_SLOW_S = 1.5
+# down for a second or two, and is over.
+MIN_SLOW_S = 3.0
 # Of these the slowest may be accidents of the rank, and the fastest accidents of its peers.
 _NUM_TRIMMED = 3
 # A rank is slow from this factor on, and is not any more below the second.
@@ -218,7 +218,9 @@ class SlowRankJudge:
             return None
         history.suspected_s += steps[rank].step_s
         lasts_s = history.suspected_s + WINDOW * history.step_s
-        if not may_begin or lasts_s < MIN_SLOW_S:
+        # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
+        is_waited_for = history.clock_factor >= RECOVERED_FACTOR
+        if not may_begin or lasts_s < MIN_SLOW_S or not is_waited_for:
             return None
         history.slow_since = history.steps[0][0]
         peers = [other for other in group if other != rank]
@@ -241,8 +243,7 @@ class SlowRankJudge:
 
     def _is_slow(self, rank: int) -> bool:
         history = self._histories[rank]
-        # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
-        if self._compute_factor(rank) < SLOW_FACTOR or history.clock_factor < RECOVERED_FACTOR:
+        if self._compute_factor(rank) < SLOW_FACTOR:
             return False
         if sum(ratio > math.log(_SLOW_STEP_FACTOR) for ratio in history.ratios) < _MIN_SLOW_STEPS:
             return False
