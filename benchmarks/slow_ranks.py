@@ -20,23 +20,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, pstdev
 
-from phalanx.launch.slow_ranks import WINDOW, OwnStep, SlowRankJudge, read_own_step
+from phalanx.launch.own_step import OwnStep, read_own_step
+from phalanx.launch.slow_ranks import WINDOW, SlowRankJudge
 from phalanx.observe.events import RankSlow, StepFinished
 from phalanx.observe.tail import read_recorded_events
 
 # Of each rank, in one step: its own work, and for how long of it it had no processor.
 OwnSeconds = dict[int, tuple[float, float]]
-NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 200, 100
+NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 600, 200
 # The design's bar is so many steps. Where they are short it is missed, and this is what is counted:
 # so many seconds.
-MOST_STEPS, MOST_S = 20, 3.5
+MOST_STEPS, MOST_S = 20, 7.0
 NOISES = (0.02, 0.05, 0.1, 0.15)
 
 
 @dataclass(frozen=True)
 class SlowRanksRow:
     """`num_called_slow`: verdicts in `num_healthy_steps`; `num_named`: of `num_trials` with a slow
-    rank, those in which it was named within 20 steps, or 3.5 s if these are more."""
+    rank, those in which it was named within 20 steps, or 7 s if these are more."""
 
     series: str
     num_ranks: int

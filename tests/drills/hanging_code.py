@@ -21,7 +21,7 @@ from phalanx.resilience.fault import FaultSite
 
 FAR_S = 600
 # Of the objective that slows down: on a rank that does little besides, 1.3 times as long.
-USUAL_S, LONGER_S, SLOW_FROM_STEP = 0.03, 0.044, 56
+USUAL_S, LONGER_S, SLOW_FROM_STEP = 0.03, 0.075, 50
 _num_calls = 0
 
 

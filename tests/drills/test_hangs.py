@@ -326,12 +326,12 @@ def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, faul
     assert slow.factor > 1.3
 
 
-def test_a_rank_that_takes_a_third_longer_is_named_by_its_steps(folder: Path) -> None:
+def test_a_rank_that_takes_twice_as_long_is_named_by_its_steps(folder: Path) -> None:
     done = train(
         folder,
         "longer",
         "model.objective=hanging_code:cross_entropy_that_slows_down",
-        f"train.steps={SLOW_FROM_STEP + 100}",
+        f"train.steps={SLOW_FROM_STEP + 120}",
         "checkpoint.every_steps=1000",
         "resilience.hang_s=none",
     )
@@ -346,8 +346,8 @@ def test_a_rank_that_takes_a_third_longer_is_named_by_its_steps(folder: Path) ->
         if e.rank == 1 and SLOW_FROM_STEP <= e.event.step <= slow[0].step
     ]
     assert seconds
-    # Within 20 steps, or 3.5 s if these are more.
-    assert len(seconds) <= SLACK * 20 or sum(seconds) <= SLACK * 3.5
+    # Within 20 steps, or 7 s if these are more.
+    assert len(seconds) <= SLACK * 20 or sum(seconds) <= SLACK * 7.0
     assert slow[0].factor >= 1.2
 
 

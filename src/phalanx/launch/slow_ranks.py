@@ -10,30 +10,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import mean, median
 
+from phalanx.launch.own_step import OWN_PHASES, OwnStep, average_steps, read_own_step
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
 
-# The own work of a rank in a step, in which ranks of one stage do the same. Rank 0 records more
-# than the others, and saves and evaluations are no steps.
-OWN_PHASES = ("data", "host_to_device", "prepare", "forward", "backward", "optimizer")
-_WAITING_PHASES = ("collective", "pipeline")
-_PHASES_OF_NO_STEP = ("evaluate", "ckpt_prepare", "ckpt_stage", "ckpt_write", "before_commit")
-
-# Steps that are looked at together; a slow rank is named within 20.
-WINDOW = 16
-# Where steps are short it must have been slow for so long: what else a machine does slows a core
-# down for a second or two, and is over.
-MIN_SLOW_S = 3.0
+# Samples that are looked at together; a slow rank is named within 20. A sample is a step, or as
+# many as take so long: what else a machine does slows a core down for seconds, and is over.
+WINDOW, WINDOW_S = 16, 6.0
+_SAMPLE_S = WINDOW_S / WINDOW
 # Of these the slowest may be accidents of the rank, and the fastest accidents of its peers.
 _NUM_TRIMMED = 3
 # A rank is slow from this factor on, and is not any more below the second.
 SLOW_FACTOR, RECOVERED_FACTOR = 1.2, 1.1
-# In so many steps of the window it must have taken clearly longer: a few accidents are no slowness.
-_MIN_SLOW_STEPS, _SLOW_STEP_FACTOR = 7, 1.15
+# In so many samples of the window, and for so long, it must have taken clearly longer: a few
+# accidents are no slowness.
+_MIN_SLOW_SAMPLES, MIN_SLOW_S, _SLOW_SAMPLE_FACTOR = 7, 4.5, 1.15
 # What a rank takes longer must be this much of the step, and so many seconds.
 _MIN_STEP_SHARE, _MIN_EXCESS_S = 0.1, 0.001
 # How far beyond the usual difference of a rank from its peers, in standard errors of the window.
@@ -42,83 +37,90 @@ _HISTORY = 400
 # Before there is a history, and the least that is believed of one.
 _MIN_HISTORY, _UNKNOWN_SPREAD, _MIN_SPREAD = 32, 0.5, 0.05
 _WARM_UP_STEPS = 3
-# The kernel also counts what a rank wants a processor for when a wait is over; where waits are many
-# and work is short, this share of the work is left.
-_MIN_ACTIVE_SHARE = 0.1
 _NORMAL_PER_MAD = 1.4826
 
 
 @dataclass(frozen=True)
-class OwnStep:
-    """One step of one rank: seconds of its own work by phase, those in which it waited, those of
-    the whole step, processor seconds, and those in which it wanted a processor and had none (0:
-    nobody counted)."""
+class _Sample:
+    """What each rank took for one of so many steps, in their mean."""
 
-    own_s: Mapping[str, float]
-    waiting_s: float
-    step_s: float
-    cpu_s: float
-    queued_s: float = 0.0
-
-    @property
-    def self_s(self) -> float:
-        return sum(self.own_s.values())
-
-    @property
-    def active_s(self) -> float:
-        """Seconds of its own work without those in which it had no processor."""
-        return max(self.self_s - self.queued_s, _MIN_ACTIVE_SHARE * self.self_s)
+    first_step: int
+    num_steps: int
+    steps: Mapping[int, OwnStep]
 
 
-def read_own_step(event: StepFinished) -> OwnStep | None:
-    """The own work of a rank in a step; None where something that is no step was in it."""
-    if any(event.phases_s.get(phase, 0.0) > 0 for phase in _PHASES_OF_NO_STEP):
-        return None
-    own_s = {phase: event.phases_s.get(phase, 0.0) for phase in OWN_PHASES}
-    waiting_s = sum(event.phases_s.get(phase, 0.0) for phase in _WAITING_PHASES)
-    if not 0 < sum(own_s.values()) < math.inf:
-        return None
-    return OwnStep(own_s, waiting_s, event.step_s, event.cpu_s, event.queued_s)
+@dataclass(frozen=True)
+class _RankWindow:
+    """Samples of one rank, each beside those of its peers."""
 
-
-@dataclass
-class _RankHistory:
-    """The newest steps of a rank beside its peers. `ratios`: logarithms of its seconds over theirs
-    in the window; `clock_ratios`: by the clock, with those without a processor; `usual`: the same of steps before, in which it was not slow; `usual_means`: of
-    the windows that these steps made, the trimmed means."""
-
-    steps: deque[tuple[int, OwnStep, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    clock_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    usual_means: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    slow_since: int = 0
-    waited_s: float = 0.0
-    suspected_s: float = 0.0
-    """Seconds of the steps whose windows, one after the other, were all slow."""
+    num_steps: Sequence[int]
+    steps: Sequence[OwnStep]
+    peer_steps: Sequence[Sequence[OwnStep]]
 
     @property
     def ratios(self) -> list[float]:
-        return [math.log(step.active_s / peers_s) for _, step, peers_s in self.steps]
+        """Logarithms of the seconds of the rank over those of its peers."""
+        return [
+            math.log(step.active_s / _find_median_active_s(peers))
+            for step, peers in zip(self.steps, self.peer_steps, strict=True)
+        ]
+
+    @property
+    def factor(self) -> float:
+        """The factor by which the rank takes longer than its peers: the geometric mean without the
+        most and the least slow samples."""
+        return math.exp(mean(_trim(self.ratios)))
 
     @property
     def clock_factor(self) -> float:
-        """By which the rank takes longer than its peers by the clock, in the window."""
-        return math.exp(mean(_trim(self.clock_ratios)))
+        """The same by the clock, with the seconds in which ranks had no processor."""
+        ratios = []
+        for step, peers in zip(self.steps, self.peer_steps, strict=True):
+            ratios.append(math.log(step.self_s / median(peer.self_s for peer in peers)))
+        return math.exp(mean(_trim(ratios)))
 
     @property
     def excess_s(self) -> float:
-        """Seconds that the rank took longer than its peers in a step of the window. One accident of
-        a peer may be more than all of it: accidents are left out."""
-        return mean(_trim([step.active_s - peers_s for _, step, peers_s in self.steps]))
-
-    @property
-    def step_s(self) -> float:
-        return mean(_trim([step.step_s for _, step, _ in self.steps]))
+        """Seconds that the rank takes longer than its peers in a step. One accident of a peer may
+        be more than all of it: accidents are left out."""
+        pairs = zip(self.steps, self.peer_steps, strict=True)
+        return mean(_trim([step.active_s - _find_median_active_s(peers) for step, peers in pairs]))
 
     @property
     def step_with_a_processor_s(self) -> float:
         """Seconds of a step without those in which the rank had no processor."""
-        return mean(_trim([step.step_s - step.queued_s for _, step, _ in self.steps]))
+        return mean(_trim([step.step_s - step.queued_s for step in self.steps]))
+
+    @property
+    def all_peer_steps(self) -> list[OwnStep]:
+        return [step for peers in self.peer_steps for step in peers]
+
+    def list_slow_samples(self) -> list[int]:
+        """The samples, from 0, in which the rank took clearly longer."""
+        least = math.log(_SLOW_SAMPLE_FACTOR)
+        return [index for index, ratio in enumerate(self.ratios) if ratio > least]
+
+    def is_slow_for_long(self) -> bool:
+        """Whether the rank took clearly longer in enough samples, and for long enough."""
+        found = self.list_slow_samples()
+        slow_s = sum(self.num_steps[index] * self.steps[index].step_s for index in found)
+        return len(found) >= _MIN_SLOW_SAMPLES and slow_s >= MIN_SLOW_S
+
+    def sum_waiting_s(self) -> float:
+        """Seconds in which peers waited for the rank."""
+        samples = zip(self.num_steps, self.steps, self.peer_steps, strict=True)
+        return sum(num_steps * _charge_waiting(step, peers) for num_steps, step, peers in samples)
+
+
+@dataclass
+class _RankHistory:
+    """How a rank differs from its peers. `usual`: logarithms of its seconds over theirs in samples
+    in which it was not slow; `usual_means`: of the windows that these made, the trimmed means."""
+
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    usual_means: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    slow_since: int = 0
+    waited_s: float = 0.0
 
     def add_usual_ratio(self, ratio: float) -> None:
         self.usual.append(ratio)
@@ -132,11 +134,11 @@ class _RankHistory:
         if len(self.usual) < _MIN_HISTORY:
             return 0.0, _UNKNOWN_SPREAD / math.sqrt(WINDOW)
         middle = median(self.usual)
-        of_step = _NORMAL_PER_MAD * median(abs(ratio - middle) for ratio in self.usual)
-        # Where what disturbs a rank goes on for many steps, windows differ by more than steps that
-        # do not know of each other would make them.
+        of_sample = _NORMAL_PER_MAD * median(abs(ratio - middle) for ratio in self.usual)
+        # Where what disturbs a rank goes on for many samples, windows differ by more than samples
+        # that do not know of each other would make them.
         of_window = _NORMAL_PER_MAD * median(abs(each - middle) for each in self.usual_means)
-        return middle, max(of_window, max(of_step, _MIN_SPREAD) / math.sqrt(WINDOW))
+        return middle, max(of_window, max(of_sample, _MIN_SPREAD) / math.sqrt(WINDOW))
 
 
 class SlowRankJudge:
@@ -151,21 +153,31 @@ class SlowRankJudge:
             self._groups = [range(first, first + size) for first in range(0, num_ranks, size)]
         self._histories = {rank: _RankHistory() for group in self._groups for rank in group}
         self._num_steps = 0
+        self._window: deque[_Sample] = deque(maxlen=WINDOW)
+        # Steps that make no sample yet, and the number of the first.
+        self._newest: list[Mapping[int, OwnStep]] = []
+        self._first_step = 0
 
     def add_step(self, number: int, steps: Mapping[int, OwnStep]) -> list[Event]:
         """The events that follow from one more step."""
         self._num_steps += 1
         # Allocations, first reads.
-        if self._num_steps <= _WARM_UP_STEPS:
+        if self._num_steps <= _WARM_UP_STEPS or not self._groups:
+            return []
+        if not self._newest:
+            self._first_step = number
+        self._newest.append(steps)
+        if sum(max(step.step_s for step in each.values()) for each in self._newest) < _SAMPLE_S:
+            return []
+        self._add_sample()
+        if len(self._window) < WINDOW:
             return []
         events: list[Event] = []
         for group in self._groups:
+            windows = {rank: self._build_window(rank, group) for rank in group}
+            slowest = max(group, key=lambda rank: windows[rank].factor)
             for rank in group:
-                peers = [steps[other] for other in group if other != rank]
-                self._add_step_of_rank(number, rank, steps[rank], peers)
-            slowest = max(group, key=self._compute_factor)
-            for rank in group:
-                event = self._judge_rank(number, rank, group, steps, may_begin=rank == slowest)
+                event = self._judge_rank(number, rank, windows[rank], may_begin=rank == slowest)
                 if event is not None:
                     events.append(event)
         return events
@@ -178,82 +190,69 @@ class SlowRankJudge:
                 events.append(_build_end(rank, number, history))
         return events
 
-    def _add_step_of_rank(
-        self, number: int, rank: int, step: OwnStep, peers: Sequence[OwnStep]
-    ) -> None:
-        history = self._histories[rank]
-        if len(history.steps) == WINDOW and not history.slow_since:
-            history.add_usual_ratio(history.ratios[0])
-        history.steps.append((number, step, median(peer.active_s for peer in peers)))
-        history.clock_ratios.append(math.log(step.self_s / median(peer.self_s for peer in peers)))
-        if history.slow_since:
-            history.waited_s += _charge_waiting(step, peers)
+    def _add_sample(self) -> None:
+        """Make a sample of the newest steps. The oldest of a full window becomes history."""
+        if len(self._window) == WINDOW:
+            for group in self._groups:
+                for rank in group:
+                    if not self._histories[rank].slow_since:
+                        oldest = self._build_window(rank, group).ratios[0]
+                        self._histories[rank].add_usual_ratio(oldest)
+        ranks = self._histories
+        means = {rank: average_steps([steps[rank] for steps in self._newest]) for rank in ranks}
+        self._window.append(_Sample(self._first_step, len(self._newest), means))
+        self._newest = []
 
-    def _compute_factor(self, rank: int) -> float:
-        """The factor by which the rank takes longer than its peers in the window: the geometric
-        mean without the most and the least slow steps. 0 before the window is full."""
-        ratios = self._histories[rank].ratios
-        if len(ratios) < WINDOW:
-            return 0.0
-        return math.exp(mean(_trim(ratios)))
+    def _build_window(self, rank: int, group: range) -> _RankWindow:
+        peers = [other for other in group if other != rank]
+        return _RankWindow(
+            [sample.num_steps for sample in self._window],
+            [sample.steps[rank] for sample in self._window],
+            [[sample.steps[peer] for peer in peers] for sample in self._window],
+        )
 
     def _judge_rank(
-        self,
-        number: int,
-        rank: int,
-        group: range,
-        steps: Mapping[int, OwnStep],
-        *,
-        may_begin: bool,
+        self, number: int, rank: int, window: _RankWindow, *, may_begin: bool
     ) -> Event | None:
         history = self._histories[rank]
         if history.slow_since:
-            if self._compute_factor(rank) >= RECOVERED_FACTOR:
+            history.waited_s += window.num_steps[-1] * _charge_waiting(
+                window.steps[-1], window.peer_steps[-1]
+            )
+            if window.factor >= RECOVERED_FACTOR:
                 return None
             event = _build_end(rank, number, history)
-            history.slow_since, history.waited_s, history.suspected_s = 0, 0.0, 0.0
+            history.slow_since, history.waited_s = 0, 0.0
             return event
-        if not self._is_slow(rank):
-            history.suspected_s = 0.0
+        if not may_begin or not self._is_slow(history, window):
             return None
-        history.suspected_s += steps[rank].step_s
-        lasts_s = history.suspected_s + WINDOW * history.step_s
-        # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
-        is_waited_for = history.clock_factor >= RECOVERED_FACTOR
-        if not may_begin or lasts_s < MIN_SLOW_S or not is_waited_for:
-            return None
-        history.slow_since = history.steps[0][0]
-        peers = [other for other in group if other != rank]
-        history.waited_s = WINDOW * _charge_waiting(steps[rank], [steps[peer] for peer in peers])
+        history.slow_since = self._window[window.list_slow_samples()[0]].first_step
+        history.waited_s = window.sum_waiting_s()
         return RankSlow(
             slow_rank=rank,
             step=number,
             first_step=history.slow_since,
-            factor=self._compute_factor(rank),
-            excess_s=history.excess_s,
-            phase=_find_slowest_phase(self._list_steps([rank]), self._list_steps(peers)),
+            factor=window.factor,
+            excess_s=window.excess_s,
+            phase=_find_slowest_phase(window.steps, window.all_peer_steps),
             waited_s=history.waited_s,
-            cpu_share=_compute_cpu_share(self._list_steps([rank])),
-            peers_cpu_share=_compute_cpu_share(self._list_steps(peers)),
+            cpu_share=_compute_cpu_share(window.steps),
+            peers_cpu_share=_compute_cpu_share(window.all_peer_steps),
         )
 
-    def _list_steps(self, ranks: Iterable[int]) -> list[OwnStep]:
-        """The steps of the window, of all these ranks."""
-        return [step for rank in ranks for _, step, _ in self._histories[rank].steps]
-
-    def _is_slow(self, rank: int) -> bool:
-        history = self._histories[rank]
-        if self._compute_factor(rank) < SLOW_FACTOR:
+    def _is_slow(self, history: _RankHistory, window: _RankWindow) -> bool:
+        if window.factor < SLOW_FACTOR or not window.is_slow_for_long():
             return False
-        if sum(ratio > math.log(_SLOW_STEP_FACTOR) for ratio in history.ratios) < _MIN_SLOW_STEPS:
+        # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
+        if window.clock_factor < RECOVERED_FACTOR:
             return False
         middle, standard_error = history.estimate_usual()
         # One that is always a little behind is compared with itself.
         usual = min(max(middle, 0.0), math.log(SLOW_FACTOR))
-        if mean(_trim(history.ratios)) - usual < _MIN_DEVIATIONS * standard_error:
+        if math.log(window.factor) - usual < _MIN_DEVIATIONS * standard_error:
             return False
-        least_s = _MIN_STEP_SHARE * history.step_with_a_processor_s
-        return history.excess_s >= max(_MIN_EXCESS_S, least_s)
+        least_s = _MIN_STEP_SHARE * window.step_with_a_processor_s
+        return window.excess_s >= max(_MIN_EXCESS_S, least_s)
 
 
 class SlowRankWatch:
@@ -299,6 +298,10 @@ class SlowRankWatch:
 def _trim(values: Sequence[float]) -> list[float]:
     """The values of a window without those that may be accidents."""
     return sorted(values)[_NUM_TRIMMED:-_NUM_TRIMMED]
+
+
+def _find_median_active_s(steps: Sequence[OwnStep]) -> float:
+    return median(step.active_s for step in steps)
 
 
 def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
