@@ -277,7 +277,7 @@ def compare_final_checkpoints(a: Path, b: Path) -> bool | None:
 
 
 def read_goodput_of_run(run_dir: Path) -> float | None:
-    """The share of a run's life in steps that stand, as its page says it; None without steps."""
+    """The goodput of a run, as its page says it; None without steps."""
     try:
         ledger = collect_run_facts(run_dir).ledger
     except PhalanxError:

@@ -298,7 +298,7 @@ def find_exception_line_of_traceback(text: str) -> str:
 
 
 def _describe_reliability(event: events.ReliabilityMeasured) -> str:
-    text = f"hour {event.hour + 1}: {event.goodput:.1%} of it in steps that stand"
+    text = f"hour {event.hour + 1}: goodput {event.goodput:.1%}"
     if event.participation < 1:
         text += f", with {event.participation:.0%} of the ranks"
     if math.isfinite(event.mean_between_failures_s):

@@ -9,6 +9,8 @@ from phalanx.observe.events import Envelope, InvariantChecked
 from phalanx.observe.invariant_words import DESCRIPTION_OF_INVARIANT
 
 MAX_KEPT_FAILURES = 100
+# How `looked_at` of a check begins that had nothing to compare: "0 blocks of weights that ...".
+_NOTHING = "0 "
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class InvariantFacts:
     failures: list[InvariantChecked]
     looked_at: str
     not_looked_at: list[str]
+    is_empty: bool = False
+    """The newest check compared nothing, as replicas where each rank holds blocks of its own."""
 
     @property
     def has_held(self) -> bool | None:
-        """True if every check held; None if nothing was checked."""
+        """True if every check held; None if nothing was compared."""
         if self.failures or self.num_failed:
             return False
-        if self.num_checks:
+        if self.num_checks and not self.is_empty:
             return True
         return None
 
@@ -85,6 +89,7 @@ class InvariantLog:
             failures[:MAX_KEPT_FAILURES],
             "; ".join(_drop_duplicates(event.looked_at for event in last_attempt)),
             _drop_duplicates(text for event in last_attempt for text in event.not_looked_at),
+            is_empty=all(event.looked_at.startswith(_NOTHING) for event in last_attempt),
         )
 
 

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class Reliability:
     """Numbers on a run's failures. Seconds, NaN where they are not known.
 
-    `goodput`: the share of the run's life in steps that stand. `participation`: over the steps that
-    stand, the mean share of all ranks that took part. `mean_between_failures_s`: the run's life by
-    the number of its failures. `save_every_s`: the median between two saves; `best_save_every_s`:
-    what Young and Daly want for that rate of failures and the cost of these saves. `hours`: those
+    `goodput`: the share of the run's life in steps that stand and were applied, without their
+    waiting for data, saves and evaluations. `participation`: over the steps that stand, the mean
+    share of all ranks that took part. `mean_between_failures_s`: the run's life by the number of
+    its failures. `save_every_s`: the median between two saves; `best_save_every_s`: what Young and
+    Daly want for that rate of failures and the cost of these saves. `hours`: those
     that the supervisor measured; none of less than one without a failure.
     """
 

@@ -187,7 +187,7 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _describe_nearest_fits(result: SearchResult) -> list[str]:
     if not result.nearest:
         return ["nothing that was tried along any axis fits: a smaller model or larger devices"]
-    lines = ["what would fit (each planned exactly):"]
+    lines = ["what would fit (each planned by itself, as for a run):"]
     lines += [f"  {line}" for line in map(describe_nearest_fit, result.nearest)]
     return lines
 
@@ -210,7 +210,8 @@ def describe_nearest_fit(fit: NearestFit) -> str:
 def _describe_considered_layouts(result: SearchResult) -> list[str]:
     text = (
         f"looked  at {result.num_considered:,} layouts: {result.num_fitting:,} fit with the least"
-        " recomputation that does, by formulas in bulk; those named here were planned exactly"
+        " recomputation that does, by formulas in bulk; those named here were planned by"
+        " themselves, as for a run"
     )
     lines = [text]
     reasons = sorted(result.refused.items(), key=lambda item: -item[1])

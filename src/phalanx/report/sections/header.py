@@ -182,13 +182,13 @@ def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, st
 
 
 def _list_goodput_tiles(reliability: Reliability) -> list[tuple[str, str, str]]:
-    """A tile of the share of the run's life in steps that stand, with its newest hours."""
+    """A tile of the goodput of the run, with its newest hours."""
     if not math.isfinite(reliability.goodput):
         return []
     share = formats.format_percent(reliability.goodput, 1.0)
     newest = reliability.hours[-MAX_SHOWN_HOURS:]
     by_hour = ", ".join(formats.format_percent(hour.goodput, 1.0) for hour in newest)
-    remark = "of the run's life in steps that stand"
+    remark = "of the run's life in steps that stand, without their waits for data and saves"
     if len(reliability.hours) > 1:
         remark += f"; its newest hours: {by_hour}"
     return [("Goodput", share, remark)]
