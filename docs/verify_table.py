@@ -225,7 +225,7 @@ LOSSY = "lossy:"
 
 HEAD = (
     (
-        "What `phalanx verify` measured: each layout beside one process, as [verify.md](verify.md)"
+        "What `phalanx verify` measured: layouts beside one process, as [verify.md](verify.md)"
         " defines the errors."
     ),
     f"Each row is {STEPS} optimizer steps of several microbatches, with uneven numbers of targets.",
@@ -240,6 +240,7 @@ HEAD = (
         ' "gradient" is what a step sends and what it newly keeps, added up.'
     ),
     "A layout that a model cannot have is refused, with the nearest that it can.",
+    "A section is of the `verify` of its day, below: what it compares has grown since 2026-11-23.",
 )
 
 
