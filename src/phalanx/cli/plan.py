@@ -1,4 +1,4 @@
-"""Choose a layout for a job on this machine and say why, with memory per rank."""
+"""Choose a layout for a job, on this machine or a described cluster, and say why."""
 
 from __future__ import annotations
 

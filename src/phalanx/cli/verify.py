@@ -40,7 +40,7 @@ def command(
         typer.Option(
             "--layouts",
             metavar="asked|all|NAMES",
-            help="The job's own, every one of these ranks, or some.",
+            help="The job's own, a list that covers each axis and pairs of them, or some.",
         ),
     ] = "asked",
     ranks: Annotated[
