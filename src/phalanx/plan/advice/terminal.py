@@ -187,9 +187,9 @@ def format_table_answers(answers: Sequence[TableAnswer], style: TerminalStyle) -
 
 
 def format_step_interval(step_s: float, low_s: float, high_s: float) -> str:
-    """'18.4 s (17.3 s to 19.6 s in 80 % of cases)'."""
+    """'18.4 s (80 % interval 17.3 s to 19.6 s)'."""
     interval = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
-    return f"{format_seconds(step_s)} ({interval} in 80 % of cases)"
+    return f"{format_seconds(step_s)} (80 % interval {interval})"
 
 
 def wrap_lines(text: str, indent: str, style: TerminalStyle) -> list[str]:
