@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,15 @@ for step in range(1, 9):
     box.write(step, "record")
 print(flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
+"""
+WRITES_WHEN_TOLD = """
+import sys
+from pathlib import Path
+from phalanx.core.black_box import BlackBox
+box = BlackBox(Path(sys.argv[1]))
+for step in sys.stdin:
+    box.write(int(step), "record")
+    print(flush=True)
 """
 
 
@@ -74,3 +84,35 @@ def test_tokens_of_the_text_of_a_finished_run_are_progress(
     assert verdicts == []
     wait_until(look)
     assert (verdicts[0].kind, verdicts[0].culprits) == (FROZEN, (1,))
+
+
+def test_a_machine_that_stood_still_makes_no_limit_longer(tmp_path: Path) -> None:
+    """Steps of 0.6 s, one of which nobody saw for 20 s (all processes were paused, the watch with
+    them); then the rank stops. The seconds of the watch are made up."""
+    command = [sys.executable, "-c", WRITES_WHEN_TOLD, str(black_box_path(tmp_path, 0))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        watch = ProgressWatch(tmp_path, HangSettings())
+        now_s = time.monotonic()
+        watch.begin_attempt([process.pid], now_s)
+        for step in range(1, 31):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"%d\n" % step)
+            process.stdin.flush()
+            process.stdout.readline()
+            now_s += 20.0 if step == 20 else 0.6
+            assert watch.poll(now_s) is None
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        stopped_s = now_s
+        verdict = None
+        while verdict is None and now_s < stopped_s + 60.0:
+            now_s += 0.6
+            verdict = watch.poll(now_s)
+        assert verdict is not None
+        assert (verdict.kind, verdict.culprits) == (FROZEN, (0,))
+        assert now_s - stopped_s <= 10.0
+    finally:
+        process.kill()
+        process.communicate()

@@ -112,8 +112,8 @@ class ProgressWatch:
         self._usual_cpu_share: dict[int, float] = {}
         self._work: WorkSigns | None = None
         self._progress_s = self._sampled_s = self._polled_s = now_s
-        # Seconds in which nobody looked, which count for nobody.
-        self._unseen_s = 0.0
+        # Seconds in which nobody looked, which count for nobody: since the last progress, in all.
+        self._unseen_s = self._all_unseen_s = 0.0
         self._next_stacks_s = 0.0
         self._durations.forget_step()
         self._endless.forget_step()
@@ -128,7 +128,9 @@ class ProgressWatch:
         is_due = now_s >= self._polled_s + POLL_INTERVAL_S
         if not self._pids or not self._settings.is_on or not is_due:
             return None
-        interval_s, self._polled_s = now_s - self._polled_s, now_s
+        unseen_s = max(0.0, now_s - self._polled_s - _MAX_COUNTED_INTERVAL_S)
+        self._polled_s = now_s
+        self._all_unseen_s += unseen_s
         self._read_positions()
         if self._has_progressed(now_s):
             return self._judge_step(now_s, finished)
@@ -139,7 +141,7 @@ class ProgressWatch:
         counts_work = limit.counts_work or len(finished) == len(self._pids)
         if counts_work and self._has_worked(now_s):
             return None
-        self._unseen_s += max(0.0, interval_s - _MAX_COUNTED_INTERVAL_S)
+        self._unseen_s += unseen_s
         silent_s = now_s - self._progress_s - self._unseen_s
         # The workers of a loader are looked at when it becomes interesting.
         self._sample_ranks(with_helpers=silent_s >= limit.quiet_s / 2)
@@ -225,7 +227,8 @@ class ProgressWatch:
         if is_between_steps:
             self._durations.forget_step()
         else:
-            self._durations.observe(step, now_s)
+            # A machine that stood still for a while makes no step a long one.
+            self._durations.observe(step, now_s - self._all_unseen_s)
 
     def _sample_ranks(self, *, with_helpers: bool) -> None:
         for rank, pid in enumerate(self._pids):
