@@ -33,6 +33,12 @@ def test_out_writes_a_job_that_plans_as_the_answer_and_replaces_nothing(
 ) -> None:
     folder = tmp_path / "plan"
     assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 0
+    written = [line for line in capsys.readouterr().out.splitlines() if line[:5] == "wrote"]
+    assert [Path(line.split()[1]).name for line in written] == [
+        "job.toml",
+        "page.html",
+        "plan.json",
+    ]
     body = json.loads((folder / "plan.json").read_text())
     assert body["schema"] == "phalanx.plan-search/1"
     assert body["advice"]["rules"]

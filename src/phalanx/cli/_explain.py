@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.terminal import print_coloured, print_document, should_use_colour
+from phalanx.core.units import format_seconds
 from phalanx.job.findings import shorten_to_one_line
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
+from phalanx.plan.search.describe import describe_layout
+from phalanx.plan.search.finalists import apply_job_keys
+from phalanx.plan.search.result import RankedLayout
 from phalanx.run.explain import ExplainedValue, build_explained_json, explain_job_values
 
 MAX_VALUE_CHARS = 44  # characters; --json has all of them
@@ -63,9 +68,19 @@ def _colour_text(text: str, code: str, colour: bool) -> str:
 
 
 def print_explained_job(
-    job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool
+    job: Job,
+    job_file: str | Path | None,
+    overrides: Sequence[str],
+    *,
+    as_json: bool,
+    winner: RankedLayout | None = None,
 ) -> None:
-    explained, plan = explain_job_values(job, job_file, overrides)
+    """Print every value of `job` with where it comes from, in the layout of `winner` where a search
+    chose one."""
+    laid_out = job if winner is None else apply_job_keys(job, winner.job_keys)
+    explained, plan = explain_job_values(laid_out, job_file, overrides)
+    if winner is not None:
+        explained = _explain_chosen_keys(explained, winner)
     if as_json:
         import json
 
@@ -76,3 +91,19 @@ def print_explained_job(
         print_coloured("\n".join(format_explained_lines(explained, colour=colour)))
         for warning in plan.warnings:
             print_coloured(_colour_text(f"\nwarn    {warning.text}", "33", colour))
+
+
+def _explain_chosen_keys(
+    explained: Sequence[ExplainedValue], winner: RankedLayout
+) -> list[ExplainedValue]:
+    """`explained`, with the search as the origin of the keys that the job leaves out and the
+    layout of `winner` has."""
+    why = f"{describe_layout(winner)}: chosen by the search"
+    if winner.step_s is not None:
+        why += f", {format_seconds(winner.step_s)} a step"
+    rows = []
+    for one in explained:
+        if one.key in winner.job_keys and one.origin not in ("file", "run", "override"):
+            one = replace(one, origin="derived", why=why)
+        rows.append(one)
+    return rows

@@ -21,10 +21,14 @@ def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: boo
     """Run the `count` best layouts of a job and print them, fastest first. Returns the exit code:
     that of a stop, 1 if no run ended."""
     from phalanx.job.load import load_job
+    from phalanx.plan.described_cluster import require_cluster_is_this_machine
     from phalanx.run.autotune import autotune_job
 
     refuse_launcher("plan --autotune")
     job_file, overrides = split_job_file_and_overrides(arguments)
+    job = load_job(job_file, overrides)
+    # Else each layout would be refused in turn, as if it had failed.
+    require_cluster_is_this_machine(job)
     began = time.monotonic()
     with ProgressLine("trying", line_s=0.0) as line:
 
@@ -35,7 +39,7 @@ def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: boo
                 words += f"  eta {format_seconds(left_s)}"
             line.update(index, total, instead=words)
 
-        result = autotune_job(load_job(job_file, overrides), count, on_layout=show)
+        result = autotune_job(job, count, on_layout=show)
     if as_json:
         print_json("autotune", result.to_json(), indent=1)
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli._plan_options import spell_keys_as_options
 from phalanx.core.errors import LayoutError, UsageError
+from phalanx.core.files import build_path_resource_error, require_regular_file_mode
 
 if TYPE_CHECKING:
     from phalanx.job.schema import Job
@@ -58,7 +62,10 @@ def list_search_overrides(
 
 def build_model_override(model: str) -> str:
     """The key that names a model: a preset, package.module:factory, or a directory (or its
-    config.json) of Hugging Face's."""
+    config.json) of Hugging Face's, which need not be there.
+
+    Raises LayoutError for the name of a model on a hub.
+    """
     path = Path(model)
     if path.name == "config.json":
         path = path.parent
@@ -66,6 +73,16 @@ def build_model_override(model: str) -> str:
         return f"model.kind=hf:{path}"
     if ":" in model:
         return f"model.kind={model}"
+    # What can only be a path is looked for as one, so that the error names the file.
+    has_folders = "/" in model
+    if model.endswith(".json") or model[:1] in (".", "/", "~") or (has_folders and path.exists()):
+        return f"model.kind=hf:{model}"
+    if has_folders:
+        raise LayoutError(
+            f"--model {model}: there is no such directory here, and nothing is downloaded",
+            fix="give a directory with config.json, a preset (--models lists them), or"
+            " package.module:factory",
+        )
     return f"model.preset={model}"
 
 
@@ -98,10 +115,19 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
     body = searched.result.to_json()
     if advised is not None:
         body["advice"] = advised.advice.to_json()
+    if not options.as_json:
+        # First, because a page takes a while, and a disk may be full.
+        print("\n".join(format_search_result(searched.result, searched.task.cluster)))
+        if advised is not None:
+            print_plan_details(advised, all_rules=options.all_rules)
+        sys.stdout.flush()
     files = []
     if options.out is not None:
         document = build_json_body("plan-search", body)
         files = write_search_files(searched, document, options.out, force=options.force)
+        if advised is None:
+            # Of an earlier plan, whose place this one takes.
+            (options.out / "job.toml").unlink(missing_ok=True)
     for page in _list_page_files(options):
         if advised is None:
             write_page_of_unfit_search(searched, page)
@@ -111,14 +137,50 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
     if options.as_json:
         print_json("plan-search", body, indent=1)
     else:
-        print("\n".join(format_search_result(searched.result, searched.task.cluster)))
-        if advised is not None:
-            print_plan_details(advised, all_rules=options.all_rules)
-        for file in files:
+        for file in dict.fromkeys(files):
             print(f"wrote   {file}")
     if searched.result.winner is None:
         return int(ExitCode.JOB)
     return 0
+
+
+def check_plan_files(out: Path | None, page: Path | None, *, force: bool) -> None:
+    """Raises UsageError or ResourceError where the files of a plan cannot be written, before the
+    work that they would hold."""
+    targets = []
+    if out is not None:
+        targets = [(out / name, "--out") for name in ("job.toml", "plan.json", "page.html")]
+    for file, _ in targets:
+        if file.exists() and not force:
+            raise UsageError(
+                "is there already",
+                where=str(file),
+                fix="give another --out, or --force to replace it",
+            )
+    if page is not None:
+        targets.append((page, "--page"))
+    for file, option in targets:
+        try:
+            _require_writable_place(file, makes_folder=option == "--out")
+        except OSError as error:
+            raise build_path_resource_error(error, "writing the plan", file, place=option) from None
+
+
+def _require_writable_place(file: Path, *, makes_folder: bool) -> None:
+    """Raise OSError where `file` is something else than a regular file, or its folder cannot be
+    written; with `makes_folder` a folder that is not there is made later."""
+    if file.exists():
+        # A device has its name for others, too: it is not replaced.
+        require_regular_file_mode(file.stat().st_mode, file)
+    folder = file.parent
+    while makes_folder and not folder.exists():
+        folder = folder.parent
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(folder))
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def _search_and_spell_advice(job: Job, options: SearchOptions) -> JobSearch:

@@ -41,6 +41,7 @@ from phalanx.cli._plan_options import (
 if TYPE_CHECKING:
     from phalanx.cli._plan_search import SearchOptions
     from phalanx.job.schema import Job
+    from phalanx.plan.search.result import RankedLayout
     from phalanx.run.plan_job import PlannedJob
 
 EXAMPLE = (
@@ -190,7 +191,12 @@ def _print_explained(words: Sequence[str], options: SearchOptions) -> int:
 
         if options.gpus is not None:
             raise UsageError("--explain without a term has no use for --gpus", fix="name a term")
-        print_explained_job(job, *split_job_file_and_overrides(words), as_json=options.as_json)
+        print_explained_job(
+            job,
+            *split_job_file_and_overrides(words),
+            as_json=options.as_json,
+            winner=_find_winner_to_explain(job),
+        )
         return 0
     options = replace(options, term=term)
     if _needs_search(job, options.gpus, None):
@@ -202,6 +208,27 @@ def _print_explained(words: Sequence[str], options: SearchOptions) -> int:
     advised = advise_on_planned_job(_plan_with_progress(job))
     print_term_formula(advised, term, as_json=options.as_json)
     return 0
+
+
+def _find_winner_to_explain(job: Job) -> RankedLayout | None:
+    """The layout that a plan of `job` proposes; None where it makes no search.
+
+    Raises LayoutError where nothing fits.
+    """
+    from phalanx.cli._progress import show_progress_of_module
+    from phalanx.core.errors import LayoutError
+    from phalanx.run.search_job import can_predict_step_times, search_layouts_of_job
+
+    if not can_predict_step_times(job):
+        return None
+    with show_progress_of_module() as tell:
+        winner = search_layouts_of_job(job, tell=tell).result.winner
+    if winner is None:
+        raise LayoutError(
+            "no layout fits, so there is none to explain",
+            fix="see what would: the same command without --explain",
+        )
+    return winner
 
 
 def _print_plan_of_job(
@@ -217,10 +244,12 @@ def _print_plan_of_job(
 def _plan_and_print_job(
     words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
 ) -> int:
-    from phalanx.cli._plan_search import run_and_print_search
+    from phalanx.cli._plan_search import check_plan_files, run_and_print_search
 
     job = _load_job(words)
-    if _needs_search(job, options.gpus, options.out):
+    needs_search = _needs_search(job, options.gpus, options.out)
+    check_plan_files(options.out, options.page, force=options.force)
+    if needs_search:
         return run_and_print_search(job, options)
     _print_planned(
         _plan_with_progress(job),

@@ -31,7 +31,9 @@ def find_config_file(kind: str) -> Path:
         file = path / CONFIG_FILE_NAME
     # "hf:" alone is no name, though Path("") is the current directory.
     if not kind.removeprefix(HUGGING_FACE_PREFIX) or not file.is_file():
-        if path.is_dir() or path.suffix:
+        if file.exists():
+            why = f"{file} is not a regular file"
+        elif path.is_dir() or path.suffix:
             why = f"{file} is not there"
         else:
             why = f"there is no directory {str(path)!r} here"

@@ -25,6 +25,16 @@ from phalanx.plan.cluster import Cluster, LinkLevel, detect_cluster
 from phalanx.plan.nvidia import list_visible_gpus
 
 GIB = 2**30
+# No cluster has as many GPUs.
+MAX_DEVICES = 2**20
+# Beyond these is a typo, or another unit.
+POSSIBLE_FIGURES = {
+    "memory_gib": (0.001, 1e6),
+    "host_memory_gib": (0.001, 1e6),
+    "price_per_hour": (1e-6, 1e6),
+    "spot_price_per_hour": (1e-6, 1e6),
+    "watts": (1, 1e5),
+}
 # Bytes a second of a network that is given in bits.
 _GBYTES_PER_GBIT = 1 / 8
 
@@ -80,13 +90,14 @@ def choose_cluster_of_job(job: Job) -> Cluster:
 def build_described_cluster(section: ClusterSection, num_ranks: int | None = None) -> Cluster:
     """The cluster that [cluster] describes. What it leaves out is what its GPU or its machine is
     usually sold with; the number of machines is what `num_ranks` take."""
+    if section.file is not None:
+        section = _merge_cluster_file(section, section.file)
     if section.device == "cpu":
         raise LayoutError(
             "cluster.device is cpu, and the section names GPUs",
             fix="leave cluster.device out, or cluster.gpu, cluster.instance and cluster.file",
         )
-    if section.file is not None:
-        section = _merge_cluster_file(section, section.file)
+    _require_possible_figures(section)
     instance = None
     if section.instance is not None:
         instance = find_instance_type(section.instance)
@@ -101,6 +112,17 @@ def build_described_cluster(section: ClusterSection, num_ranks: int | None = Non
     return _build_cluster_from_section(section, instance, accelerator, num_ranks or 1)
 
 
+def _require_possible_figures(section: ClusterSection) -> None:
+    """Raises LayoutError for a figure that no machine has: a typo, or another unit."""
+    for key, (least, most) in POSSIBLE_FIGURES.items():
+        value = getattr(section, key)
+        if value is not None and not least <= value <= most:
+            raise LayoutError(
+                f"cluster.{key} is {value:g}, which no machine has",
+                fix=f"give a number from {least:g} to {most:g}",
+            )
+
+
 def _build_cluster_from_section(
     section: ClusterSection,
     instance: InstanceType | None,
@@ -111,6 +133,11 @@ def _build_cluster_from_section(
     if instance is not None:
         per_node = section.gpus_per_node or instance.gpus_per_node
     num_devices = per_node * (section.nodes or -(-num_ranks // per_node))
+    if num_devices > MAX_DEVICES:
+        raise LayoutError(
+            f"the cluster has {num_devices:,} GPUs, and a plan is for at most {MAX_DEVICES:,}",
+            fix="name fewer machines or GPUs",
+        )
     memory_gib = section.memory_gib or accelerator.memory_gib
     major, minor = accelerator.compute_capability.split(".")
     name = accelerator.name
@@ -211,7 +238,8 @@ def _validate_link_levels(links: tuple[Link, ...], num_devices: int) -> tuple[Li
 def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     """`section` on top of what the file at `path` says."""
     try:
-        body = tomllib.loads(read_whole_regular_file(Path(path)).decode())
+        # utf-8-sig: editors of Windows put a byte order mark in front, which TOML does not know.
+        body = tomllib.loads(read_whole_regular_file(Path(path)).decode("utf-8-sig"))
     except OSError as error:
         raise LayoutError(
             f"cluster.file: {path!r} cannot be read", why=str(error.strerror or error)
@@ -223,13 +251,24 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     try:
         merged = ClusterSection.model_validate_json(json.dumps(body | section_values, default=str))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        fix = format_nearest_word_hint(key, tuple(ClusterSection.model_fields))
-        raise LayoutError(f"cluster.file: {path!r}: {key}: {first['msg']}", fix=fix) from None
+        raise _describe_bad_cluster_file(path, error) from None
     if merged.file is not None:
         raise LayoutError(f"cluster.file: {path!r} names another file")
     return merged
+
+
+def _describe_bad_cluster_file(path: str, error: ValidationError) -> LayoutError:
+    """The error for the first value of a cluster file that is none, or that has no such key."""
+    first = error.errors(include_url=False)[0]
+    *above, name = map(str, first["loc"])
+    where, what, fix = f"cluster.file: {path!r}: {'.'.join((*above, name))}", first["msg"], ""
+    if first["type"] == "extra_forbidden":
+        what = "no key of a cluster"
+        known = tuple((Link if above else ClusterSection).model_fields)
+        fix = format_nearest_word_hint(name, known) or f"one of {', '.join(known)}"
+        if name == "cluster":
+            fix = "the keys stand at the top of the file, without [cluster]"
+    return LayoutError(f"{where}: {what}", fix=fix or None)
 
 
 def require_cluster_is_this_machine(job: Job) -> None:

@@ -105,6 +105,16 @@ ANSWER_FORMULAS: dict[str, tuple[str, ...]] = {
     "cost": ("estimate_cost",),
     "mfu": ("add_throughput",),
 }
+# Other words of the answer for figures that a term explains.
+TERM_OF_WORD = {
+    "tokens/s": "mfu",
+    "tokens/s/gpu": "mfu",
+    "energy": "cost",
+    "kwh": "cost",
+    "price": "cost",
+    "step time": "step",
+    "expert parallel": "ep",
+}
 STEP_TERM = "step"
 MEMORY_PHASE_TERMS = tuple(MEMORY_PHASES)
 # Where the terms of a step are put together.
@@ -173,8 +183,12 @@ def parse_term_name(name: str) -> str:
     if term in list_explainable_terms():
         return term
     by_label = {_normalize_term_name(label): term for term, label in TERM_LABELS.items()}
+    by_label |= TERM_OF_WORD
     if term in by_label:
         return by_label[term]
+    if term in ("peak", "memory"):
+        phases = ", ".join(phase.replace(" ", "-") for phase in MEMORY_PHASE_TERMS)
+        raise UsageError(f"{name!r} is the largest of several terms", fix=f"name one: {phases}")
     names = ", ".join(term.replace(" ", "-") for term in list_explainable_terms())
     known = (*list_explainable_terms(), *by_label)
     raise UsageError(

@@ -95,6 +95,7 @@ def find_conflict(task: SearchTask) -> Conflict:
         _find_product_conflict(task)
         or _find_stage_conflict(task)
         or _find_sharding_conflict(task, bases)
+        or _find_offload_conflict(task, bases)
         or _find_batch_conflict(task, bases)
         or _describe_pipeline_conflict(task)
     )
@@ -155,6 +156,28 @@ def _find_sharding_conflict(
     keys = tuple(f"parallel.{name}" for name in names if getattr(parallel, name) is not None)
     settings = " x ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in keys)
     return Conflict(f"{settings} cannot be had on {plural(task.num_ranks, 'rank')}", keys)
+
+
+def _find_offload_conflict(task: SearchTask, bases: Sequence[ModelParallelBase]) -> Conflict | None:
+    """The conflict where parameters are to be offloaded, and no layout has shards of them."""
+    parallel, keys = task.job.parallel, task.open_keys
+    if parallel.offload != "parameters":
+        return None
+    stages = {
+        stage for base in bases for _, _, _, stage in list_shardings(base, task.cluster, keys)
+    }
+    if max(stages) >= 2:
+        return None
+    reason = "one rank has none"
+    if task.num_ranks > 1:
+        names = [f"parallel.{name}" for name in LAYOUT_KEYS if _is_given(task, name)]
+        settings = " ".join(f"{key}={getattr(parallel, key.partition('.')[2])}" for key in names)
+        reason = f"{settings or plural(task.num_ranks, 'rank')} leaves none"
+    return Conflict(
+        f"parallel.offload=parameters moves the shards of ZeRO 2 and 3, and {reason}",
+        ("parallel.zero_stage", "parallel.tp", "parallel.pp", "parallel.ranks"),
+        "parallel.offload=optimizer needs no shards",
+    )
 
 
 def _find_batch_conflict(task: SearchTask, bases: Sequence[ModelParallelBase]) -> Conflict | None:

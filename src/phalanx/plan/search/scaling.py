@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,19 +38,29 @@ class DeviceCountResult:
 def parse_device_counts(text: str) -> list[int]:
     """The numbers of devices that "64..1024" means: doubled from the first to the last; or one
     number. Raises LayoutError for another text."""
-    first, dots, last = text.replace(",", "").partition("..")
-    if not first.isdecimal() or int(first) < 1 or (dots and not last.isdecimal()):
+    ends = [_parse_count(word) for word in text.split("..")]
+    if len(ends) > 2 or None in ends:
         raise LayoutError(f"--gpus {text!r}: wanted a number, or a range as 64..1024")
-    if not dots:
-        return [int(first)]
-    counts = [int(first)]
-    while counts[-1] * 2 <= int(last):
+    first, last = ends[0] or 1, ends[-1] or 1
+    if first > last:
+        raise LayoutError(
+            f"--gpus {text!r}: the first number is larger than the last", fix=f"{last}..{first}"
+        )
+    counts = [first]
+    while counts[-1] * 2 <= last:
         counts.append(counts[-1] * 2)
-    if counts[-1] != int(last):
-        counts.append(int(last))
-    if counts != sorted(counts):
-        raise LayoutError(f"--gpus {text!r}: the first number is larger than the last")
+    if counts[-1] != last:
+        counts.append(last)
     return counts
+
+
+def _parse_count(word: str) -> int | None:
+    """The whole number from 1 on that `word` is, with commas between thousands ("1,024") or
+    without; None for anything else."""
+    # No other comma: 8,16,32 is a list, and not the number 81,632.
+    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,18}", word):
+        return None
+    return int(word.replace(",", "")) or None
 
 
 def search_per_device_count(task: SearchTask, counts: Sequence[int]) -> Iterator[DeviceCountResult]:

@@ -80,6 +80,8 @@ class SearchTask:
     vocab_size: int | None = None
     offloads: bool = False
     """Host memory may be used, and tp may leave the innermost links."""
+    num_unused_devices: int = 0
+    """GPUs of the cluster that the job asks for no rank on."""
     precision_reason: str = ""
     """Why the job computes in its type of numbers; "" where it names the type itself."""
 
@@ -115,9 +117,19 @@ def build_search_task(
             f" {plural(cluster.num_devices, 'GPU')}",
             fix=f"set cluster.nodes={resize_cluster(cluster, num_ranks).num_nodes}",
         )
+    num_unused = 0
     if cluster.device == "cuda" and num_ranks < cluster.num_devices:
+        num_unused = cluster.num_devices - num_ranks
         cluster = resize_cluster(cluster, num_ranks)
-    return SearchTask(job, shape, cluster, num_ranks, vocab_size, precision_reason=why_precision)
+    return SearchTask(
+        job,
+        shape,
+        cluster,
+        num_ranks,
+        vocab_size,
+        num_unused_devices=num_unused,
+        precision_reason=why_precision,
+    )
 
 
 def _multiply_fixed_degrees(job: Job) -> int | None:
@@ -409,8 +421,23 @@ def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchR
         tokens_per_sample=task.shape.count_sample_tokens(job.data.seq_len),
         sample_noun=task.shape.get_sample_noun(of_own_data=is_own_dataset(job.data.source)),
         num_fitting=len(screened.rows),
-        remarks=(*_describe_slow_precision(task), *_describe_wide_products(task)),
+        remarks=(
+            *_describe_unused_nodes(task),
+            *_describe_slow_precision(task),
+            *_describe_wide_products(task),
+        ),
         precision=job.precision.compute,
+    )
+
+
+def _describe_unused_nodes(task: SearchTask) -> tuple[str, ...]:
+    """A line where the job asks for so few ranks that whole machines of its cluster have none."""
+    per_node, unused = task.cluster.devices_per_node, task.num_unused_devices
+    if not per_node or unused < per_node:
+        return ()
+    return (
+        f"remark  {plural(unused, 'GPU')} of {task.num_ranks + unused:,} are left unused: the job"
+        f" asks for {plural(task.num_ranks, 'rank')} (parallel.ranks, or its degrees)",
     )
 
 

@@ -1,0 +1,160 @@
+"""`phalanx plan` of input that nobody prepared: one line that says what is wrong, and no answer to
+another question."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import _app
+from phalanx.cli._plan_search import build_model_override, check_plan_files
+from phalanx.core.errors import LayoutError, ResourceError, UsageError
+from phalanx.job.hugging_face import find_config_file
+from phalanx.job.load import load_job
+from phalanx.plan.advice.explain_term import parse_term_name
+from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.search.contradiction import explain_contradiction
+from phalanx.plan.search.scaling import parse_device_counts
+from phalanx.plan.search.search import NoLayoutError, build_search_task, search_layouts
+
+LLAMA = ["plan", "--model", "llama3-8b", "--gpu", "h100-sxm", "--seq-len", "4096"]
+GPT2 = ["model.preset=gpt2", "cluster.gpu=h100-sxm", "data.seq_len=1024"]
+
+
+def run(*words: str) -> int:
+    return _app.run_command_line(list(words))
+
+
+def test_a_list_of_gpus_is_no_number_with_separators() -> None:
+    assert parse_device_counts("1,024") == [1024]
+    for text in ("8,16,32", "64..128..256", "\N{ARABIC-INDIC DIGIT THREE}", "1,24"):
+        with pytest.raises(LayoutError, match="wanted a number, or a range"):
+            parse_device_counts(text)
+
+
+def test_more_gpus_than_there_are_are_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*LLAMA, "--gpus", "1..1000000000") == 3
+    assert "at most 1,048,576" in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_model_is_no_preset_with_a_strange_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    for name in (f"{tmp_path}/config.json", str(tmp_path), "./nowhere", "nowhere/config.json"):
+        assert build_model_override(name).startswith("model.kind=hf:")
+    assert build_model_override("gpt2") == "model.preset=gpt2"
+    with pytest.raises(LayoutError, match="nothing is downloaded"):
+        build_model_override("meta-llama/Meta-Llama-3-8B")
+
+
+def test_a_config_that_is_a_pipe_is_said_to_be_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(LayoutError, match="not a regular file"):
+        find_config_file(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("memory_gib = 1e30", "cluster.memory_gib is 1e+30, which no machine has"),
+        ("watts = 1e-300", "cluster.watts"),
+        ("price_per_hour = 1e300", "cluster.price_per_hour"),
+        ('device = "cpu"', "cluster.device is cpu"),
+        ("[cluster]\nnodes = 4", "at the top of the file"),
+        ("[[links]]\nname = 'a'\nspeed = 3\nnum_devices = 8\ngb_s = 5", "one of name"),
+    ],
+)
+def test_a_cluster_file_that_does_not_hold_is_refused(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'gpu = "h100-sxm"\n{text}\n')
+    with pytest.raises(LayoutError) as raised:
+        choose_cluster_of_job(load_job(None, [f"cluster.file={file}"]))
+    assert named in str(raised.value)
+
+
+def test_a_wrong_value_in_a_cluster_file_has_no_advice_to_name_its_own_key(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('gpu = "h100-sxm"\nnodes = "four"\n')
+    with pytest.raises(LayoutError) as raised:
+        choose_cluster_of_job(load_job(None, [f"cluster.file={file}"]))
+    assert "did you mean" not in str(raised.value)
+
+
+def test_a_cluster_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_bytes(b'\xef\xbb\xbfgpu = "h100-sxm"\nnodes = 2\n')
+    assert choose_cluster_of_job(load_job(None, [f"cluster.file={file}"])).num_devices == 16
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    # Else a page would take the place of a device, for every program of the machine.
+    for page in ("pipe", ".", "none/page.html", "file/page.html"):
+        with pytest.raises(ResourceError):
+            check_plan_files(None, tmp_path / page, force=False)
+    with pytest.raises(ResourceError, match="not a folder"):
+        check_plan_files(tmp_path / "file", None, force=False)
+    check_plan_files(tmp_path / "new" / "folder", tmp_path / "file", force=False)
+    (tmp_path / "job.toml").write_text("")
+    with pytest.raises(UsageError, match="is there already"):
+        check_plan_files(tmp_path, None, force=False)
+    check_plan_files(tmp_path, None, force=True)
+
+
+def test_a_plan_without_a_layout_leaves_no_job_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    question = [*LLAMA, "--nodes", "1", "cluster.memory_gib=4", "train.global_batch_size=8"]
+    assert run(*question, "--out", str(tmp_path), "--force") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "plan.json"]
+
+
+def test_values_are_explained_in_the_layout_that_the_plan_proposes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = [*LLAMA, "--nodes", "1", "--global-batch", "64", "--json"]
+    assert run(*question) == 0
+    keys = json.loads(capsys.readouterr().out)["winner"]["job_keys"]
+    assert run(*question, "--explain") == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["values"]}
+    for key, value in keys.items():
+        assert rows[key]["value"] == value
+        assert "chosen by the search" in rows[key]["why"]
+    assert rows["train.global_batch_size"]["origin"] == "override"
+
+
+def test_layouts_of_other_gpus_are_not_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--autotune", "2", "--model", "gpt2", "cluster.gpu=h100-sxm") == 6
+    assert "planned for h100-sxm" in capsys.readouterr().err
+
+
+def test_offload_of_parameters_without_shards_is_not_blamed_on_the_batch() -> None:
+    task = build_search_task(
+        load_job(None, [*GPT2, "parallel.ranks=1", "parallel.offload=parameters"])
+    )
+    with pytest.raises(NoLayoutError) as raised:
+        search_layouts(task)
+    words = str(explain_contradiction(task, raised.value))
+    assert "shards of ZeRO 2 and 3, and one rank has none" in words
+    assert "parallel.ranks=2" in words
+
+
+def test_machines_without_ranks_are_named() -> None:
+    task = build_search_task(load_job(None, [*GPT2, "cluster.nodes=2", "parallel.ranks=8"]))
+    assert any("8 GPUs of 16 are left unused" in remark for remark in search_layouts(task).remarks)
+    task = build_search_task(load_job(None, [*GPT2, "cluster.nodes=1", "parallel.ranks=4"]))
+    assert not any("unused" in remark for remark in search_layouts(task).remarks)
+
+
+def test_words_of_the_answer_are_terms_too() -> None:
+    assert parse_term_name("tokens/s/GPU") == "mfu"
+    assert parse_term_name("energy") == "cost"
+    assert parse_term_name("expert parallel") == "ep"
+    with pytest.raises(UsageError, match="name one: between-steps, forward, backward, update"):
+        parse_term_name("peak")
