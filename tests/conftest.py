@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+# What is imported and collected stays until the end: no need to look through it for garbage.
+gc.disable()
+# One rank alone would have a thread on each core. Beside the other half of the tests they wait for
+# each other, busily: a step of a tiny model took ten times the processor.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -72,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             getattr(item, "originalname", item.name), set()
         ):
             item.add_marker(name)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make, and not in what was imported for them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

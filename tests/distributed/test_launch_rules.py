@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
+from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, write_bytes_atomically
 from phalanx.core.library_errors import find_os_error_behind
@@ -27,6 +28,7 @@ from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
 from phalanx.launch.rank_env import (
     ALLOCATOR_VARIABLES,
+    SERVER_CHOSE_THREADS_VARIABLE,
     RankEnv,
     build_flight_recorder_variables,
     build_rank_env_variables,
@@ -75,6 +77,20 @@ class TestExternalRanks:
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
         assert variables["MASTER_ADDR"] == "127.0.0.1"
         assert "OMP_NUM_THREADS" not in variables
+
+    @pytest.mark.parametrize("num_local", [1, 2, 1000])
+    def test_ranks_share_the_cores_of_their_node_unless_the_user_says_otherwise(
+        self, num_local: int
+    ) -> None:
+        """The tests themselves say otherwise."""
+        ranks, share = (
+            RankEnv(0, num_local, 0, num_local),
+            max(1, count_allowed_cores() // num_local),
+        )
+        of_a_server = {"OMP_NUM_THREADS": "1", SERVER_CHOSE_THREADS_VARIABLE: "1"}
+        for environ in ({}, of_a_server):
+            variables = build_rank_env_variables(ranks, 12345, environ)
+            assert variables["OMP_NUM_THREADS"] == str(share)
 
     def test_the_flight_recorder_records_and_writes_unless_the_user_says_otherwise(self) -> None:
         trace = Path("run/logs/nccl-attempt-00-rank-")

@@ -125,12 +125,14 @@ def serve(path: str, kind: str, life: int) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
+    gc.disable()
     for name in IMPORTED[kind]:
         if name.startswith("transformers.") and importlib.util.find_spec("transformers") is None:
             continue
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each fork looks through all that was imported, and copies its pages
+    gc.enable()
     wakeup, wakeup_write = os.pipe()
     for fd in (wakeup, wakeup_write):
         os.set_blocking(fd, False)
