@@ -458,7 +458,8 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ],
     ("verify",): lambda d: [
         (d / "job.toml",),
-        (f"model.init_from={d}", "--ranks", "1", "--shrink"),
+        # Each type and each step read the same.
+        (f"model.init_from={d}", "--ranks", "1", "--shrink", "--types", "float64", "--steps", "1"),
     ],
     ("train",): lambda d: [
         *((d / "job.toml",), ("--resume", d)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,6 +30,7 @@ REVIEWED_CLASSES = {
 }
 
 
+@functools.cache
 def public_names() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """(classes, public functions) at the top level of modules: the files of each name."""
     classes: dict[str, set[str]] = defaultdict(set)

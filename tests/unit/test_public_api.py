@@ -70,7 +70,8 @@ def test_a_name_does_not_depend_on_what_was_imported_before() -> None:
 import importlib, pkgutil
 import phalanx
 before = {name: getattr(phalanx, name) for name in phalanx.__all__}
-for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+# Those of packages below become attributes of these.
+for module in pkgutil.iter_modules(phalanx.__path__, "phalanx."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 changed = [name for name, value in before.items() if getattr(phalanx, name) is not value]

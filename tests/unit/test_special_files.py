@@ -378,7 +378,7 @@ def bare_reads(tree: ast.Module) -> Iterator[int]:
             node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         )
         is_builtin_open = isinstance(node.func, ast.Name) and name == "open"
-        is_load = isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in (
+        is_load = name in ("load", "open") and ast.unparse(node.func) in (
             "np.load",
             "torch.load",
             "io.open",

@@ -170,6 +170,10 @@ DRAWERS = {
 STARTERS = {"Popen", "run", "call", "check_call", "check_output", "system", "spawnv", "popen"}
 
 
+def owner_of(called: ast.expr) -> str:
+    return ast.unparse(called).rpartition(".")[0]
+
+
 def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(what is used, line) wherever something is printed past the filter, or could be."""
     for node in ast.walk(tree):
@@ -191,14 +195,13 @@ def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
             node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         )
         words = {keyword.arg for keyword in node.keywords}
-        owner = ast.unparse(node.func).rpartition(".")[0]
         if name == "unwrap_stream":
             yield name, node.lineno
         if name in ("Live", "Progress") and "console" not in words:
             yield name, node.lineno
         if (
             name in STARTERS
-            and owner in ("subprocess", "os")
+            and owner_of(node.func) in ("subprocess", "os")
             and not ({"stdout", "stderr"} <= words or "capture_output" in words)
         ):
             yield name, node.lineno
@@ -206,7 +209,7 @@ def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield "TextColumn with markup", node.lineno
         if (
             name == "write"
-            and owner == "os"
+            and owner_of(node.func) == "os"
             and ast.unparse(node.args[0]) in ("1", "2", "sys.stdout.fileno()")
         ):
             yield "os.write", node.lineno
