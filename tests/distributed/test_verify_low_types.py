@@ -81,11 +81,19 @@ def rows_with(
 
 
 @pytest.mark.parametrize(
-    "model", [{}, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["dense", "experts"]
+    ("model", "of_fp16"),
+    [
+        # What a layout does with sums it does in each type.
+        ({}, ("ddp-tp2", "zero3")),
+        pytest.param({}, LAYOUTS, marks=pytest.mark.long),
+        pytest.param(EXPERTS, LAYOUTS, marks=pytest.mark.long),
+    ],
+    ids=["dense, half of fp16", "dense", "experts"],
 )
-def test_correct_layouts_are_equal(model: dict[str, Any]) -> None:
-    rows = rows_with(None, 4, LAYOUTS, model)
-    assert len(rows) == len(LAYOUTS) * len(DTYPES)
+def test_correct_layouts_are_equal(model: dict[str, Any], of_fp16: tuple[str, ...]) -> None:
+    rows = rows_with(None, 4, LAYOUTS, model, ("bfloat16",))
+    rows |= rows_with(None, 4, of_fp16, model, ("float16",))
+    assert len(rows) == len(LAYOUTS) + len(of_fp16)
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
     for row in rows.values():
         # A band that nothing exceeds would make every row equal.

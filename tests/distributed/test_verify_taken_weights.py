@@ -17,9 +17,9 @@ from phalanx.verify import rank as verify_rank
 from phalanx.verify import taken_weights
 from phalanx.verify.cases import make_verified_job, shrink_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import UNREAD_INITIAL_WEIGHTS, list_unread_weights
-from phalanx.verify.taken_weights import TAKEN_WEIGHTS_JUDGED
+from phalanx.verify.taken_weights import TAKEN_WEIGHTS_JUDGED, judge_taken_weights
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_cases, make_trainer_job
 from ranks import run_ranks
 
@@ -56,35 +56,55 @@ def refuse() -> None:
     taken_weights.fill_model_with_initial_weights = fill
 
 
-def judge_run(
-    rank: int, job: Job, cases: list[VerifyCase], directory: str, plant: Callable[[], None] | None
-) -> None:
-    if plant is not None:
-        plant()
-    verify_rank.run_verify_cases(
-        VerifyPayload(job, Path(directory), None, 2, NUM_RANKS, "small", tuple(cases))
-    )
-
-
-def judge(tmp_path: Path, init_from: str | None, plant: Callable[[], None] | None) -> Any:
+def make_case(init_from: str | None) -> tuple[Job, VerifyCase]:
     sections = {"model": {"init_from": init_from}, "data": {"seq_len": 16}}
     job = make_verified_job(shrink_job(Job.model_validate(sections), num_blocks=2)[0], NUM_RANKS)
     made = make_trainer_cases(make_trainer_job(job), num_ranks=NUM_RANKS, cluster=CPU, shape=None)
-    cases = [
+    (case,) = (
         VerifyCase("float64", case.name, case.parallel, case.plan, case.other_name, case.other_plan)
         for case in made
         if isinstance(case, TrainerCase) and case.name == "trainer-zero3"
-    ]
-    run_ranks(NUM_RANKS, judge_run, job, cases, str(tmp_path), plant)
-    (line,) = (tmp_path / ROWS_FILE_NAME).read_text().splitlines()
-    return json.loads(line)
+    )
+    return job, case
 
 
-@pytest.mark.parametrize("init_from", [pytest.param(None, marks=pytest.mark.long), "weights"])
-def test_weights_are_taken_as_they_are_saved(tmp_path: Path, init_from: str | None) -> None:
-    row = judge(tmp_path, init_from, None)
-    assert row["ok"], row["first"]
-    assert (TAKEN_WEIGHTS_JUDGED in row["judged"]) == (init_from is not None)
+def judge_run(rank: int, init_from: str | None, folder: Path) -> None:
+    job, case = make_case(init_from)
+    verify_rank.run_verify_cases(VerifyPayload(job, folder, None, 2, NUM_RANKS, "small", (case,)))
+
+
+def judge(folder: Path, init_from: str | None) -> Row:
+    """The row of a run through the trainer, which stays in `folder`."""
+    run_ranks(NUM_RANKS, judge_run, init_from, folder)
+    (line,) = (folder / ROWS_FILE_NAME).read_text().splitlines()
+    return Row.from_json(json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Row]:
+    """The folder of a run that is right, and its row."""
+    folder = tmp_path_factory.mktemp("judged")
+    return folder, judge(folder, "weights")
+
+
+def judge_again(rank: int, folder: Path, row: Row, plant: Callable[[], None]) -> Row:
+    """The row of the same run, whose weights are taken with a bug."""
+    plant()
+    job, case = make_case("weights")
+    return judge_taken_weights(row, make_trainer_job(job), case.plan, folder / case.name)
+
+
+def test_weights_are_taken_as_they_are_saved(judged: tuple[Path, Row]) -> None:
+    _, row = judged
+    assert row.ok, row.first
+    assert TAKEN_WEIGHTS_JUDGED in row.judged
+
+
+@pytest.mark.long
+def test_a_run_that_takes_no_weights_is_not_judged_by_them(tmp_path: Path) -> None:
+    row = judge(tmp_path, None)
+    assert row.ok, row.first
+    assert TAKEN_WEIGHTS_JUDGED not in row.judged
 
 
 @pytest.mark.parametrize(
@@ -101,14 +121,13 @@ def test_weights_are_taken_as_they_are_saved(tmp_path: Path, init_from: str | No
     ],
 )
 def test_weights_that_are_not_taken_differ(
-    tmp_path: Path, plant: Callable[[], None], name: str, words: str
+    judged: tuple[Path, Row], plant: Callable[[], None], name: str, words: str
 ) -> None:
-    row = judge(tmp_path, "weights", plant)
-    assert not row["ok"]
-    first = row["first"]
-    assert (first["what"], first["name"]) == ("initial weight", name)
-    assert words in first["cause"]
-    assert "model.init_from" in first["cause"]
+    row, *_ = run_ranks(NUM_RANKS, judge_again, *judged, plant)
+    assert row.ok is False
+    assert (row.first.what, row.first.name) == ("initial weight", name)
+    assert words in row.first.cause
+    assert "model.init_from" in row.first.cause
 
 
 def test_a_job_says_that_its_own_weights_are_not_read() -> None:
