@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ TORCHRUN = (
     "-m",
     "phalanx",
 )
+MAX_FILE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -263,29 +265,25 @@ def test_an_end_that_cannot_be_recorded_is_no_success(
     world_size: int, reference: Reference
 ) -> None:
     """Files may grow to 32 MiB, and the one that takes the end of the run is as large: all else
-    is written."""
+    is written.
+
+    The limit is set while the ranks find each other: a shell that sets it first would start them
+    without what is imported already.
+    """
     run_dir, port = reference.folder / f"unrecorded {world_size}", free_port()
     (run_dir / "events").mkdir(parents=True)
     with open(run_dir / "events" / "supervisor.jsonl", "wb") as file:
-        file.truncate(32 << 20)
-    limited = (
-        "bash",
-        "-c",
-        'ulimit -f 32768 && exec "$@"',
-        "bash",
-        sys.executable,
-        "-m",
-        "phalanx",
-    )
+        file.truncate(MAX_FILE_BYTES)
     ranks = [
         start(
             *("train", *JOB, f"run.dir={run_dir}"),
             cwd=reference.folder,
             env=rank_environment(rank, world_size, port),
-            command=limited,
         )
         for rank in range(world_size)
     ]
+    for rank in ranks:
+        resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     first, *others = [finish(rank) for rank in ranks]
     assert first.code == 7, first.out + first.err
     assert [rank.code for rank in others] == [0] * (world_size - 1)
