@@ -26,7 +26,7 @@ from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
-STEPS, LR, WIDTH = 3, 0.2, 6
+STEPS, LR, WIDTH = 2, 0.2, 6
 
 
 class Doubled(nn.BatchNorm2d):
@@ -322,7 +322,7 @@ def test_under_bf16_statistics_stay_wide() -> None:
 
 def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors, Tensors]]:
     """(states of a straight run, those of one that was saved, forgotten and restored after two
-    of four steps)."""
+    of three steps)."""
     found = {}
     batches = [*conv_batches(), conv_batches()[0]]
     for layout in LAYOUTS[num_ranks]:

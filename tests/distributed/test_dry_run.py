@@ -149,8 +149,14 @@ def count_as_calls_of_c10d(counts: Counter[CollectiveCall]) -> Counter[CallOfC10
 
 def follow_real_steps(rank: int, cases: list[tuple[Job, Plan]]) -> list[Any]:
     """Of each job the collectives of a later step, the most bytes in it, its facts, and what the
-    step asked of c10d."""
-    return [follow_real_step(job, plan) for job, plan in cases]
+    step asked of c10d; None where a dry run says nothing of this rank."""
+    return [follow_real_step(rank, job, plan) for job, plan in cases]
+
+
+def list_compared_ranks(plan: Plan) -> tuple[int, ...]:
+    """The last one, and of a pipeline the first one, too: it knows the form of what stages hand
+    on."""
+    return (0, RANKS - 1) if plan.layout.pp > 1 else (RANKS - 1,)
 
 
 def has_buckets(plan: Plan) -> bool:
@@ -158,14 +164,20 @@ def has_buckets(plan: Plan) -> bool:
     return plan.parallel.zero_stage <= 1 and plan.layout.pp == 1
 
 
-def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats, Counter[CallOfC10d]]:
+def follow_real_step(
+    rank: int, job: Job, plan: Plan
+) -> tuple[Any, int, StepStats, Counter[CallOfC10d]] | None:
     with open_mesh(plan.layout, device="cpu") as mesh, contextlib.ExitStack() as stack:
         transport = current_transport()
         if transport is not None:
             # As on other devices, which a dry run is of.
             stack.enter_context(transport.sending_messages())
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh))
-        with tracker.tracking_storage_resizes(), tracker:
+        with contextlib.ExitStack() as following:
+            # To follow each operation takes longer than the operation.
+            if rank in list_compared_ranks(plan):
+                following.enter_context(tracker.tracking_storage_resizes())
+                following.enter_context(tracker)
             phases = TrackedPhases(tracker)
             state = build_training_state(job, plan, mesh, phases)
             balance_routing(state.model.module)
@@ -174,6 +186,8 @@ def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats, Counter
                 counter = C10dCallCounter()
                 with handling_c10d_calls(counter, HandlerDepth.WATCHES):
                     stats = runner.run(step, plan.num_microbatches)
+        if rank not in list_compared_ranks(plan):
+            return None
         assert tracker.collectives is not None
         peak = find_highest_point(build_memory_timeline(tracker.log, runner.first_moment))
         return tracker.collectives.counts, peak.total_bytes, stats, counter.counts
@@ -193,13 +207,12 @@ def choose_in_turn(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
 
 
 def follow_dry_steps(_: int, cases: list[tuple[Job, Plan]]) -> list[dict[int, Any]]:
-    """Of each job what dry runs of the last rank say."""
+    """Of each job what dry runs of the compared ranks say."""
     found = []
     for job, plan in cases:
         boundary = StageBoundarySpec()
         by_rank = {}
-        # Of a pipeline the first rank, too: it knows the form of what stages hand on.
-        for rank in (0, RANKS - 1) if plan.layout.pp > 1 else (RANKS - 1,):
+        for rank in list_compared_ranks(plan):
             step = run_dry_step(job, plan, rank, boundary)
             peak = find_highest_point(build_memory_timeline(step.log, step.first_moment))
             by_rank[rank] = step.counts, peak.total_bytes, step.stats
@@ -209,7 +222,7 @@ def follow_dry_steps(_: int, cases: list[tuple[Job, Plan]]) -> list[dict[int, An
 
 @pytest.fixture(scope="module")
 def followed(request: pytest.FixtureRequest) -> dict[str, tuple[list[Any], dict[int, Any]]]:
-    """By name of the layout: what each real rank did, and what the dry run says of two of them."""
+    """By name of the layout: what real ranks did, and what dry runs say of some of them."""
     selected = {name for (name,) in list_selected_params(request, "name")} | {*WITH_FORMULAS}
     names = [name for name in LAYOUTS if name in selected]
     cases = [plan_small(*LAYOUTS[name]) for name in names]

@@ -23,7 +23,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 SEQ_LEN = 24
 MICRO = 2
 OBJECTIVE = causal_cross_entropy(16)

@@ -22,7 +22,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 SHAPES: dict[str, DecoderShape | VitShape] = {
     "gpt2": replace(
         shape(num_kv_heads=4),

@@ -38,7 +38,7 @@ from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 LR = 0.3
 CLIP = {
     True: 0.5,
