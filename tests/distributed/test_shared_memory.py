@@ -8,9 +8,11 @@ import ctypes
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ from models import CPU
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job
+from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory import futex, opening
 from phalanx.mesh.shared_memory.board import Board
@@ -488,6 +491,56 @@ def wait_briefly(rank: int) -> list[float]:
 
 def test_a_wait_that_times_out_leaves_the_operation_and_the_group_usable() -> None:
     assert run_ranks(2, wait_briefly) == [[3.0, 3.0]] * 2
+
+
+def wait_without_descriptors(rank: int) -> tuple[list[float], ErrorReport | None]:
+    with open_mesh(Layout(dp_replicate=2), device="cpu", collectives="shared", timeout_s=60):
+        store = dist.distributed_c10d._get_default_store()
+        values, report = torch.full((5,), 1.0 + rank), None
+        if rank == 0:
+            work = dist.all_reduce(values, async_op=True)
+            with letting_no_file_be_opened(), pytest.raises(OSError) as caught:
+                work.wait()
+            report = build_error_report(caught.value)
+            store.set("waited", "1")
+            work.wait()
+        else:
+            store.wait(["waited"])
+            dist.all_reduce(values)
+        dist.barrier()
+        return values.tolist(), report
+
+
+@contextlib.contextmanager
+def letting_no_file_be_opened() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_may_open_no_file_does_not_take_the_others_for_dead() -> None:
+    (values, report), (others_values, _) = run_ranks(2, wait_without_descriptors)
+    assert values == others_values == [3.0] * 5
+    assert report is not None
+    assert (report.exit_code, report.secondary) == (7, False)
+    assert "no file can be opened any more while training" in report.one_line
+    assert report.one_line.endswith("raise the limit on open files (ulimit -n)")
+
+
+def reduce_through_memory_then_gloo(rank: int) -> list[float]:
+    values = torch.full((5,), 1.0 + rank)
+    for choice in ("shared", "gloo"):
+        with open_mesh(Layout(dp_replicate=2), device="cpu", collectives=choice, timeout_s=60):
+            dist.all_reduce(values)
+            dist.barrier()
+    return values.tolist()
+
+
+def test_a_process_that_shared_memory_goes_on_through_gloo() -> None:
+    assert run_ranks(2, reduce_through_memory_then_gloo) == [[6.0] * 5] * 2
 
 
 def call_something_else(rank: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,7 +83,9 @@ def _installed(ops: ReduceOps) -> Iterator[None]:
         if packet is not None:
             kernel = _follow_operator(ops, packet.default)
             library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    methods = {name: getattr(dist.ProcessGroup, name, None) for name in _METHODS}
+    # As they stand in the class: `getattr` would take off what binds them to an instance, and put
+    # back like that they could not be called any more.
+    methods = {name: inspect.getattr_static(dist.ProcessGroup, name, None) for name in _METHODS}
     originals = {name: method for name, method in methods.items() if method is not None}
     for name, method in originals.items():
         setattr(dist.ProcessGroup, name, _follow_method(ops, method))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.process_stat import read_start_ticks
+from phalanx.core.process_stat import read_process_stat_or_raise
 from phalanx.mesh.c10d_calls import HandlerDepth, handling_c10d_calls
 from phalanx.mesh.reduce_ops import following_reduce_ops
 from phalanx.mesh.shared_memory import futex
@@ -124,8 +124,10 @@ def _open_arena() -> tuple[OwnArena | None, str]:
 def _describe_process(arena: OwnArena | None, problem: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"host": _name_host(), "pid": os.getpid(), "problem": problem}
     if arena is not None:
+        # Without this the other ranks would take this one for dead: rather an error of its own.
+        stat = read_process_stat_or_raise(os.getpid())
         facts |= {
-            "started": read_start_ticks(os.getpid()),
+            "started": stat.start_ticks if stat is not None else None,
             "descriptor": arena.descriptor,
             "num_bytes": arena.num_bytes,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.core.process_stat import read_process_stat
+from phalanx.core.process_stat import read_process_stat_or_raise
 from phalanx.mesh.shared_memory.arena import MappedArena
 from phalanx.mesh.shared_memory.segments import SeenSegments
 
@@ -23,5 +23,10 @@ class Peer:
     segments: SeenSegments
 
     def is_alive(self) -> bool:
-        stat = read_process_stat(self.pid)
+        """True if the process is there and has not ended.
+
+        Raises OSError where this process cannot look, as one that may open no more files: to such a
+        process every peer would seem dead.
+        """
+        stat = read_process_stat_or_raise(self.pid)
         return stat is not None and not stat.has_ended and stat.start_ticks == self.start_ticks
