@@ -14,6 +14,7 @@ from phalanx.observe.events import (
     CollectivesCounted,
     Envelope,
     Event,
+    LayoutChanged,
     MonotonicClockReading,
     RanksStarted,
     RestartScheduled,
@@ -26,6 +27,7 @@ from phalanx.observe.events import (
 from phalanx.observe.time_groups import get_time_group_of_phase
 from phalanx.report.event_log import read_event_log
 from phalanx.report.ledger import RankLedger, list_ledger_warnings
+from phalanx.report.page import render_page
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -316,6 +318,82 @@ def test_two_commands_are_summed_and_the_pause_between_them_is_not(tmp_path: Pat
     assert ledger.parts_s["restart"] == 0
     assert ledger.counted_twice_s == 0
     assert ledger.unattributed_s == pytest.approx(8 * UNACCOUNTED_S)
+
+
+def write_supervisor(run_dir: Path, *by_attempt: Sequence[Timed]) -> None:
+    """The supervisor's file, by attempt what it said."""
+    lines = []
+    for attempt, timed in enumerate(by_attempt):
+        write(run_dir, "supervisor.jsonl", -1, attempt, timed)
+        lines.append((run_dir / "events" / "supervisor.jsonl").read_text())
+    (run_dir / "events" / "supervisor.jsonl").write_text("".join(lines))
+
+
+def write_attempt(run_dir: Path, rank: int, attempt: int, began_s: float, first: int) -> None:
+    """Start-up of 2 s and five steps, until the last of them."""
+    start = (began_s + 2.0, TimeBetweenSteps(first - 1, "startup", 2.0))
+    timed = [start, *steps_from(first, first + 4, began_s + 2.0)]
+    write(run_dir, f"rank-{rank:04d}-attempt-{attempt:02d}.jsonl", rank, attempt, timed)
+
+
+def test_a_rank_has_no_second_of_a_command_with_fewer_ranks(tmp_path: Path) -> None:
+    """Three ranks are stopped after 8 s; two go on for 9 s, a minute later."""
+    for rank in range(3):
+        write_attempt(tmp_path, rank, 0, 100.0, 1)
+    for rank in range(2):
+        write_attempt(tmp_path, rank, 1, 168.0, 6)
+    stopped = (108.0, RunFinished("preempted", 75, 5, 8.0))
+    finished = (177.0, RunFinished("finished", 0, 10, 9.0))
+    write_supervisor(
+        tmp_path,
+        [(100.5, RanksStarted([1, 2, 3], 0.5)), stopped],
+        [(168.5, RanksStarted([4, 5], 0.5)), finished],
+    )
+    ledgers = ledgers_of(tmp_path)
+    assert [each.wall_s for each in ledgers] == pytest.approx([17.0, 17.0, 8.0])
+    assert [each.counted_twice_s for each in ledgers] == [0, 0, 0]
+    assert ledgers[2].parts_s["ending"] == pytest.approx(1.0)
+    assert list_ledger_warnings(ledgers) == []
+
+
+# What the layout of three attempts of 10 s is, and the seconds of rank 1.
+@pytest.mark.parametrize(
+    ("num_ranks", "restart_s", "ending_s"),
+    [
+        pytest.param((2, 1, 2), 3.0, 3.0, id="in-the-middle"),
+        pytest.param((2, 2, 1), 3.0, 3.0, id="at-the-end"),
+        pytest.param((1, 2, 2), 3.0, 3.0, id="at-the-start"),
+        pytest.param((2, 1, 1), 0.0, 3.0, id="twice"),
+    ],
+)
+def test_a_rank_has_no_second_of_an_attempt_whose_layout_is_without_it(
+    num_ranks: tuple[int, ...], restart_s: float, ending_s: float, tmp_path: Path
+) -> None:
+    supervisor: list[list[Timed]] = []
+    for number, size in enumerate(num_ranks):
+        began_s = 100.0 + 10.0 * number
+        for rank in range(size):
+            write_attempt(tmp_path, rank, number, began_s, 1 + 5 * number)
+        supervisor.append([(began_s + 0.5, RanksStarted([1, 2][:size], 0.5))])
+        if number < 2:
+            changed = LayoutChanged(5, size, num_ranks[number + 1], "before -> after", "why")
+            supervisor[-1].append((began_s + 10.0, changed))
+    supervisor[-1].append((130.0, RunFinished("finished", 0, 15, 30.0)))
+    write_supervisor(tmp_path, *supervisor)
+    always, sometimes = ledgers_of(tmp_path)
+    assert always.wall_s == pytest.approx(30.0)
+    assert sometimes.wall_s == pytest.approx(10.0 * num_ranks.count(2))
+    assert sometimes.parts_s["restart"] == pytest.approx(restart_s)
+    assert sometimes.parts_s["ending"] == pytest.approx(ending_s)
+    assert sometimes.unattributed_s == pytest.approx(sometimes.num_steps * UNACCOUNTED_S)
+    assert sometimes.counted_twice_s == 0
+
+
+def test_the_page_says_a_warning_of_the_ledger_once(tmp_path: Path) -> None:
+    write_pause_of_seven_seconds(tmp_path)
+    facts = collect_run_facts(tmp_path)
+    (text,) = list_ledger_warnings(facts.rank_ledgers)
+    assert render_page(facts).count(text) == 1
 
 
 def test_a_first_attempt_that_died_without_a_word_is_in_the_restart(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_two_failures_in_a_hundred_seconds() -> None:
     times = TimelineBuilder()
     for envelope in story:
         times.add_event(envelope)
-    attempts = [RunAttempt(0, 1, start(4)), RunAttempt(1, 6, start(3))]
+    attempts = [RunAttempt(0, 1, start(4)), RunAttempt(1, 6, start(3), is_restart=True)]
     attempt_of_step = {step: int(step > 10) for step in range(1, 21)}
     found = measure_reliability(
         story, times.build_measured_timeline(), attempts, attempt_of_step, good_s=80.0
@@ -62,6 +62,22 @@ def test_two_failures_in_a_hundred_seconds() -> None:
     assert found.save_every_s == pytest.approx(30.0)
     # Young: sqrt(2 x 0.2 s x 50 s).
     assert found.best_save_every_s == pytest.approx(math.sqrt(20.0))
+
+
+def test_a_command_that_was_given_fewer_ranks_has_lost_none() -> None:
+    """Three ranks, stopped and resumed with two, of which one is lost for five of ten steps."""
+    attempts = [
+        RunAttempt(0, 1, start(3)),
+        RunAttempt(1, 11, start(2)),
+        RunAttempt(2, 16, start(1), is_restart=True),
+    ]
+    attempt_of_step = {step: (step > 10) + (step > 15) for step in range(1, 21)}
+    times = TimelineBuilder()
+    times.add_event(at(0, start(3)))
+    found = measure_reliability(
+        [], times.build_measured_timeline(), attempts, attempt_of_step, good_s=1.0
+    )
+    assert found.participation == pytest.approx((10 * 3 + 5 * 2 + 5 * 1) / (10 * 3 + 10 * 2))
 
 
 def test_a_run_without_failures_knows_no_rate() -> None:

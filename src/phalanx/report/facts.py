@@ -27,6 +27,8 @@ from phalanx.report.reliability import Reliability
 from phalanx.report.self_time import SelfTimeMap
 from phalanx.report.timeline import RunTimeline
 
+MAX_SHOWN_WARNINGS = 10
+"""Of a run, at the head of its page."""
 MAX_USUAL_SKIPPED_SHARE = 0.05
 """Of a run's steps: a few overflow in fp16, or meet a batch that nothing can be learnt from."""
 

@@ -1,15 +1,16 @@
 """`RankLedger`: every second of a rank in one part of a few, beside the wall clock of the run.
 
-The wall is measured by the supervisor from the command to the end, on its monotonic clock. The
-parts are measured by the rank. Neither is made from the other: what no part claims is
-`unattributed`, and parts that are more than the wall were counted twice.
+The wall is measured by the supervisor from the command to the end, on its monotonic clock, without
+the attempts whose layout did not have the rank. The parts are measured by the rank. Neither is made
+from the other: what no part claims is `unattributed`, and parts that are more than the wall were
+counted twice.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import (
@@ -85,7 +86,8 @@ class CommandSeconds:
 
 @dataclass(frozen=True)
 class RankLedger:
-    """The seconds of one rank over all commands of a run: `parts_s` by LEDGER_PARTS.
+    """The seconds of one rank over the commands of a run in which it was: `parts_s` by
+    LEDGER_PARTS.
 
     `communication_s`: by "axis: operation", what is in "communication". `is_supervised`: the wall
     is the supervisor's; else it is from this rank's first sign of life to its last in each attempt.
@@ -170,6 +172,11 @@ class _CommandEnd:
     clock: str
     has_failed: bool
 
+    @property
+    def began_s(self) -> float:
+        """When the command began, on the clock of `at_s`."""
+        return self.at_s - self.wall_s
+
     def is_on_clock_of(self, attempt: _RankAttempt) -> bool:
         return bool(self.clock) and self.clock == attempt.clock and math.isfinite(self.wall_s)
 
@@ -185,9 +192,10 @@ class LedgerBuilder:
         self._first_steps = first_steps
         self._attempts: dict[int, dict[int, _RankAttempt]] = {}
         self._counter = AttemptCounter()
-        self._restarted: set[int] = set()
+        # By attempt the moment at which its command scheduled another one.
+        self._restarted_s: dict[int, float] = {}
         # Only a supervisor says that it has started processes.
-        self._supervised: set[int] = set()
+        self._num_processes: dict[int, int] = {}
         self._ends: dict[int, _CommandEnd] = {}
 
     def add_event(self, envelope: Envelope) -> None:
@@ -217,11 +225,13 @@ class LedgerBuilder:
 
     def _add_event_of_supervision(self, envelope: Envelope) -> None:
         if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
-            self._restarted.add(self._counter.attempt_of_event(envelope))
+            number = self._counter.attempt_of_event(envelope)
+            self._restarted_s[number] = envelope.monotonic_s
         elif isinstance(envelope.event, RunFinished):
             self._add_end(envelope, envelope.event)
         elif isinstance(envelope.event, RanksStarted):
-            self._supervised.add(self._counter.attempt_of_event(envelope))
+            number = self._counter.attempt_of_event(envelope)
+            self._num_processes[number] = len(envelope.event.pids)
 
     def _add_end(self, envelope: Envelope, event: RunFinished) -> None:
         number = self._counter.attempt_of_event(envelope)
@@ -282,23 +292,17 @@ class LedgerBuilder:
     def _sum_attempts(self, rank: int, attempts: Mapping[int, _RankAttempt]) -> RankLedger:
         parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
         communication_s: dict[str, float] = {}
+        for attempt in attempts.values():
+            _add_all(communication_s, attempt.communication_s)
         is_supervised = True
         sums: list[CommandSeconds] = []
-        commands = self._group_by_command(attempts)
-        for position, command in enumerate(commands):
-            of_command = [attempts[number] for number in command]
-            command_parts_s = _sum_parts(of_command)
-            for attempt in of_command:
-                _add_all(communication_s, attempt.communication_s)
-            next_number = commands[position + 1][0] if position + 1 < len(commands) else math.inf
-            end = self._find_end(command, next_number)
-            if end is None or not self._supervised.intersection(command):
-                is_supervised = False
-                wall_s = max(of_command[-1].last_s - of_command[0].began_s, 0.0)
-            else:
-                wall_s = end.wall_s
-                self._add_ends_of_command(command_parts_s, command, of_command, end)
+        for command in self._group_by_command(attempts):
+            of_command = {number: attempts[number] for number in command}
+            end = self._find_end(command)
+            is_supervised = is_supervised and end is not None
+            command_parts_s = self._sum_parts(rank, of_command, end)
             _add_all(parts_s, command_parts_s)
+            wall_s = self._measure_wall_s(rank, of_command, end)
             sums.append(CommandSeconds(wall_s, sum(command_parts_s.values())))
         num_steps = sum(attempt.num_steps for attempt in attempts.values())
         wall_s = sum(each.wall_s for each in sums)
@@ -306,34 +310,83 @@ class LedgerBuilder:
             rank, wall_s, parts_s, communication_s, num_steps, is_supervised, tuple(sums)
         )
 
-    def _add_ends_of_command(
-        self,
-        parts_s: dict[str, float],
-        command: Sequence[int],
-        attempts: Sequence[_RankAttempt],
-        end: _CommandEnd,
-    ) -> None:
-        """Add the seconds before the first word of a rank, and after its last."""
-        first, last = attempts[0], attempts[-1]
-        if end.is_on_clock_of(last):
-            part = "failure" if end.has_failed else "ending"
-            parts_s[part] += max(end.at_s - last.last_s, 0.0)
-        # Attempts before it in which this rank came to no word.
-        if command[0] - 1 in self._restarted and end.is_on_clock_of(first):
-            parts_s["restart"] += max(first.began_s - (end.at_s - end.wall_s), 0.0)
+    def _measure_wall_s(
+        self, rank: int, attempts: Mapping[int, _RankAttempt], end: _CommandEnd | None
+    ) -> float:
+        """Seconds of a command in which its layout had the rank, by the supervisor; without its
+        word, by the rank's first and last."""
+        first, last = min(attempts), max(attempts)
+        if end is None:
+            wall_s = attempts[last].last_s - attempts[first].began_s
+            return max(wall_s - self._measure_absence_s(rank, range(first, last), None), 0.0)
+        numbers = range(self._find_first_of_command(first), self._find_last_of_command(last) + 1)
+        absence_s = self._measure_absence_s(rank, (n for n in numbers if n not in attempts), end)
+        return max(end.wall_s - absence_s, 0.0)
 
-    def _find_end(self, command: Sequence[int], next_number: float) -> _CommandEnd | None:
-        """The end of a command, whose last attempts may have left no word of this rank."""
-        numbers = [number for number in self._ends if command[-1] <= number < next_number]
-        if not numbers or not math.isfinite(self._ends[max(numbers)].wall_s):
+    def _sum_parts(
+        self, rank: int, attempts: Mapping[int, _RankAttempt], end: _CommandEnd | None
+    ) -> dict[str, float]:
+        """Seconds by part over the attempts of a command, of the restarts between them, and, if
+        the supervisor said its end, before the first word of the rank and after its last."""
+        parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
+        for attempt in attempts.values():
+            _add_all(parts_s, attempt.parts_s)
+        for before, after in itertools.pairwise(attempts):
+            gap_s = attempts[after].began_s - attempts[before].last_s
+            absence_s = self._measure_absence_s(rank, range(before + 1, after), end)
+            parts_s["restart"] += max(gap_s - absence_s, 0.0)
+        first, last = min(attempts), max(attempts)
+        if end is not None and end.is_on_clock_of(attempts[last]):
+            left = range(last + 1, self._find_last_of_command(last) + 1)
+            gap_s = end.at_s - attempts[last].last_s - self._measure_absence_s(rank, left, end)
+            parts_s["failure" if end.has_failed else "ending"] += max(gap_s, 0.0)
+        # Attempts before it in which this rank came to no word.
+        is_first = first - 1 not in self._restarted_s
+        if end is not None and not is_first and end.is_on_clock_of(attempts[first]):
+            wordless = range(self._find_first_of_command(first), first)
+            gap_s = attempts[first].began_s - end.began_s
+            parts_s["restart"] += max(gap_s - self._measure_absence_s(rank, wordless, end), 0.0)
+        return parts_s
+
+    def _measure_absence_s(
+        self, rank: int, numbers: Iterable[int], end: _CommandEnd | None
+    ) -> float:
+        """Seconds of the attempts `numbers` of a command whose layout did not have the rank: each
+        from when it was scheduled to when the next one was."""
+        absence_s = 0.0
+        for number in numbers:
+            if not 0 < self._num_processes.get(number, 0) <= rank:
+                continue
+            began_s = self._restarted_s.get(number - 1, math.nan if end is None else end.began_s)
+            over_s = self._restarted_s.get(number, math.nan if end is None else end.at_s)
+            absence_s += _clip_seconds(over_s - began_s)
+        return absence_s
+
+    def _find_first_of_command(self, number: int) -> int:
+        while number - 1 in self._restarted_s:
+            number -= 1
+        return number
+
+    def _find_last_of_command(self, number: int) -> int:
+        while number in self._restarted_s:
+            number += 1
+        return number
+
+    def _find_end(self, command: Sequence[int]) -> _CommandEnd | None:
+        """The end of a supervised command, whose last attempts may have left no word of this
+        rank; None where nobody said it."""
+        numbers = range(command[-1], self._find_last_of_command(command[-1]) + 1)
+        ends = [self._ends[number] for number in numbers if number in self._ends]
+        is_supervised = not self._num_processes.keys().isdisjoint(command)
+        if not ends or not is_supervised or not math.isfinite(ends[-1].wall_s):
             return None
-        return self._ends[max(numbers)]
+        return ends[-1]
 
     def _group_by_command(self, attempts: Mapping[int, _RankAttempt]) -> list[list[int]]:
         """Attempts that one command started, one after the other."""
         commands: list[list[int]] = []
         for number in sorted(attempts):
-            if commands and self._restarted.issuperset(range(commands[-1][-1], number)):
+            if commands and self._find_last_of_command(commands[-1][-1]) >= number:
                 commands[-1].append(number)
             else:
                 commands.append([number])
@@ -346,16 +399,6 @@ def _add_time_between_steps(attempt: _RankAttempt, event: TimeBetweenSteps, now_
     if event.activity == "startup":
         attempt.has_start = True
         attempt.began_s = min(attempt.began_s, now_s - seconds)
-
-
-def _sum_parts(attempts: Sequence[_RankAttempt]) -> dict[str, float]:
-    """Seconds by part over the attempts of a command, and of the restarts between them."""
-    parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
-    for attempt in attempts:
-        _add_all(parts_s, attempt.parts_s)
-    for before, after in itertools.pairwise(attempts):
-        parts_s["restart"] += max(after.began_s - before.last_s, 0.0)
-    return parts_s
 
 
 def _add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:

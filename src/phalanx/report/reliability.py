@@ -24,10 +24,10 @@ class Reliability:
 
     `goodput`: the share of the run's life in steps that stand and were applied, without their
     waiting for data, saves and evaluations. `participation`: over the steps that stand, the mean
-    share of all ranks that took part. `mean_between_failures_s`: the run's life by the number of
-    its failures. `save_every_s`: the median between two saves; `best_save_every_s`: what Young and
-    Daly want for that rate of failures and the cost of these saves. `hours`: those
-    that the supervisor measured; none of less than one without a failure.
+    share that took part of the ranks that their command had. `mean_between_failures_s`: the run's
+    life by the number of its failures. `save_every_s`: the median between two saves;
+    `best_save_every_s`: what Young and Daly want for that rate of failures and the cost of these
+    saves. `hours`: those that the supervisor measured; none of less than one without a failure.
     """
 
     goodput: float
@@ -96,14 +96,28 @@ def _number_or_none(value: float) -> float | None:
 def _measure_participation(
     attempts: Sequence[RunAttempt], attempt_of_step: Mapping[int, int]
 ) -> float:
-    size_of: dict[int, int] = {}
+    sizes = _list_sizes_and_most_of_command(attempts)
+    counted = [sizes[number] for number in attempt_of_step.values() if number in sizes]
+    num_asked_for = sum(most for _, most in counted)
+    return sum(size for size, _ in counted) / num_asked_for if num_asked_for > 0 else math.nan
+
+
+def _list_sizes_and_most_of_command(
+    attempts: Sequence[RunAttempt],
+) -> dict[int, tuple[int, int]]:
+    """By attempt its ranks, and the most that any attempt of its command had: who resumes a run
+    with fewer ranks has lost none."""
+    commands: list[dict[int, int]] = []
     for attempt in attempts:
+        if not attempt.is_restart or not commands:
+            commands.append({})
         if attempt.started is not None:
-            size_of[attempt.number] = int(attempt.started.world_size)
-    sizes = [size_of[number] for number in attempt_of_step.values() if number in size_of]
-    if not sizes or max(size_of.values()) <= 0:
-        return math.nan
-    return sum(sizes) / (len(sizes) * max(size_of.values()))
+            commands[-1][attempt.number] = int(attempt.started.world_size)
+    return {
+        number: (size, max(command.values()))
+        for command in commands
+        for number, size in command.items()
+    }
 
 
 def _find_median(values: Sequence[float]) -> float:

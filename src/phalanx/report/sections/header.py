@@ -7,7 +7,7 @@ import math
 from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
-from phalanx.report.facts import NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
+from phalanx.report.facts import MAX_SHOWN_WARNINGS, NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_small_text, build_tag
 from phalanx.report.reliability import Reliability
@@ -22,7 +22,6 @@ _CSS_CLASS_OF_STATUS = {
     "preempted": "open",
 }
 _METRIC_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
-MAX_SHOWN_WARNINGS = 10
 MAX_SHOWN_HOURS = 6
 # By tile: the key of the event lines behind its number.
 _KEY_OF_TILE = {

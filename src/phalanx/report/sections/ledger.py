@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
-from phalanx.report.facts import RunFacts
+from phalanx.report.facts import MAX_SHOWN_WARNINGS, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.ledger import LEDGER_PARTS, RankLedger, list_ledger_warnings
 from phalanx.report.markup import Html, build_table, build_tag
@@ -50,6 +50,8 @@ def render_ledgers(facts: RunFacts) -> Html:
         [
             build_tag("p", text, class_="note warning")
             for text in list_ledger_warnings(facts.rank_ledgers)
+            # The header says the first of all warnings.
+            if text not in facts.warnings[:MAX_SHOWN_WARNINGS]
         ],
         build_tag(
             "details",
