@@ -209,6 +209,28 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: 
         load_profile(path)
 
 
+@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), 1e308])
+def test_a_profile_with_a_rate_that_no_machine_has_is_no_profile(
+    tmp_path: Path, rate: float
+) -> None:
+    """A plan divided by it, and ended in a ZeroDivisionError."""
+    path = tmp_path / "profile.json"
+    section = make_profile().sections["comm"]
+    fit = replace(section.fits[0], values={"overhead_s": 0.0, "per_s": rate})
+    save_profile(make_profile().with_sections({"comm": replace(section, fits=(fit,))}), path)
+    with pytest.raises(UsageError, match="per_s"):
+        load_profile(path)
+
+
+def test_a_matmul_without_its_constants_is_no_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    section = make_profile().sections["comm"]
+    fit = replace(section.fits[0], kind="matmul")
+    save_profile(make_profile().with_sections({"gemm": replace(section, fits=(fit,))}), path)
+    with pytest.raises(UsageError, match="rows_half"):
+        load_profile(path)
+
+
 def test_a_machine_finds_its_own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its name, and only there: another number of cores is another machine."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 from phalanx.cli import _app
 from phalanx.cli._plan_search import build_model_override, check_plan_files
 from phalanx.core.errors import LayoutError, ResourceError, UsageError
-from phalanx.job.hugging_face import find_config_file
+from phalanx.job.hugging_face import find_config_file, read_model_config
 from phalanx.job.load import load_job
 from phalanx.plan.advice.explain_term import parse_term_name
 from phalanx.plan.described_cluster import choose_cluster_of_job
@@ -55,6 +55,15 @@ def test_a_config_that_is_a_pipe_is_said_to_be_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(LayoutError, match="not a regular file"):
         find_config_file(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_config_without_blocks_is_no_model_that_fits(tmp_path: Path, size: int) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": size})
+    )
+    with pytest.raises(LayoutError, match=f"num_hidden_layers is {size}"):
+        read_model_config(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(

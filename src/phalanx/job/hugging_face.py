@@ -14,6 +14,11 @@ from phalanx.core.files import read_json
 
 HUGGING_FACE_PREFIX = "hf:"
 CONFIG_FILE_NAME = "config.json"
+SIZE_KEYS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "n_layer", "n_embd", "n_head"),
+)
+"""Keys of config.json, in several families, of what a model has at least one of."""
 SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -93,6 +98,11 @@ def read_model_config(kind: str) -> dict[str, Any]:
         raise LayoutError(
             f"{path} names no model_type", fix="it is the config.json that save_pretrained writes"
         )
+    for key in SIZE_KEYS:
+        size = values.get(key)
+        # transformers takes such sizes, and builds a model without blocks, say.
+        if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+            raise LayoutError(f"{path}: {key} is {size}", fix="give a number from 1 on")
     return values
 
 

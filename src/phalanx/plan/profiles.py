@@ -23,6 +23,8 @@ PROFILE_FOLDER = "~/.cache/phalanx/profiles"
 PROCESSOR = "processor"
 """The mode of fits of a collective's processor seconds, and the basis of a busy machine's fits."""
 PROFILE_SECTIONS = ("gemm", "comm", "storage")
+MATMUL_CONSTANTS = frozenset(("overhead_s", "flops_per_s", "rows_half", "cols_half", "inner_half"))
+MAX_CONSTANT = 1e30  # no machine moves or computes as much in a second
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,27 @@ def load_profile(path: Path) -> MachineProfile:
         body = json.loads(read_whole_regular_file(path))
         if not isinstance(body, dict) or body.pop("schema", None) != PROFILE_SCHEMA:
             raise TypedJsonError(f"its schema is not {PROFILE_SCHEMA}")
-        return MachineProfile.from_json(body)
+        profile = MachineProfile.from_json(body)
+        for fit in profile.fits:
+            _require_possible_constants(fit)
+        return profile
     except (ValueError, RecursionError) as error:
         raise UsageError(
             "it is not a profile", where=str(path), why=str(error), fix="run phalanx bench all"
         ) from None
+
+
+def _require_possible_constants(fit: FittedRate) -> None:
+    """Raise TypedJsonError for constants that no fit has: one missing, or of nothing a second."""
+    missing = MATMUL_CONSTANTS - set(fit.values) if fit.kind == "matmul" else set()
+    if missing or not fit.values:
+        raise TypedJsonError(f"{fit.kind}: no {', '.join(sorted(missing)) or 'constants'}")
+    for name, value in fit.values.items():
+        # How much of something is hidden may be negative: it takes longer then.
+        least = -1.0 if name.endswith("_share") else 0.0
+        is_rate = name.endswith("per_s")
+        if not least <= value <= MAX_CONSTANT or (is_rate and value < 1):
+            raise TypedJsonError(f"{fit.kind}: {name} is {value}")
 
 
 def save_profile(profile: MachineProfile, path: Path) -> None:
