@@ -115,8 +115,9 @@ def start(
     options |= {"cwd": cwd, "process_group": 0}
     if command == PHALANX:
         env = env or environment()
-        kind = "ranks" if RANK_VARIABLES & env.keys() else "commands"
-        return warm.fork_command(nursery(kind), arguments, env, **options)
+        # `nursery("ranks")` would be another one than `nursery()`.
+        place = nursery() if RANK_VARIABLES & env.keys() else nursery("commands")
+        return warm.fork_command(place, arguments, env, **options)
     return subprocess.Popen([*command, *arguments], env=env or environment(), text=True, **options)
 
 
