@@ -25,7 +25,14 @@ from phalanx.job.schema import Job, Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model
 from phalanx.nn.models.decoder import Decoder
-from phalanx.observe.events import EvalFinished, Note, StepSkipped, TextGenerated
+from phalanx.observe.events import (
+    EvalFinished,
+    Note,
+    RankFailed,
+    RestartScheduled,
+    StepSkipped,
+    TextGenerated,
+)
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -64,6 +71,21 @@ def sums(split):
 
 def shuffled_by_each_process(split):
     return Sums(np.random.default_rng().permutation(100)) if split == "train" else None
+
+
+class Interrupted(Sums):
+    """On a file server that does not answer once."""
+
+    def __getitem__(self, index):
+        is_in_rank = "RANK" in os.environ
+        if is_in_rank and index == 17 and not os.path.exists("has_failed"):
+            open("has_failed", "w").close()
+            raise OSError(5, "Input/output error", "/nfs/shard-17")
+        return super().__getitem__(index)
+
+
+def interrupted(split):
+    return Interrupted(np.arange(100.0)) if split == "train" else None
 
 
 class Masked:
@@ -348,17 +370,24 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(
     )
     broken, shuffled, masks, planned = run_all(
         [
-            (*REGRESSION, "data.source=own_code:sums", "train.steps=20", "run.dir=broken"),
+            (
+                *REGRESSION,
+                "data.source=own_code:sums",
+                "data.workers=0",
+                "train.steps=20",
+                "run.dir=broken",
+            ),
             (*REGRESSION, "data.source=own_code:shuffled_by_each_process", "run.dir=shuffled"),
             (*tokens, "data.document_masks=true", "run.dir=masks"),
             ("plan", *REGRESSION[1:], "data.source=own_code:sums"),
         ],
         runs.folder,
     )
-    assert broken.code == 4
+    assert broken.code == 10
     assert (
-        "own_code.py:21, sample 17 of own_code:sums: ValueError: this picture cannot be decoded"
-        in broken.err
+        "deterministic failure at step 5: "
+        f"{runs.folder}/own_code.py:21, sample 17 of own_code:sums: ValueError: this picture cannot"
+        " be decoded (3 times in a row; the batch of step 5 is samples 32 to 39)" in broken.err
     )
     assert shuffled.code == 4
     assert (
@@ -372,6 +401,22 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(
         " takes any" in masks.err
     )
     assert masks.out == ""  # before anything is built
+
+
+def test_a_dataset_that_raises_once_costs_no_sample(runs: Runs) -> None:
+    """Of two ranks the other one keeps its process, and the step is done again from its memory."""
+    keys = ("data.source=own_code:interrupted", "train.steps=8", "observe.samples=true")
+    done = run(*REGRESSION, *keys, "parallel.ranks=2", "run.dir=interrupted", cwd=runs.folder)
+    assert done.code == 0, done.err
+    run_dir = runs.folder / "interrupted"
+    (failed,) = [envelope.event for envelope in events(run_dir, RankFailed)]
+    assert (failed.step, failed.phase, failed.cause) == (5, "data", "exception")
+    assert "sample 17 of own_code:interrupted: OSError: [Errno 5]" in failed.detail
+    (restart,) = [envelope.event for envelope in events(run_dir, RestartScheduled)]
+    assert restart.held_step == 4
+    assert runs.ledger("interrupted").out.startswith(
+        "64 samples in 8 steps over 2 attempts, each exactly once"
+    )
 
 
 @pytest.mark.long

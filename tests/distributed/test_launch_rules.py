@@ -18,7 +18,12 @@ import torch.distributed as dist
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.cores import count_allowed_cores
-from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
+from phalanx.core.errors import (
+    DataError,
+    DataSourceError,
+    EnvironmentProblem,
+    RestartBudgetError,
+)
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, write_bytes_atomically
 from phalanx.core.library_errors import find_os_error_behind
 from phalanx.launch.absence import AbsentRank, find_absent_rank
@@ -255,6 +260,11 @@ class TestReports:
         problem.__context__ = RuntimeError("Connection closed by peer")
         assert build_error_report(problem).secondary
 
+    def test_a_connection_that_a_users_dataset_lost_is_none_to_another_rank(self) -> None:
+        problem = DataSourceError("RuntimeError: Connection closed by peer")
+        problem.__cause__ = RuntimeError("Connection closed by peer")
+        assert not build_error_report(problem).secondary
+
     def test_survives_a_round_trip_and_odd_text(self, tmp_path: Path) -> None:
         report = raised(ValueError("surrogate \udcff"))
         report.write_report_file(tmp_path / "logs" / "x.error.json")
@@ -403,6 +413,31 @@ class TestVerdict:
         assert failure is not None
         assert (failure.exit_code, failure.restartable) == (1, True)
         assert failure.summary == f"rank 0 exited with code {code} at step 3 in data"
+
+    @pytest.mark.parametrize(
+        ("kind", "step", "attempt", "restartable"),
+        [
+            (DataSourceError, 0, 0, False),
+            (DataSourceError, 1, 0, False),
+            (DataSourceError, 2, 0, True),
+            # Of a restart: the dataset cannot be opened yet.
+            (DataSourceError, 0, 1, True),
+            (DataError, 2, 1, False),
+        ],
+    )
+    def test_a_data_source_that_fails_once_training_has_begun_is_tried_again(
+        self, kind: type[DataError], step: int, attempt: int, restartable: bool, tmp_path: Path
+    ) -> None:
+        if step:
+            self.at(tmp_path, 1, step, "data")
+        error = kind("OSError: [Errno 5] Input/output error", where="own.py:8, sample 13 of own:it")
+        exits = {0: died(0, signal=9, by_us=True), 1: died(1, code=4)}
+        records = {1: failed(raised(error))}
+        failure = find_root_failure(AttemptEnd(attempt, exits, records), tmp_path)
+        assert failure is not None
+        assert failure.restartable == failure.is_of_data_source == restartable
+        assert (failure.rank, failure.cause, failure.exit_code) == (1, "exception", 4)
+        assert "own.py:8, sample 13 of own:it: OSError: [Errno 5]" in failure.summary
 
     @pytest.mark.parametrize("code", [0, 75, 130])
     def test_the_rank_that_left_is_blamed_not_those_that_lost_its_connection(
@@ -708,6 +743,14 @@ class TestRestartPolicy:
             policy.count_restart_or_raise(self.failure(step), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
             policy.count_restart_or_raise(self.failure(5), now_s=0)
+
+    def test_a_data_source_that_fails_at_one_step_is_tried_three_times(self) -> None:
+        policy = RestartPolicy(100, 3600, lambda step: f"samples {8 * step - 8} to {8 * step - 1}")
+        failure = replace(self.failure(5, "OSError", "exception"), is_of_data_source=True)
+        for _ in range(2):
+            policy.count_restart_or_raise(failure, now_s=0)
+        with pytest.raises(RestartBudgetError, match=r"3 times .* step 5 is samples 32 to 39"):
+            policy.count_restart_or_raise(failure, now_s=0)
 
     def test_an_exception_of_the_same_words_at_the_same_step_is_tried_once_more(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)

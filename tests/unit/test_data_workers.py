@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from commands import wait_until
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataSourceError
 from phalanx.data.loader import Batch, RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
@@ -45,6 +45,8 @@ class Numbers:
         if index == self.bad:
             if self.how == "raise":
                 raise ValueError("no such picture")
+            if self.how == "other shape":
+                return self[index - 1] | {"inputs": np.full(5, index)}
             if self.how == "warn":
                 print("this picture is odd")
                 return self[index - 1]
@@ -179,7 +181,7 @@ def test_a_step_that_kills_every_worker_is_an_error_with_their_last_words(
 ) -> None:
     batches = open_batches(own_dataset(bad=17, how="die"), workers=2)
     with pytest.raises(
-        DataError, match=r"SIGKILL at sample 17; it said last: about to die of this sample"
+        DataSourceError, match=r"SIGKILL at sample 17; it said last: about to die of this sample"
     ) as caught:
         read_all(batches)
     assert "again and again" in caught.value.what
@@ -230,10 +232,20 @@ def test_what_a_dataset_raises_names_the_line_and_the_sample_and_is_not_retried(
     own_dataset: Callable[..., Path], open_batches: Open, heard: list[Event], workers: int
 ) -> None:
     batches = open_batches(own_dataset(bad=17, how="raise"), workers=workers)
-    with pytest.raises(DataError, match="ValueError: no such picture") as caught:
+    with pytest.raises(DataSourceError, match="ValueError: no such picture") as caught:
         read_all(batches)
     assert "own_numbers.py:19, sample 17 of own_numbers:numbers" in str(caught.value)
     assert heard == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_no_batch_are_no_failure_of_their_source(
+    own_dataset: Callable[..., Path], open_batches: Open, workers: int
+) -> None:
+    batches = open_batches(own_dataset(bad=17, how="other shape"), workers=workers)
+    with pytest.raises(DataError, match="of different shapes") as caught:
+        read_all(batches)
+    assert type(caught.value) is DataError
 
 
 def test_own_samples_are_a_permutation_of_each_epoch_and_draw_the_same_everywhere(

@@ -38,6 +38,7 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ),
     ExitCode.DATA: (
         "data is missing, empty or does not fit the model, or your dataset raised an exception"
+        " before the first step was done"
     ),
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
@@ -108,6 +109,11 @@ class LayoutError(PhalanxError):
 
 class DataError(PhalanxError):
     exit_code = ExitCode.DATA
+
+
+class DataSourceError(DataError):
+    """A user's dataset raised an exception, or a process that reads it ended: a file server may be
+    gone for a moment. What is wrong with its samples is a DataError."""
 
 
 class DataStorageError(DataError):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import hash_to_stable_64_bits
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataSourceError
 from phalanx.core.registry import import_object_of_kind
 from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
@@ -52,8 +52,8 @@ class UserDatasetFacts:
 def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
     """The result of the factory: a dataset with at least one sample, or None for "held_out".
 
-    Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or
-    returns.
+    Raises LayoutError (exit 3) if there is no such factory, DataSourceError for what it raises, and
+    DataError for what it returns.
     """
     factory = import_object_of_kind(source, "phalanx.data", "dataset")
     try:
@@ -90,8 +90,8 @@ class UserSamples:
         self._order = ShuffledSampleOrder(len(dataset), seed) if shuffled else None
 
     def take(self, indices: NDArray[np.integer]) -> Arrays:
-        """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be
-        a batch.
+        """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataSourceError for what the
+        dataset raises, and DataError for what cannot be a batch.
         """
         places = np.asarray(indices)
         if self._order is not None:
@@ -185,13 +185,13 @@ def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def format_user_exception(error: Exception, where: str) -> DataError:
+def format_user_exception(error: Exception, where: str) -> DataSourceError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename != __file__:
             where = f"{frame.filename}:{frame.lineno}, {where}"
             break
-    return DataError(f"{type(error).__name__}: {error}", where=where)
+    return DataSourceError(f"{type(error).__name__}: {error}", where=where)
 
 
 @contextlib.contextmanager

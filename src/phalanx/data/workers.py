@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import phalanx
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataSourceError
 from phalanx.core.output import print_waiting_notice
 from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.data.whereabouts import WorkerActivity, WorkerStatus, create_worker_status
@@ -97,8 +97,8 @@ class WorkerPool:
     def get_step(self, step: int) -> Arrays:
         """The arrays of a step. Steps in a row are read ahead; a jump starts anew.
 
-        Raises DataError for what a user's dataset raised, and if workers die of a step again and
-        again.
+        Raises DataSourceError for what a user's dataset raised, and if workers die of a step again
+        and again; DataError for samples that are no batch.
         """
         if not (self._workers and step in self._list_pending_steps()):
             self.close()
@@ -165,7 +165,7 @@ class WorkerPool:
         worker.heard_s = time.monotonic()
         if "error" in message:
             reported = decode_worker_error(message["error"])
-            # The samples could not be opened: that will not change.
+            # The samples could not be opened.
             if message["step"] is None:
                 raise reported
             self._ready[worker.owed.popleft()] = reported
@@ -204,10 +204,10 @@ class WorkerPool:
 
     def _repeated_death_error(
         self, number: int, step: int, why: str, log: Path | None
-    ) -> DataError:
+    ) -> DataSourceError:
         if log is not None:
             why += f"; all of it: {log}"
-        return DataError(
+        return DataSourceError(
             f"workers end at step {step} again and again",
             where=f"loader worker {number}{self._of_rank}, one of {self._num_workers}",
             why=why,

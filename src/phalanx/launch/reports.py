@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.core import registry
-from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.errors import DataSourceError, ExitCode, PhalanxError
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error, write_json_atomically
 from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.secrets import Redactor
@@ -136,6 +136,9 @@ def _is_startup_file(filename: str) -> bool:
 def is_caused_by_lost_peer(error: BaseException) -> bool:
     """True if `error`, or what it was raised from or while handling, is a connection lost or a
     peer not answering."""
+    if isinstance(error, DataSourceError):
+        # A connection of the user's own: to a file server, say.
+        return False
     visited: list[BaseException] = []
     link: BaseException | None = error
     # An error may lead back to itself: user code can set `__cause__` to anything.

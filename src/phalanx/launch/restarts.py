@@ -10,7 +10,7 @@ from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.units import format_seconds
 from phalanx.launch.rank_failure import RankFailure
 
-# A signal or a hang may come from outside, by accident even twice at one step.
+# A signal, a hang or a data source may fail from outside, by accident even twice at one step.
 SAME_FAILURE_LIMIT = 3
 # The same words at the same step: unlike a signal, an exception does not come from outside.
 SAME_EXCEPTION_LIMIT = 2
@@ -66,7 +66,7 @@ class RestartPolicy:
         self._num_same += 1
         self._last = key
         limit = SAME_FAILURE_LIMIT
-        if failure.cause == "exception":
+        if failure.cause == "exception" and not failure.is_of_data_source:
             limit = SAME_EXCEPTION_LIMIT
         if self._num_same >= limit:
             where = f"at step {failure.step}" if failure.step else "before the first step"

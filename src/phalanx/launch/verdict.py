@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.black_box_reader import LastPosition, read_last_position
-from phalanx.core.errors import ExitCode, OutOfMemoryError
+from phalanx.core.errors import DataSourceError, ExitCode, OutOfMemoryError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
@@ -90,6 +90,8 @@ def _explain_error_report(blamed: _BlamedRank, report: ErrorReport) -> RankFailu
     if report.roll_back is not None:
         return _explain_roll_back(blamed, report.roll_back)
     if report.is_phalanx_error:
+        if report.type == DataSourceError.__name__ and blamed.is_of_trained_run:
+            return _blame_data_source(blamed, report)
         return _blame_phalanx_error(blamed, report)
     # A rank alone has nobody to lose: it was a connection of the user's own.
     end = blamed.end
@@ -118,6 +120,11 @@ class _BlamedRank:
     @property
     def has_done_steps(self) -> bool:
         return self.last_seen is not None and self.last_seen.step >= 1
+
+    @property
+    def is_of_trained_run(self) -> bool:
+        """True if a step was done in this attempt, or an attempt came before this one."""
+        return self.end.number > 0 or (self.last_seen is not None and self.last_seen.step > 1)
 
     def build_restartable_failure(
         self, cause: str, summary: str, detail: str, lines: Sequence[str], signature: str
@@ -260,6 +267,16 @@ def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailur
     failure = blamed.build_restartable_failure(cause, line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
     return replace(failure, exit_code=report.exit_code, restartable=False)
+
+
+def _blame_data_source(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
+    """The failure of a user's dataset in a run that has trained: its files or its server may be
+    there again when the ranks start again."""
+    line = report.one_line
+    summary = f"rank {blamed.rank} failed {blamed.describe_position}: {line}"
+    signature = remove_varying_text_from_failure(line)
+    failure = blamed.build_restartable_failure("exception", summary, line, [summary], signature)
+    return replace(failure, exit_code=report.exit_code, restartable=True, is_of_data_source=True)
 
 
 def _explain_roll_back(blamed: _BlamedRank, roll_back: RollBack) -> RankFailure:

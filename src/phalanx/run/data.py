@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataSourceError
 from phalanx.data.corpus import Corpus
 from phalanx.data.loader import RankBatchShare, TrainBatches, build_held_out_batches
 from phalanx.data.samples import SampleSpec
@@ -123,7 +123,7 @@ def require_document_mask_support(job: Job, model: ParallelModel) -> None:
 
 def require_same_samples_on_all_ranks(corpus: Corpus, mesh: Mesh) -> None:
     """Raise DataError unless a user's dataset gives every rank the samples that were looked at
-    before.
+    before; DataSourceError for what it raises.
 
     Else ranks would repeat some samples and leave others out.
     """
@@ -132,7 +132,8 @@ def require_same_samples_on_all_ranks(corpus: Corpus, mesh: Mesh) -> None:
     views = mesh.gather_json(_read_length_and_digest_of_dataset(corpus.user))
     for rank, view in enumerate(views):
         if "error" in view:
-            raise DataError(str(view["error"]), where=f"rank {rank}")
+            kind = DataSourceError if view["is_of_source"] else DataError
+            raise kind(str(view["error"]), where=f"rank {rank}")
     was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
     different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
@@ -168,7 +169,7 @@ def _read_length_and_digest_of_dataset(user: UserDatasetFacts) -> dict[str, int 
         dataset = open_user_dataset(user.source, user.args, "train")
         digest = hash_sample_subset(dataset, user.source)
     except DataError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "is_of_source": isinstance(error, DataSourceError)}
     return {"length": len(dataset), "samples": digest}
 
 
