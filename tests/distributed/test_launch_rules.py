@@ -3,6 +3,7 @@ attempt."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -44,6 +45,7 @@ from phalanx.launch.restarts import NUM_PROGRESS_STEPS, RestartPolicy
 from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
 from phalanx.launch.verdict import find_root_failure
+from ranks import run_ranks
 
 TORCHRUN = {
     "RANK": "3",
@@ -165,6 +167,33 @@ def raised(error: BaseException) -> ErrorReport:
         return build_error_report(caught)
 
 
+def use_broken_store_connection(rank: int, breaks_own: bool) -> ErrorReport:
+    """The error of a store's client: its own socket is closed, or the server is gone."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    of_server = set(list_connections_to(port))
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    client.set("key", "value")
+    if breaks_own:
+        (descriptor,) = set(list_connections_to(port)) - of_server
+        os.close(descriptor)
+    else:
+        del server
+    with pytest.raises(RuntimeError) as caught:
+        client.get("key")
+    return build_error_report(caught.value)
+
+
+def list_connections_to(port: int) -> list[int]:
+    """The descriptors of this process's connections to `port`."""
+    connections = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connections.append(int(name))
+    return connections
+
+
 class TestReports:
     @pytest.mark.parametrize(
         "message",
@@ -254,6 +283,32 @@ class TestReports:
         found = find_os_error_behind(caught_of_gloo.value, PERMANENT_WRITE_ERRNOS)
         assert found is not None
         assert found.errno == errno.EMFILE
+
+    @pytest.mark.parametrize(
+        "code",
+        [errno.EBADF, errno.ENOTSOCK, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES],
+    )
+    def test_what_the_system_says_of_its_own_sockets_is_no_consequence(self, code: int) -> None:
+        words = os.strerror(code)
+        assert not raised(dist.DistNetworkError(words)).secondary
+        assert not raised(RuntimeError(f"failed to recv: {words}")).secondary
+
+    def test_a_store_whose_socket_this_process_closed_is_its_own_error(self) -> None:
+        (own,) = run_ranks(1, use_broken_store_connection, True)
+        assert "Bad file descriptor" in own.message
+        assert (own.type, own.secondary) == ("DistNetworkError", False)
+        (of_server,) = run_ranks(1, use_broken_store_connection, False)
+        assert of_server.secondary, of_server.message
+
+    def test_the_first_error_of_connections_is_the_one_that_counts(self) -> None:
+        """A rank whose sockets broke loses its peers, and one that lost a peer closes sockets."""
+        own = dist.DistNetworkError("Bad file descriptor")
+        lost = RuntimeError("Connection closed by peer")
+        lost.__context__ = own
+        assert not build_error_report(lost).secondary
+        own, lost = dist.DistNetworkError("Bad file descriptor"), RuntimeError("Connection reset")
+        own.__context__ = lost
+        assert build_error_report(own).secondary
 
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")
@@ -381,6 +436,19 @@ class TestVerdict:
         ]
         assert cause.user_place.startswith(f"{__file__}:")
         assert (failure.rank, failure.restartable, failure.exit_code) == (2, True, 1)
+
+    def test_a_rank_whose_own_sockets_broke_is_blamed_and_not_the_one_that_waits(
+        self, tmp_path: Path
+    ) -> None:
+        for rank in range(2):
+            self.at(tmp_path, rank, 10, "ckpt_stage")
+        broken = failed(raised(dist.DistNetworkError("Bad file descriptor")))
+        end = AttemptEnd(0, {1: died(1, code=1)}, {1: broken}, silent={0: "S"}, waiting={0: 10})
+        failure = find_root_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.rank, failure.cause, failure.restartable) == (1, "exception", True)
+        assert failure.summary.startswith("rank 1 failed at step 10 in ckpt_stage")
+        assert end.is_primary_failure_known
 
     def test_the_earliest_consequence_where_no_cause_is_known(self, tmp_path: Path) -> None:
         late = replace(raised(RuntimeError("Timed out waiting 8000ms")), time_monotonic_s=2.0)

@@ -172,6 +172,22 @@ def test_a_connection_that_no_rank_died_of_blames_no_rank(folder: Path, straight
     assert weights(run_dir) == weights(straight)
 
 
+@pytest.mark.long
+def test_a_rank_that_closes_its_own_sockets_is_blamed_and_the_other_keeps_its_state(
+    folder: Path, straight: Path
+) -> None:
+    """Before the first checkpoint, whose group needs sockets: all that is saved is step 0."""
+    fault = inject("hanging_code:close_sockets", 1, 8, "backward")
+    done = train(folder, "closed", fault, "checkpoint.asynchronous=true")
+    assert done.code == 0, done.err
+    run_dir = folder / "closed"
+    (failed,) = events(run_dir, RankFailed)
+    assert (failed.event.cause, failed.event.failed_rank) == ("exception", 1)
+    assert "Bad file descriptor" in failed.event.detail
+    assert [start.event.kept for start in events(run_dir, RanksStarted)] == [[], [0]]
+    assert weights(run_dir) == weights(straight)
+
+
 def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
     """Each rank samples for itself, for longer than a step may take, and notes each token."""
     text_s = 0.0

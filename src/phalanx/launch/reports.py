@@ -3,6 +3,7 @@ run's logs."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -28,6 +29,15 @@ _OTHER_RANK_ERROR_PATTERN = re.compile(
     r"|gloo.{0,40}connect.{0,40}fail|failed to (recv|send|connect|accept)"
     r"|remote process exited|ncclRemoteError|ncclSystemError|no error.{0,20}peer",
     re.IGNORECASE | re.DOTALL,
+)
+# What the system says to a process about its own sockets, files and memory: no other rank can bring
+# that about.
+_OWN_ERRNOS = (
+    *(errno.EBADF, errno.ENOTSOCK, errno.EMFILE),
+    *(errno.ENFILE, errno.ENOMEM, errno.EACCES),
+)
+_OWN_ERROR_PATTERN = re.compile(
+    "|".join(re.escape(os.strerror(code)) for code in _OWN_ERRNOS), re.IGNORECASE
 )
 # Of torch, where a rank does not reach the store.
 STORE_ERROR_NAMES = ("DistStoreError", "DistNetworkError")
@@ -135,27 +145,36 @@ def _is_startup_file(filename: str) -> bool:
 
 def is_caused_by_lost_peer(error: BaseException) -> bool:
     """True if `error`, or what it was raised from or while handling, is a connection lost or a
-    peer not answering."""
+    peer not answering.
+
+    Of several errors of connections the first one counts: a rank whose own sockets broke loses its
+    peers, too, and one that lost a peer closes sockets.
+    """
     if isinstance(error, DataSourceError):
         # A connection of the user's own: to a file server, say.
         return False
+    is_lost = False
     visited: list[BaseException] = []
     link: BaseException | None = error
     # An error may lead back to itself: user code can set `__cause__` to anything.
     while link is not None and link not in visited:
         visited.append(link)
-        if type(link).__name__ in STORE_ERROR_NAMES:
-            return True
-        if isinstance(link, RuntimeError) and is_message_about_lost_peer(
-            _format_printable_message(link)
-        ):
-            return True
+        # Those of the store are RuntimeErrors, too.
+        if isinstance(link, RuntimeError):
+            message = _format_printable_message(link)
+            if _OWN_ERROR_PATTERN.search(message) is not None:
+                is_lost = False
+            elif type(link).__name__ in STORE_ERROR_NAMES or is_message_about_lost_peer(message):
+                is_lost = True
         link = link.__cause__ or link.__context__
-    return False
+    return is_lost
 
 
 def is_message_about_lost_peer(text: str) -> bool:
-    """True for words of torch's about a connection that was lost or a peer that did not answer."""
+    """True for words of torch's about a connection that was lost or a peer that did not answer,
+    and not of the system's about what this process itself has."""
+    if _OWN_ERROR_PATTERN.search(text) is not None:
+        return False
     return _OTHER_RANK_ERROR_PATTERN.search(text) is not None
 
 
