@@ -309,6 +309,12 @@ class TestReports:
         own, lost = dist.DistNetworkError("Bad file descriptor"), RuntimeError("Connection reset")
         own.__context__ = lost
         assert build_error_report(own).secondary
+        # Not of a connection, and got over.
+        lost = RuntimeError("Connection closed by peer")
+        lost.__context__ = RuntimeError(
+            "can't allocate memory: Error code 12 (Cannot allocate memory)"
+        )
+        assert build_error_report(lost).secondary
 
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")

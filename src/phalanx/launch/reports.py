@@ -162,10 +162,9 @@ def is_caused_by_lost_peer(error: BaseException) -> bool:
         # Those of the store are RuntimeErrors, too.
         if isinstance(link, RuntimeError):
             message = _format_printable_message(link)
-            if _OWN_ERROR_PATTERN.search(message) is not None:
-                is_lost = False
-            elif type(link).__name__ in STORE_ERROR_NAMES or is_message_about_lost_peer(message):
-                is_lost = True
+            is_of_connection = type(link).__name__ in STORE_ERROR_NAMES
+            if is_of_connection or _OTHER_RANK_ERROR_PATTERN.search(message) is not None:
+                is_lost = _OWN_ERROR_PATTERN.search(message) is None
         link = link.__cause__ or link.__context__
     return is_lost
 
