@@ -323,6 +323,9 @@ def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
         folder,
     )
     assert first.code == second.code == 0, first.err + second.err
+    assert second.out.count("-> 3 ranks (") == 1
+    assert "; going on with 3 ranks (restart 3 of 3)" in second.out
+    assert "phalanx stops the ranks (sigterm) to start all of them" in second.out
     run_dir = folder / "fewer"
     changes = [e.event for e in events(run_dir, LayoutChanged)]
     assert [(e.num_ranks_before, e.num_ranks) for e in changes] == [(4, 3), (3, 4)]
@@ -347,15 +350,21 @@ def loss_curve_of_ranks(run_dir: Path) -> dict[int, float]:
     return {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
 
 
-def test_without_min_ranks_a_rank_that_does_not_start_ends_the_run(folder: Path) -> None:
+def test_a_rank_that_does_not_start_ends_a_run_that_cannot_do_with_fewer(folder: Path) -> None:
+    """Without min_ranks, and with a layout that has no smaller one, which is said at the start and
+    at the end."""
     (folder / "lemon.py").write_text(LEMON.format(attempts="1, 2, 3, 4"))
-    done = run(
-        *arguments("ddp", "lost", inject("kill:rank=1,step=14,phase=forward")),
-        "model.objective=lemon:loss",
-        cwd=folder,
+    more = (inject("kill:rank=1,step=14,phase=forward"), "model.objective=lemon:loss")
+    tp = ("parallel.dp_replicate=1", "parallel.tp=2", "resilience.min_ranks=1")
+    lost, uncut = run_all(
+        [arguments("ddp", "lost", *more), arguments("ddp", "uncut", *more, *tp)], folder
     )
-    assert done.code == 10
-    assert "deterministic failure before the first step" in done.err
+    assert lost.code == uncut.code == 10
+    assert "deterministic failure before the first step" in lost.err
+    assert "the run needs all ranks" not in lost.err
+    why = "tp=2 has no smaller layout, for only data parallelism shrinks"
+    assert f"ranks   the run ends if one does not come back: {why}" in uncut.out
+    assert f"rank 1 does not start, and the run needs all ranks: {why}" in uncut.err
 
 
 def test_all_ranks_start_anew_if_none_is_to_be_kept(folder: Path, straight: Path) -> None:

@@ -26,3 +26,29 @@ def test_a_rank_that_comes_and_goes_is_tried_less_and_less_often() -> None:
         assert elastic.grow() == 4
         assert not elastic.should_grow()
     assert num_saves_before_growth == [1, 2, 4, 8]
+
+
+def explain(*keys: str) -> tuple[int | None, str]:
+    job = load_job(None, [*keys])
+    run: Any = SimpleNamespace(job=job, plan=make_plan(job), replan=make_plan)
+    elastic = ElasticLayout(run)
+    return elastic.shrink(), elastic.explain_no_shrink()
+
+
+def test_a_layout_that_cannot_become_smaller_says_why() -> None:
+    assert explain("parallel.ranks=2", "parallel.tp=2", "resilience.min_ranks=1") == (
+        None,
+        "tp=2 has no smaller layout, for only data parallelism shrinks",
+    )
+    two_of_tp = ("parallel.ranks=4", "parallel.tp=2", "parallel.dp_replicate=2")
+    assert explain(*two_of_tp, "resilience.min_ranks=3") == (
+        None,
+        "the next smaller layout has 2 ranks, and resilience.min_ranks is 3",
+    )
+    # Three ranks do not divide the batch.
+    four = ("parallel.ranks=4", "parallel.dp_replicate=4", "train.global_batch_size=8")
+    num_ranks, why = explain(*four, "resilience.min_ranks=3")
+    assert num_ranks is None
+    assert why.startswith("the next smaller layout is refused: ")
+    assert "batch" in why
+    assert explain("parallel.ranks=2", "parallel.tp=2") == (None, "")

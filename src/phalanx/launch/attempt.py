@@ -155,6 +155,9 @@ class AttemptWatch:
                 self._handle_signal(number)
             if not self.end.was_told_to_leave and self._spec.attempts.should_grow():
                 self.end.was_told_to_leave = True
+                self._listener.say(
+                    "a checkpoint is there: phalanx stops the ranks (sigterm) to start all of them"
+                )
                 self._server.link.send(SendSignalToRanks(int(signal.SIGTERM)))
             self._look_for_hang()
             self._kill_ranks_past_deadline()

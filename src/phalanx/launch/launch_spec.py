@@ -57,6 +57,10 @@ class AttemptPlanner(Protocol):
         """Go on with fewer ranks; the number of them, None where that is not possible."""
         ...
 
+    def explain_no_shrink(self) -> str:
+        """Why `shrink` did nothing, in words; empty where it was not asked for."""
+        ...
+
     def should_grow(self) -> bool:
         """True if it is time to try all ranks again."""
         ...
@@ -108,6 +112,9 @@ class RepeatedAttempts:
 
     def shrink(self) -> int | None:
         return None
+
+    def explain_no_shrink(self) -> str:
+        return ""
 
     def should_grow(self) -> bool:
         return False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.roll_back import RollBack
+from phalanx.core.units import plural
 from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.launch_spec import LaunchSpec
@@ -72,13 +73,17 @@ class RecoveryPolicy:
     def _recover(self, end: AttemptEnd, failure: RankFailure) -> RunOutcome | StartAgain:
         """Start again after a failure, with fewer ranks if one does not come back; or end."""
         is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
-        has_shrunk = self._failed_starts.is_rank_gone and self._shrink(failure, end)
+        is_rank_gone = self._failed_starts.is_rank_gone
+        has_shrunk = is_rank_gone and self._shrink(failure, end)
+        no_shrink = ""
+        if is_rank_gone and not has_shrunk:
+            no_shrink = self._explain_no_shrink(failure)
         may_try_again = has_shrunk or (is_failed_start and self._attempts.is_elastic)
         if self._spec.stepless or not (failure.restartable or may_try_again):
             report = failure.report
             if failure.cause == OUT_OF_MEMORY:
                 report = "\n".join([report, *self._attempts.list_memory_advice()])
-            return self._fail(failure.exit_code, report)
+            return self._fail(failure.exit_code, report + no_shrink)
         try:
             self._restarts.count_restart_or_raise(
                 failure, time.monotonic(), self._attempts.find_newest_step()
@@ -87,14 +92,14 @@ class RecoveryPolicy:
             message = str(error)
             if failure.report != failure.summary:
                 message += f"\n{failure.report}"
-            return self._fail(error.exit_code, message)
+            return self._fail(error.exit_code, message + no_shrink)
         survivors = _keep_numbers(end, failure)
         if has_shrunk:
             # Numbered anew: a gap would be a rank that is not there.
             survivors = {
                 rank: number for number, rank in enumerate([*survivors][: self._num_ranks])
             }
-        self._announce_restart(failure, survivors, _find_held_step(end))
+        self._announce_restart(failure, survivors, _find_held_step(end), has_shrunk=has_shrunk)
         return StartAgain(self._num_ranks, survivors)
 
     def _lessen_memory(self, failure: RankFailure) -> bool:
@@ -120,6 +125,13 @@ class RecoveryPolicy:
         )
         return True
 
+    def _explain_no_shrink(self, failure: RankFailure) -> str:
+        """A last line on a rank that is gone, where the job allows fewer ranks in vain."""
+        why = self._attempts.explain_no_shrink()
+        if not why:
+            return ""
+        return f"\nrank {failure.rank} does not start, and the run needs all ranks: {why}"
+
     def _grow(self) -> StartAgain:
         num_ranks = self._attempts.grow()
         self._change_num_ranks(num_ranks, "a checkpoint is there, and all ranks are tried again")
@@ -129,7 +141,6 @@ class RecoveryPolicy:
         text = self._attempts.describe_last_change()
         step = max(self._attempts.find_newest_step(), held_step)
         self._bus.emit(LayoutChanged(step, self._num_ranks, num_ranks, text, why))
-        self._say(f"{text}: {why}")
         self._num_ranks = num_ranks
         self._failed_starts = FailedStarts()
 
@@ -235,13 +246,20 @@ class RecoveryPolicy:
         )
 
     def _announce_restart(
-        self, failure: RankFailure, survivors: Mapping[int, int], held_step: int
+        self,
+        failure: RankFailure,
+        survivors: Mapping[int, int],
+        held_step: int,
+        *,
+        has_shrunk: bool,
     ) -> None:
         from_step = self._attempts.find_newest_step()
         restart, budget = self._restarts.num_counted, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
         plan_words = f"starting again from step {from_step}"
-        if survivors:
+        if has_shrunk:
+            plan_words = f"going on with {plural(self._num_ranks, 'rank')}"
+        elif survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
             plan_words = f"starting it again beside {format_rank_list(sorted(survivors.values()))}"
         self._say(f"{failure.summary}; {plan_words} (restart {restart} of {budget})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.data.corpus import Corpus, CorpusComponent
 from phalanx.plan.explain import describe_plan
 from phalanx.run.data_counts import describe_num_held_out
+from phalanx.run.elastic_layout import explain_no_smaller_layout
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import ResumedRun
 
@@ -21,6 +22,8 @@ def format_run_announcement(
     lines = [f"run     {run.run_dir}"]
     if ranks:
         lines.append(f"ranks   {ranks}")
+    else:
+        lines += _list_notes_on_min_ranks(run)
     for line in (*_describe_training_sources(run.corpus), *run.unverified):
         lines.append(f"data    {line}")
     lines += run.init_lines
@@ -29,6 +32,15 @@ def format_run_announcement(
     if resumed is not None:
         lines += resumed.summary_lines()
     return lines
+
+
+def _list_notes_on_min_ranks(run: PreparedRun) -> list[str]:
+    """A line where the job allows fewer ranks, and its layout does not."""
+    min_ranks, layout = run.job.resilience.min_ranks, run.plan.layout
+    if min_ranks is None or min_ranks == layout.world_size:
+        return []
+    why = explain_no_smaller_layout(layout, min_ranks)
+    return [f"ranks   the run ends if one does not come back: {why}"] if why else []
 
 
 def _describe_training_sources(corpus: Corpus) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, plural
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.search.finalists import apply_job_keys
@@ -33,6 +33,7 @@ class ElasticLayout:
         self._before = run.plan
         self._num_saves, self._saves_until_growth = 0, 1
         self._has_grown = False
+        self._refusal = ""
 
     def shrink(self) -> int | None:
         """Lay the run out on fewer ranks; the number of them, None where no layout on at least
@@ -40,13 +41,15 @@ class ElasticLayout:
         min_ranks = self._run.job.resilience.min_ranks
         if min_ranks is None:
             return None
+        self._refusal = ""
         for layout in list_smaller_layouts(self.plan.layout):
             if layout.world_size < min_ranks:
                 return None
             try:
                 job = apply_job_keys(self._whole_job, _build_layout_keys(layout))
                 plan = self._run.replan(job)
-            except LayoutError:
+            except LayoutError as error:
+                self._refusal = self._refusal or str(error)
                 continue
             if self._has_grown:
                 self._saves_until_growth *= 2
@@ -54,6 +57,14 @@ class ElasticLayout:
             self.job, self.plan, self._num_saves = job, plan, 0
             return layout.world_size
         return None
+
+    def explain_no_shrink(self) -> str:
+        """Why `shrink` found no layout; empty without `resilience.min_ranks`."""
+        min_ranks = self._run.job.resilience.min_ranks
+        if min_ranks is None:
+            return ""
+        why = explain_no_smaller_layout(self.plan.layout, min_ranks)
+        return why or f"the next smaller layout is refused: {self._refusal}"
 
     def describe_last_change(self) -> str:
         """Both layouts of the last change, for a person."""
@@ -137,6 +148,18 @@ def list_smaller_layouts(layout: Layout) -> Iterator[Layout]:
         yield smaller
 
 
+def explain_no_smaller_layout(layout: Layout, min_ranks: int) -> str:
+    """Why ranks that are laid out so cannot become fewer, but at least `min_ranks`; empty where
+    there is a smaller layout."""
+    smaller = next(list_smaller_layouts(layout), None)
+    if smaller is None:
+        return f"{_describe_axes(layout)} has no smaller layout, for only data parallelism shrinks"
+    if smaller.world_size < min_ranks:
+        num_ranks = plural(smaller.world_size, "rank")
+        return f"the next smaller layout has {num_ranks}, and resilience.min_ranks is {min_ranks}"
+    return ""
+
+
 def _build_layout_keys(layout: Layout) -> dict[str, Any]:
     keys: dict[str, Any] = {"parallel.ranks": layout.world_size}
     for axis in ("dp_replicate", "dp_shard"):
@@ -148,10 +171,12 @@ def describe_layout_change(before: Plan, after: Plan) -> str:
     """ "4 ranks (dp_replicate=4, 1 microbatches) -> 3 ranks (dp_replicate=3, 1 microbatches)"."""
     sides = []
     for plan in (before, after):
-        wide = [f"{axis}={n}" for axis, n in plan.layout.to_json().items() if n > 1]
-        noun = "rank" if plan.layout.world_size == 1 else "ranks"
-        words = " x ".join(wide) or "one alone"
-        sides.append(
-            f"{plan.layout.world_size} {noun} ({words}, {plan.num_microbatches} microbatches)"
-        )
+        num_ranks = plural(plan.layout.world_size, "rank")
+        words = _describe_axes(plan.layout)
+        sides.append(f"{num_ranks} ({words}, {plan.num_microbatches} microbatches)")
     return " -> ".join(sides)
+
+
+def _describe_axes(layout: Layout) -> str:
+    wide = [f"{axis}={n}" for axis, n in layout.to_json().items() if n > 1]
+    return " x ".join(wide) or "one alone"

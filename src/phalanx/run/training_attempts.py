@@ -99,6 +99,9 @@ class TrainingAttempts:
     def shrink(self) -> int | None:
         return self._elastic.shrink()
 
+    def explain_no_shrink(self) -> str:
+        return self._elastic.explain_no_shrink()
+
     def should_grow(self) -> bool:
         return self._elastic.should_grow()
 
