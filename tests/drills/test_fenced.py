@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -180,6 +181,22 @@ def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(
             assert other.finish().code == 130
     theirs = [path for path in run_dir.rglob("*attempt-00*") if path.stat().st_mtime > after]
     assert theirs == []
+
+
+@pytest.mark.long
+def test_a_run_directory_that_is_removed_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    run_dir = tmp_path / "run"
+    changes = ("checkpoint.every_steps=1000000", "observe.log_every=1")
+    with watching(start("train", *JOB, *changes, "run.dir=run", cwd=tmp_path)) as watched:
+        watched.wait_for("step 3/")
+        shutil.rmtree(run_dir, ignore_errors=True)
+        done = watched.finish()
+    assert done.code == 7, done.err
+    assert "was removed or moved while the run trained" in done.err
+    assert "another job" not in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not run_dir.exists()
 
 
 @pytest.mark.long

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from phalanx.checkpoint.os_errors import choose_checkpoint_error_class
-from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
+from phalanx.core.errors import (
+    CheckpointError,
+    RunRemovedError,
+    RunTakenError,
+    StorageError,
+    StoreTakenError,
+)
 from phalanx.core.files import suggest_fix_for_path_error
 from phalanx.plan.layout import Layout
 
@@ -18,7 +24,7 @@ EARLIER_CHECKPOINTS_REMAIN_HINT = "the checkpoints before this one stand"
 _WRITE_ONLY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _ERROR_CLASS_BY_NAME: dict[str, type[CheckpointError]] = {
     error_class.__name__: error_class
-    for error_class in (StorageError, RunTakenError, StoreTakenError)
+    for error_class in (StorageError, RunTakenError, RunRemovedError, StoreTakenError)
 }
 
 

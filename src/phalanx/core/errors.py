@@ -43,8 +43,8 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
     ExitCode.RESOURCES: (
-        "a disk or store refuses or fails (full, read-only, EIO, ...), a worker of data build"
-        " dies, or ranks differ"
+        "a disk or store refuses or fails (full, read-only, EIO, ...), the run directory was"
+        " removed while the run trained, a worker of data build dies, or ranks differ"
     ),
     ExitCode.NUMERICS: (
         "too many steps with non-finite gradients, or corruption where the job says stop"
@@ -141,6 +141,13 @@ class RunTakenError(CheckpointError):
 
 class StoreTakenError(RunTakenError):
     """Another run has the store of this run's checkpoints; the run's directory is still its own."""
+
+
+class RunRemovedError(RunTakenError):
+    """The directory of the run, or its epoch in it, was removed: nobody has it, and nothing more
+    can be saved there."""
+
+    exit_code = ExitCode.RESOURCES
 
 
 class EnvironmentProblem(PhalanxError):

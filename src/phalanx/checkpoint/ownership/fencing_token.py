@@ -9,13 +9,14 @@ is older than the one in the file.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
-from phalanx.core.errors import CheckpointError, RunTakenError
+from phalanx.core.errors import CheckpointError, RunRemovedError, RunTakenError
 from phalanx.core.files import (
     build_path_resource_error,
     read_whole_regular_file,
@@ -68,6 +69,45 @@ def describe_job_of_newest_token(run_dir: Path) -> str:
     return printable(taker, 200)
 
 
+def find_removal_of_run(run_dir: Path, device: int | None = None) -> RunRemovedError | None:
+    """The error of a run whose directory or token was removed; None while both are there, or where
+    that cannot be seen.
+
+    `device` (st_dev) is that of the directory when it was there: a file system that is not mounted
+    for a moment has removed nothing.
+    """
+    try:
+        os.stat(run_dir)
+        os.stat(run_dir / TOKEN_FILE_NAME)
+    except FileNotFoundError as error:
+        what, where = "run directory", run_dir
+        if error.filename != os.fspath(run_dir):
+            what, where = "run's epoch", run_dir / TOKEN_FILE_NAME
+        if device is not None and _find_device_above(where) != device:
+            return None
+        return RunRemovedError(
+            f"the {what} was removed or moved while the run trained: {where};"
+            " nothing more can be saved there"
+        )
+    except OSError:
+        # A file system that does not answer for a while (ESTALE, EIO, ETIMEDOUT).
+        return None
+    return None
+
+
+def _find_device_above(path: Path) -> int | None:
+    """The device of the nearest directory above `path` that is there; None where that cannot be
+    seen."""
+    for folder in path.absolute().parents:
+        try:
+            return os.stat(folder).st_dev
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
 @dataclass(frozen=True)
 class FencingToken:
     """A job's claim on a run."""
@@ -76,9 +116,12 @@ class FencingToken:
     number: int
 
     def require_newest_token(self) -> None:
-        """Raise RunTakenError if another job took the run since."""
+        """Raise RunTakenError if another job took the run since, RunRemovedError if there is no
+        token any more."""
         newest = read_fencing_token_number(self.run_dir)
         if newest != self.number:
+            if not newest and (removal := find_removal_of_run(self.run_dir)) is not None:
+                raise removal
             why = f"its epoch is {newest}, not {self.number}"
             taker = describe_job_of_newest_token(self.run_dir)
             message = "another job took this run"

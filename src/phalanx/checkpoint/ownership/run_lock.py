@@ -21,7 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
+from phalanx.checkpoint.ownership.fencing_token import (
+    FencingToken,
+    find_removal_of_run,
+    write_next_fencing_token,
+)
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
 from phalanx.core.process_stat import read_process_stat_or_raise
@@ -84,15 +88,20 @@ class RunLock:
             return False
 
     def require_lock_still_ours(self) -> None:
-        """Raise RunLockedError if the lock was taken from us."""
+        """Raise RunLockedError if the lock was taken from us, RunRemovedError if its directory
+        is gone."""
         if not _is_lock_still_ours(self):
+            run_dir = self.path.parent
+            removal = find_removal_of_run(run_dir)
+            if removal is not None and not run_dir.exists():
+                raise removal
             raise _run_locked_error(self.path, read_lock_holder(self.path))
 
     def acquire_token_for_attempt(self) -> FencingToken:
         """Claim the run for another attempt: writes of older attempts are refused from now on.
 
-        Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory
-        cannot be written.
+        Raises RunLockedError if the lock was taken from us by hand, RunRemovedError if its
+        directory is gone, ResourceError if that cannot be written.
         """
         self.require_lock_still_ours()
         token = write_next_fencing_token(self.path.parent, taker=str(self.holder))
