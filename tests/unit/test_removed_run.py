@@ -79,6 +79,20 @@ def test_the_error_is_that_of_a_removal_before_the_second_look(token: FencingTok
     require_removal(fence.run_taken_error(), "run directory", token.run_dir)
 
 
+def test_a_process_that_goes_elsewhere_has_lost_no_run(
+    token: FencingToken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the user's code changes the directory, and the run has a relative name."""
+    monkeypatch.chdir(token.run_dir.parent)
+    fence = RunOwnershipWatch.for_rank(Path("run"), RunOwnershipClaim(token.number))
+    elsewhere = token.run_dir.with_name("elsewhere")
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert not fence.is_lost(now=True)
+    unseen = RunOwnershipWatch.for_rank(Path("run"), RunOwnershipClaim(token.number))
+    assert not unseen.is_lost(now=True)
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN])
 def test_a_file_system_that_does_not_answer_has_removed_nothing(
     token: FencingToken, code: int, monkeypatch: pytest.MonkeyPatch

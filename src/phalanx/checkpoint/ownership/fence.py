@@ -54,6 +54,9 @@ class RunOwnershipWatch:
     ) -> None:
         self.token = token
         self._run_dir, self._holder = run_dir, holder
+        # Training may change the process's directory.
+        self._place = run_dir.absolute()
+        # None where the directory cannot be seen: then nothing says that it was removed.
         self._device = _find_device(run_dir)
         self._looked_s = time.clock_gettime(_BOOT_CLOCK_ID)
         self._taker: str | None = None
@@ -83,9 +86,11 @@ class RunOwnershipWatch:
         """The error of a job that has lost its run: it names the job that has it, or says that
         nobody has it any more."""
         # For the name of the job, which may be there by now.
-        self.is_lost(now=True)
-        if self._removal is not None:
-            return self._removal
+        is_found = self.is_lost(now=True)
+        # Another rank has found it, whose look this one takes for true.
+        removal = self._removal if is_found else find_removal_of_run(self._place)
+        if removal is not None:
+            return removal
         taker = self._taker or "another job, which has not said its name"
         fix = "this one has stopped, and changed nothing since; leave the run to that job"
         message = f"another job has this run: {taker}"
@@ -94,8 +99,8 @@ class RunOwnershipWatch:
     def _look(self, *, is_patient: bool) -> None:
         self._taker = self._find_job_that_took_run()
         missing = None
-        if self._taker is None and self.token is not None:
-            missing = find_removal_of_run(self._run_dir, self._device)
+        if self._taker is None and self.token is not None and self._device is not None:
+            missing = find_removal_of_run(self._place, self._device)
         if self._was_missing or not is_patient:
             self._removal = missing
         self._was_missing = missing is not None
