@@ -60,7 +60,7 @@ def every(num_ranks: int, *places: str) -> tuple[str, ...]:
     )
 
 
-BOTH = ("float64", "float32")
+DTYPES = ("float64", "float32")
 VARIANTS = (
     "pp2-full-zb-v",
     "pp2-selective-1f1b",
@@ -72,14 +72,18 @@ VARIANTS = (
 @pytest.mark.parametrize(
     ("num_ranks", "num_layers", "names", "dtypes"),
     [
-        (2, 4, ("pp2-interleaved", "pp2-dualpipe-v", "pp2-full-zb-v"), BOTH),
+        (2, 4, ("pp2-interleaved", "pp2-dualpipe-v", "pp2-full-zb-v"), DTYPES),
         (4, 4, ("pp2-zero3-zb-v", "pp2-tp2-interleaved-zero-bubble"), ("float64",)),
-        pytest.param(4, 4, ("pp2-zero1-1f1b", "pp2-ddp-zb-v"), BOTH, marks=pytest.mark.long),
-        pytest.param(2, 4, (*every(2, ""), *VARIANTS), BOTH, marks=pytest.mark.long),
-        pytest.param(4, 7, every(4, ""), BOTH, marks=pytest.mark.long),
-        pytest.param(4, 4, every(4, "-zero3", "-tp2"), BOTH, marks=pytest.mark.long),
+        pytest.param(4, 4, ("pp2-zero1-1f1b", "pp2-ddp-zb-v"), DTYPES, marks=pytest.mark.long),
+        pytest.param(2, 4, (*every(2, ""), *VARIANTS), DTYPES, marks=pytest.mark.long),
+        pytest.param(4, 7, every(4, ""), DTYPES, marks=pytest.mark.long),
+        pytest.param(4, 4, every(4, "-zero3", "-tp2"), DTYPES, marks=pytest.mark.long),
         pytest.param(
-            8, 4, tuple(f"pp2-zero3-tp2-{s}" for s in SCHEDULE_NAMES), BOTH, marks=pytest.mark.long
+            8,
+            4,
+            tuple(f"pp2-zero3-tp2-{s}" for s in SCHEDULE_NAMES),
+            DTYPES,
+            marks=pytest.mark.long,
         ),
     ],
 )
