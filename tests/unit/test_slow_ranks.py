@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -279,6 +280,18 @@ def test_how_busy_the_machine_was_before_hides_no_slow_rank() -> None:
     (slow,) = judge(steps)
     assert isinstance(slow, RankSlow)
     assert (slow.slow_rank, slow.step <= 140) == (1, True)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6, 7])
+def test_each_rank_is_held_beside_the_median_of_the_others(num_ranks: int) -> None:
+    """All ranks take different times; the slowest is named by the median of its peers."""
+    seconds = {rank: 1.0 + 0.01 * rank for rank in range(num_ranks - 1)} | {num_ranks - 1: 2.0}
+    steps = {rank: OwnStep({"forward": own_s}, 0.0, 2.0, own_s) for rank, own_s in seconds.items()}
+    (found,) = judge([steps] * 40)
+    assert isinstance(found, RankSlow)
+    assert found.slow_rank == num_ranks - 1
+    others = [own_s for rank, own_s in seconds.items() if rank != num_ranks - 1]
+    assert found.factor == pytest.approx(2.0 / median(others))
 
 
 def test_waits_that_end_without_a_processor_leave_work_to_compare() -> None:

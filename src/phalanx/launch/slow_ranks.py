@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from statistics import mean, median
+from statistics import fmean, median
 
 from phalanx.launch.own_step import OWN_PHASES, OwnStep, average_steps, read_own_step
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
@@ -42,58 +42,66 @@ _NORMAL_PER_MAD = 1.4826
 
 @dataclass(frozen=True)
 class _Sample:
-    """What each rank took for one of so many steps, in their mean."""
+    """What each rank took for one of so many steps, in their mean. By rank, the medians of its
+    peers: seconds of their own work with a processor, and by the clock."""
 
     first_step: int
     num_steps: int
     steps: Mapping[int, OwnStep]
+    peers_active_s: Mapping[int, float]
+    peers_self_s: Mapping[int, float]
+    ratios: Mapping[int, float]
+    """Logarithms of the seconds of each rank over those of its peers, with a processor."""
 
 
 @dataclass(frozen=True)
 class _RankWindow:
-    """Samples of one rank, each beside those of its peers."""
+    """Samples of one rank of a group, each beside those of its peers."""
 
-    num_steps: Sequence[int]
-    steps: Sequence[OwnStep]
-    peer_steps: Sequence[Sequence[OwnStep]]
+    samples: Sequence[_Sample]
+    rank: int
+    group: range
+
+    @property
+    def steps(self) -> list[OwnStep]:
+        return [sample.steps[self.rank] for sample in self.samples]
 
     @property
     def ratios(self) -> list[float]:
-        """Logarithms of the seconds of the rank over those of its peers."""
-        return [
-            math.log(step.active_s / _find_median_active_s(peers))
-            for step, peers in zip(self.steps, self.peer_steps, strict=True)
-        ]
+        return [sample.ratios[self.rank] for sample in self.samples]
 
     @property
     def factor(self) -> float:
         """The factor by which the rank takes longer than its peers: the geometric mean without the
         most and the least slow samples."""
-        return math.exp(mean(_trim(self.ratios)))
+        return math.exp(fmean(_trim(self.ratios)))
 
     @property
     def clock_factor(self) -> float:
         """The same by the clock, with the seconds in which ranks had no processor."""
         ratios = []
-        for step, peers in zip(self.steps, self.peer_steps, strict=True):
-            ratios.append(math.log(step.self_s / median(peer.self_s for peer in peers)))
-        return math.exp(mean(_trim(ratios)))
+        for sample in self.samples:
+            ratios.append(math.log(sample.steps[self.rank].self_s / sample.peers_self_s[self.rank]))
+        return math.exp(fmean(_trim(ratios)))
 
     @property
     def excess_s(self) -> float:
         """Seconds that the rank takes longer than its peers in a step. One accident of a peer may
         be more than all of it: accidents are left out."""
-        pairs = zip(self.steps, self.peer_steps, strict=True)
-        return mean(_trim([step.active_s - _find_median_active_s(peers) for step, peers in pairs]))
+        excess_s = []
+        for sample in self.samples:
+            active_s = sample.steps[self.rank].active_s
+            excess_s.append(active_s - sample.peers_active_s[self.rank])
+        return fmean(_trim(excess_s))
 
     @property
     def step_with_a_processor_s(self) -> float:
         """Seconds of a step without those in which the rank had no processor."""
-        return mean(_trim([step.step_s - step.queued_s for step in self.steps]))
+        return fmean(_trim([step.step_s - step.queued_s for step in self.steps]))
 
     @property
     def all_peer_steps(self) -> list[OwnStep]:
-        return [step for peers in self.peer_steps for step in peers]
+        return [step for sample in self.samples for step in self._list_peer_steps(sample)]
 
     def list_slow_samples(self) -> list[int]:
         """The samples, from 0, in which the rank took clearly longer."""
@@ -103,13 +111,21 @@ class _RankWindow:
     def is_slow_for_long(self) -> bool:
         """Whether the rank took clearly longer in enough samples, and for long enough."""
         found = self.list_slow_samples()
-        slow_s = sum(self.num_steps[index] * self.steps[index].step_s for index in found)
+        slow = [self.samples[index] for index in found]
+        slow_s = sum(sample.num_steps * sample.steps[self.rank].step_s for sample in slow)
         return len(found) >= _MIN_SLOW_SAMPLES and slow_s >= MIN_SLOW_S
 
     def sum_waiting_s(self) -> float:
         """Seconds in which peers waited for the rank."""
-        samples = zip(self.num_steps, self.steps, self.peer_steps, strict=True)
-        return sum(num_steps * _charge_waiting(step, peers) for num_steps, step, peers in samples)
+        return sum(map(self.charge_waiting, self.samples))
+
+    def charge_waiting(self, sample: _Sample) -> float:
+        """Seconds in which peers waited for the rank in a sample."""
+        peer_steps = self._list_peer_steps(sample)
+        return sample.num_steps * _charge_waiting(sample.steps[self.rank], peer_steps)
+
+    def _list_peer_steps(self, sample: _Sample) -> list[OwnStep]:
+        return [sample.steps[other] for other in self.group if other != self.rank]
 
 
 @dataclass
@@ -126,7 +142,7 @@ class _RankHistory:
         self.usual.append(ratio)
         if len(self.usual) >= WINDOW:
             newest = list(islice(reversed(self.usual), WINDOW))
-            self.usual_means.append(mean(_trim(newest)))
+            self.usual_means.append(fmean(_trim(newest)))
 
     def estimate_usual(self) -> tuple[float, float]:
         """The usual logarithm by which the rank takes longer than its peers, and the standard error
@@ -174,7 +190,7 @@ class SlowRankJudge:
             return []
         events: list[Event] = []
         for group in self._groups:
-            windows = {rank: self._build_window(rank, group) for rank in group}
+            windows = {rank: _RankWindow(self._window, rank, group) for rank in group}
             slowest = max(group, key=lambda rank: windows[rank].factor)
             for rank in group:
                 event = self._judge_rank(number, rank, windows[rank], may_begin=rank == slowest)
@@ -193,32 +209,31 @@ class SlowRankJudge:
     def _add_sample(self) -> None:
         """Make a sample of the newest steps. The oldest of a full window becomes history."""
         if len(self._window) == WINDOW:
-            for group in self._groups:
-                for rank in group:
-                    if not self._histories[rank].slow_since:
-                        oldest = self._build_window(rank, group).ratios[0]
-                        self._histories[rank].add_usual_ratio(oldest)
+            for rank, history in self._histories.items():
+                if not history.slow_since:
+                    history.add_usual_ratio(self._window[0].ratios[rank])
         ranks = self._histories
         means = {rank: average_steps([steps[rank] for steps in self._newest]) for rank in ranks}
-        self._window.append(_Sample(self._first_step, len(self._newest), means))
-        self._newest = []
-
-    def _build_window(self, rank: int, group: range) -> _RankWindow:
-        peers = [other for other in group if other != rank]
-        return _RankWindow(
-            [sample.num_steps for sample in self._window],
-            [sample.steps[rank] for sample in self._window],
-            [[sample.steps[peer] for peer in peers] for sample in self._window],
+        peers_active_s: dict[int, float] = {}
+        peers_self_s: dict[int, float] = {}
+        for group in self._groups:
+            peers_active_s |= _find_medians_of_others(
+                {rank: means[rank].active_s for rank in group}
+            )
+            peers_self_s |= _find_medians_of_others({rank: means[rank].self_s for rank in group})
+        ratios = {rank: math.log(means[rank].active_s / peers_active_s[rank]) for rank in ranks}
+        num_steps = len(self._newest)
+        self._window.append(
+            _Sample(self._first_step, num_steps, means, peers_active_s, peers_self_s, ratios)
         )
+        self._newest = []
 
     def _judge_rank(
         self, number: int, rank: int, window: _RankWindow, *, may_begin: bool
     ) -> Event | None:
         history = self._histories[rank]
         if history.slow_since:
-            history.waited_s += window.num_steps[-1] * _charge_waiting(
-                window.steps[-1], window.peer_steps[-1]
-            )
+            history.waited_s += window.charge_waiting(window.samples[-1])
             if window.factor >= RECOVERED_FACTOR:
                 return None
             event = _build_end(rank, number, history)
@@ -300,8 +315,18 @@ def _trim(values: Sequence[float]) -> list[float]:
     return sorted(values)[_NUM_TRIMMED:-_NUM_TRIMMED]
 
 
-def _find_median_active_s(steps: Sequence[OwnStep]) -> float:
-    return median(step.active_s for step in steps)
+def _find_medians_of_others(values: Mapping[int, float]) -> dict[int, float]:
+    """For each rank the median of the values of the others: sorted once, for runs of many ranks."""
+    ordered = sorted(values, key=values.__getitem__)
+    middle = (len(ordered) - 1) // 2
+    medians = {}
+    for place, rank in enumerate(ordered):
+        upper = values[ordered[middle + (middle >= place)]]
+        if len(ordered) % 2 == 0:
+            medians[rank] = upper
+        else:
+            medians[rank] = (values[ordered[middle - 1 + (middle - 1 >= place)]] + upper) / 2.0
+    return medians
 
 
 def _charge_waiting(step: OwnStep, peers: Sequence[OwnStep]) -> float:
@@ -321,7 +346,7 @@ def _compute_phase_s(steps: Sequence[OwnStep], phase: str) -> float:
     """Seconds of the phase in a step, accidents left out: as if the rank had no processor for the
     same share of each of its phases, which nobody counts."""
     seconds = [step.own_s.get(phase, 0.0) * step.active_s / step.self_s for step in steps]
-    return mean(_trim(seconds))
+    return fmean(_trim(seconds))
 
 
 def _compute_cpu_share(steps: Sequence[OwnStep]) -> float:
