@@ -173,6 +173,7 @@ def _share_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
     passed = sum(row.is_passed for row in rows)
     yield f"- all bars met: {_share(passed, len(rows))}"
     yield _crash_line(rows)
+    yield from _load_line(rows)
     num_idle = sum(row.measured is not None and not row.measured.has_struck for row in rows)
     if num_idle:
         yield f"- did not come to strike, and are in no figure but the one of all bars: {num_idle}"
@@ -183,6 +184,17 @@ def _share_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
 def _share_line(words: str, rows: Sequence[TrialRow], name: str) -> str:
     checks = [check.ok for row in rows for check in row.checks if check.name == name]
     return f"- {words}: {_share(sum(checks), len(checks))}"
+
+
+def _load_line(rows: Sequence[TrialRow]) -> Iterable[str]:
+    """The load of the machine in the trials; nothing where none has it on record."""
+    loads = [row.measured.load for row in rows if row.measured and row.measured.load is not None]
+    if loads:
+        yield (
+            f"- load of the machine (threads that ran or wanted to, in the mean of a run, its own"
+            f" among them), {len(loads)} of {len(rows)} trials: median"
+            f" {statistics.median(loads):.1f}, most {max(loads):.1f}"
+        )
 
 
 def _crash_line(rows: Sequence[TrialRow]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +41,8 @@ from phalanx.drills.drive import (
 from phalanx.drills.fault_code import RECOVERY_FILES, digest_fault_code
 from phalanx.drills.job import load_drilled_job, measure_job
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
-from phalanx.drills.page import write_drill_page
+from phalanx.drills.load import LoadMeter, average_loads
+from phalanx.drills.page import render_drill_page, write_drill_page
 from phalanx.drills.record import RunRecord
 from phalanx.drills.run_trial import (
     FinishedTrial,
@@ -660,6 +663,43 @@ def test_the_page_shows_rows_curves_and_lanes(tmp_path: Path) -> None:
     assert "<b>bold</b>" not in page
     nothing = write_drill_page(tmp_path / "nothing", DrillResult([make_row(0)])).read_text()
     assert "Runs</h2>" not in nothing
+
+
+def test_a_row_and_the_page_say_the_load_and_lines_of_before_have_none(tmp_path: Path) -> None:
+    body = json.loads(make_row(0, replace(GOOD, load=5.25)).to_line())
+    assert body["measured"]["load"] == 5.25
+    del body["measured"]["load"]
+    campaign = tmp_path / "campaign.jsonl"
+    campaign.write_text(
+        json.dumps(body) + "\n" + make_row(1, replace(GOOD, load=5.25)).to_line() + "\n"
+    )
+    rows = read_campaign(campaign)
+    assert [row.measured and row.measured.load for row in rows] == [None, 5.25]
+    page = render_drill_page(DrillResult(rows))
+    assert ">load</th>" in page
+    assert "5.2</td>" in page
+    assert "those of the run among them" in page
+
+
+def test_the_load_counts_who_wants_to_run(tmp_path: Path) -> None:
+    now_s = iter(range(100))
+    meter = LoadMeter(lambda: float(next(now_s)))
+    assert meter.mean is None
+    spinner = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    try:
+        assert spinner.stdout is not None
+        spinner.stdout.readline()
+        for _ in range(3):
+            meter.sample()
+    finally:
+        spinner.kill()
+        spinner.communicate()
+    assert meter.mean is not None
+    assert meter.mean >= 1.0
+    assert average_loads([(1.0, 30.0), (4.0, 10.0)]) == 1.75
+    assert average_loads([(1.0, 30.0), (None, 10.0)]) is None
 
 
 def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def describe_row(row: TrialRow) -> list[str]:
         parts.append("bits equal" if measured.is_bit_equal else "bits differ")
     if measured.goodput is not None:
         parts.append(f"goodput {measured.goodput:.0%}")
+    if measured.load is not None:
+        parts.append(f"load {measured.load:.1f}")
     word = "passed" if row.is_passed else "missed"
     lines = [f"{word:<7} {row.fault:<16} {'; '.join(parts)}"]
     lines += [

@@ -17,6 +17,7 @@ import psutil
 
 from phalanx.core.files import open_regular_file, open_regular_file_for_append
 from phalanx.core.launchers import SUPERVISED_VARIABLE
+from phalanx.drills.load import LoadMeter
 
 PHALANX_COMMAND = (sys.executable, "-m", "phalanx")
 _POLL_S = 0.02
@@ -29,7 +30,8 @@ class CommandEnd:
     it took longer than its limit.
 
     `ended_s` (monotonic) is when the command was gone, `departed_s` when the last process of its
-    run was; `num_left` of them had to be killed.
+    run was; `num_left` of them had to be killed. `load`: threads of the machine that ran or wanted
+    to meanwhile, in the mean (None: not known).
     """
 
     code: int
@@ -38,6 +40,7 @@ class CommandEnd:
     ended_s: float
     departed_s: float
     num_left: int
+    load: float | None = None
 
 
 def run_phalanx(
@@ -67,8 +70,11 @@ def run_phalanx(
             start_new_session=True,
         )
 
+    load = LoadMeter()
+
     def has_ended() -> bool:
         on_wait()
+        load.sample()
         return process.poll() is not None
 
     try:
@@ -85,7 +91,9 @@ def run_phalanx(
     departed_s = time.monotonic()
     leftover_pids = find_run_processes(run_dir)
     _kill_processes(leftover_pids)
-    return CommandEnd(code, ended_s - began_s, is_overdue, ended_s, departed_s, len(leftover_pids))
+    return CommandEnd(
+        code, ended_s - began_s, is_overdue, ended_s, departed_s, len(leftover_pids), load.mean
+    )
 
 
 def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:

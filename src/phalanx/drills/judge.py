@@ -26,7 +26,9 @@ class Measured(JsonRecord):
     (`Bars.says`). `num_restarts`: how often ranks started again or went back (of a shared run: in
     the trial's part), None in lines of earlier releases; `needless_restarts`: those of them that
     the fault did not ask for. `num_starved`: how often a rank was called slow because other
-    processes had the processors, by the kernel's count: no false verdict.
+    processes had the processors, by the kernel's count: no false verdict. `load`: threads of the
+    machine that ran or wanted to while the run went on, in the mean, those of the run among them
+    (None: not known, as in lines of earlier releases).
     """
 
     has_struck: bool
@@ -48,6 +50,7 @@ class Measured(JsonRecord):
     num_restarts: int | None = None
     needless_restarts: int = 0
     num_starved: int = 0
+    load: float | None = None
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def _render_trials(result: DrillResult) -> Html:
         "said",
         "detected",
         "training again",
+        "load",
         "lost",
         "bits",
         "goodput",
@@ -111,7 +112,17 @@ def _render_trials(result: DrillResult) -> Html:
         "section",
         build_tag("h2", "Trials"),
         build_tag("div", build_table(head, rows, css_class="top"), class_="wide"),
+        build_tag("p", _explain_load(result), class_="note"),
         id="trials",
+    )
+
+
+def _explain_load(result: DrillResult) -> str:
+    machine = f" ({result.rows[-1].circumstances.machine})" if result.rows else ""
+    return (
+        "Load: threads of the machine that ran or wanted to while the run went on, in the mean,"
+        f" those of the run among them. Above the number of cores{machine} they wait for each"
+        " other, and all takes longer."
     )
 
 
@@ -121,7 +132,7 @@ def _list_cells_of_trial(row: TrialRow) -> list[str]:
         position += f" of a run of {row.sharing} trials"
     measured = row.measured
     if measured is None:
-        return ["–", row.fault, position, f"skipped: {row.skipped}", "", "", "", "", "", ""]
+        return ["–", row.fault, position, f"skipped: {row.skipped}", *[""] * 7]
     verdict = measured.verdict
     if measured.ranks:
         verdict += f", rank {', '.join(map(str, measured.ranks))}"
@@ -135,6 +146,7 @@ def _list_cells_of_trial(row: TrialRow) -> list[str]:
         verdict,
         _format_seconds_or_dash(measured.detected_s),
         _format_seconds_or_dash(measured.trained_again_s),
+        "–" if measured.load is None else f"{measured.load:.1f}",
         str(measured.lost_steps),
         bits,
         goodput,

@@ -21,6 +21,7 @@ from phalanx.drills.aftermath import (
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.job import DrilledJob, format_inject
 from phalanx.drills.judge import Bars, Measured, build_bars, finite_or_none
+from phalanx.drills.load import average_loads
 from phalanx.drills.record import RunRecord, read_run_record
 from phalanx.drills.stages import opening_stage
 from phalanx.drills.trials import DrillShape, Trial, load_fault
@@ -226,6 +227,7 @@ def measure_trial(
         num_restarts=len(list_restart_moments_s(record)),
         needless_restarts=needless_restarts,
         num_starved=count_starved_ranks(record.envelopes),
+        load=average_loads([(end.load, end.wall_s) for end in ends]),
     )
 
 

@@ -135,6 +135,7 @@ def _measure_in_shared_run(
         num_left=end.num_left,
         goodput=goodput,
         wall_s=round(end.wall_s, 4),
+        load=end.load,
     )
 
 
