@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from models import BATCH, CPU, SEQ_LEN, VOCAB, fill, global_batches, share
@@ -41,6 +43,11 @@ class Steps:
     def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
         batches = global_batches(STEPS)
         return share(batches[step - 1], self.rank, self.num_ranks, self.num_microbatches)
+
+    def list_sample_numbers(self, step: int) -> NDArray[np.int64]:
+        rows = {"rows": torch.arange((step - 1) * BATCH, step * BATCH)}
+        microbatches = share(rows, self.rank, self.num_ranks, self.num_microbatches)
+        return np.stack([each["rows"].numpy() for each in microbatches])
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,12 @@ def train_case(
         model = parallelize(module, plan, mesh, seed=3)
         state = TrainState(model, optimizer(before, model, job), seed=7)
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size, plan.num_microbatches)
-        data = TrainingData(Steps(*place), objective or causal_cross_entropy(16))
+        batches = Steps(*place)
+        data = TrainingData(
+            batches,
+            objective or causal_cross_entropy(16),
+            sample_numbers=batches.list_sample_numbers,
+        )
         trainer = Trainer(job, plan, state, bus, data)
         change(trainer)
         assert trainer.run() == "finished"

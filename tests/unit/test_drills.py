@@ -216,6 +216,7 @@ SLOW: dict[str, Any] = {
         (events.StepSkipped(7, "nonfinite_gradients", math.inf, 0, 8), "not finite", ()),
         (events.InvariantChecked(7, "replicas_equal", ok=False, ranks=[2]), "corrupt", (2,)),
         (events.NonFiniteFound(7, "output", "embed", 1), "not finite", (1,)),
+        (events.NonFiniteFound(7, "backward", "embed", 1), "not finite", (1,)),
         (events.NonFiniteFound(7, "unknown", "", -1), "corrupt", ()),
         (events.RankSlow(**SLOW), "slow", (3,)),
         (events.StopRequested(7, "sigterm"), "preempted", ()),

@@ -335,6 +335,11 @@ def _describe_nonfinite(event: events.NonFiniteFound) -> str:
         return line + _describe_why_not_repeated(event)
     thing = {"output": "output", "gradient": "gradient"}.get(event.origin, "value")
     line = f"step {event.step}: the first {thing} that is not finite is that of {event.found_in}"
+    if event.origin == "backward":
+        line = (
+            f"step {event.step}: the first gradient that is not finite is made in the backward of"
+            f" {event.found_in}"
+        )
     if event.failed_rank >= 0:
         line += f" on rank {event.failed_rank}"
     if event.samples:

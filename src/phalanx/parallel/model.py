@@ -84,6 +84,12 @@ class ParallelModel:
         pipeline = PipelineExecutor(self._context, staged, self._interceptor, self._forward)
         return pipeline, pipeline
 
+    @property
+    def module_with_objective(self) -> nn.Module:
+        """What is called for each microbatch: the module, and after it the objective on its outputs
+        where this rank has the last of them."""
+        return self._context.root
+
     def persistent_buffers(self) -> list[torch.Tensor]:
         """The buffers of this rank's module that a checkpoint holds, as they are now."""
         buffers = []

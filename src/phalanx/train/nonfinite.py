@@ -2,7 +2,8 @@
 which rank, for which samples.
 
 Nothing is looked at in steps that are finite. Weights are those of before the step, as it was not
-applied: the forwards are computed once more, without dropout.
+applied: the forwards are computed once more, without dropout. Where these are finite the step is
+repeated (`step_repeat`), and its backwards are looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from phalanx.observe.events import NonFiniteFound
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.pipeline.stage_forward import StageForward
 from phalanx.parallel.step_stats import LocalLoss
+from phalanx.train.backward_watch import (
+    OBJECTIVE,
+    BackwardWatch,
+    NonFiniteGradient,
+    choose_first,
+    find_rows_not_finite,
+)
 from phalanx.train.evaluation import in_evaluation_mode
 from phalanx.train.state import TrainState
 
@@ -98,6 +106,18 @@ class NonFiniteFinder:
         reasons = [each["why_done_once"] for each in observations if each["why_done_once"]]
         return replace(event, why_not_repeated=next(iter(reasons), ""))
 
+    def find_in_backward(
+        self, origin: NonFiniteFound, watch: BackwardWatch, sums: LocalLoss
+    ) -> NonFiniteFound:
+        """`origin`, and what is known of it when its step was computed again and is not finite
+        either: its sums were `sums`, and `watch` has seen its backwards. Collective."""
+        observation = {
+            "first": watch.first and asdict(watch.first),
+            "samples": self._name_samples(origin.step, watch.first),
+            "loss_is_finite": bool(sums.loss_sum.isfinite()),
+        }
+        return _name_backward(origin, self._state.model.mesh.gather_json(observation))
+
     @contextmanager
     def _watching_outputs(self) -> Iterator[_OutputWatch]:
         model = self._state.model
@@ -123,7 +143,9 @@ class NonFiniteFinder:
                 names.append(full_name(name))
         return names
 
-    def _name_samples(self, step: int, first: _FirstNonFinite | None) -> list[int]:
+    def _name_samples(
+        self, step: int, first: _FirstNonFinite | NonFiniteGradient | None
+    ) -> list[int]:
         if first is None or self._sample_numbers is None:
             return []
         numbers = self._sample_numbers(step)[first.microbatch]
@@ -148,13 +170,9 @@ class _OutputWatch:
                 return
             stage = 0 if self._stages is None else self._stages.running_stage
             for tensor in _list_float_tensors(output):
-                finite = tensor.isfinite()
-                if bool(finite.all()):
+                if bool(tensor.isfinite().all()):
                     continue
-                rows: list[int] = []
-                if finite.dim() > 1 and finite.shape[0] == self._num_rows:
-                    bad = ~finite.flatten(1).all(dim=1)
-                    rows = bad.nonzero().flatten().tolist()
+                rows = find_rows_not_finite(tensor, self._num_rows)
                 why = _explain_by_inputs(module, inputs)
                 self.first = _FirstNonFinite(self._order, stage, name, self.microbatch, rows, why)
                 return
@@ -209,7 +227,7 @@ def _build_event(step: int, observations: Sequence[dict[str, Any]]) -> NonFinite
         rank for rank, observation in enumerate(observations) if not observation["loss_is_finite"]
     ]
     if losses:
-        return NonFiniteFound(step, "loss", "the objective", losses[0])
+        return NonFiniteFound(step, "loss", OBJECTIVE, losses[0])
     differing = [
         rank for rank, observation in enumerate(observations) if not observation["loss_was_finite"]
     ]
@@ -223,3 +241,35 @@ def _build_event(step: int, observations: Sequence[dict[str, Any]]) -> NonFinite
             why = f"the forward is finite; {len(names)} gradients are not, after reduction"
             return NonFiniteFound(step, "gradient", names[-1], -1, why=why)
     return NonFiniteFound(step, "unknown", "", -1, why="forwards and gradients are finite")
+
+
+def _name_backward(
+    origin: NonFiniteFound, observations: Sequence[dict[str, Any]]
+) -> NonFiniteFound:
+    """`origin` with the module whose backward made the first gradient that is not finite."""
+    if not all(observation["loss_is_finite"] for observation in observations):
+        # The backward has it from a forward, which is finite without dropout.
+        return origin
+    by_rank = [
+        observation["first"] and NonFiniteGradient(**observation["first"])
+        for observation in observations
+    ]
+    rank = choose_first(by_rank)
+    if rank is None:
+        if origin.origin != "gradient":
+            return origin
+        return replace(origin, why=f"{origin.why}, and no module's backward makes one")
+    first = by_rank[rank]
+    assert first is not None
+    why = f"by {first.operation}, of gradients that are finite"
+    if first.is_sum:
+        why = f"before {first.operation}, by the sum of gradients that are finite or by a hook"
+    return replace(
+        origin,
+        origin="backward",
+        found_in=first.module,
+        failed_rank=rank,
+        microbatch=first.microbatch,
+        samples=observations[rank]["samples"],
+        why=why,
+    )

@@ -11,6 +11,7 @@ from phalanx.observe.bus import Bus
 from phalanx.parallel.block_norms import BlockNormRequest
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.step_stats import LocalLoss, StepStats
+from phalanx.train.backward_watch import BackwardWatch
 from phalanx.train.invariants import OnCorruption
 from phalanx.train.nonfinite import NonFiniteFinder
 from phalanx.train.randomness import seed_generators
@@ -56,11 +57,14 @@ class NonFiniteStepRepeater:
             return facts
         model = self._state.model
         if origin.origin in ("gradient", "unknown") and not origin.why_not_repeated:
-            repeated = self._repeat(step, microbatches, norms)
+            watch = BackwardWatch(model)
+            with watch.watching():
+                repeated, sums = self._repeat(step, microbatches, norms)
             # What ranks said in the step's own reduction they have said once.
             facts = replace(repeated, flags=facts.flags)
             origin = replace(origin, was_repeated=facts.finite)
             if not facts.finite:
+                origin = self._finder.find_in_backward(origin, watch, sums)
                 origin = replace(origin, why_not_repeated=STILL_NOT_FINITE)
         if model.mesh.rank == 0:
             self._bus.emit(origin)
@@ -76,10 +80,11 @@ class NonFiniteStepRepeater:
 
     def _repeat(
         self, step: int, microbatches: Sequence[Batch], norms: BlockNormRequest
-    ) -> StepStats:
+    ) -> tuple[StepStats, LocalLoss]:
         state = self._state
         state.undo_forward()
         state.optimizer.zero_grad(set_to_none=True)
         seed_generators("step", state.seed, step, state.model.mesh.data_parallel_rank)
         sums = state.model.forward_backward(microbatches, self._data.objective, step=step)
-        return state.model.reduce_and_clip(sums, max_norm=self._max_norm, by_block=norms)
+        facts = state.model.reduce_and_clip(sums, max_norm=self._max_norm, by_block=norms)
+        return facts, sums

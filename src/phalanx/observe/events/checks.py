@@ -58,17 +58,20 @@ class ReplicasReplayed(Event):
 
 @dataclass(frozen=True)
 class NonFiniteFound(Event):
-    """The place where a step that is not finite began, found by computing its forwards once more.
-    From rank 0.
+    """The place where a step that is not finite began, found by computing its forwards once more,
+    and the whole step where they are finite. From rank 0.
 
     `origin`: "output" (of the module `found_in`, the first one of the forward), "loss" (of the
-    objective; all outputs are finite), "gradient" (of the parameter `found_in`, the one nearest to
-    the loss; the forward is finite), "unknown" (computed again all is finite). `failed_rank`: whose
-    it is, -1 where that is not known. `samples`: global numbers of the samples whose rows are not
-    finite, at most 16; empty where the output has no rows of samples. `why`: what was not finite
-    before it. `was_repeated`: the whole step was computed again, is finite, and applied.
-    `why_not_repeated`: of an origin "gradient" or "unknown" the reason why that is not so; empty in
-    records of earlier releases.
+    objective; all outputs are finite), "backward" (of the module `found_in`, or of the objective:
+    the first that makes a gradient that is not finite of those that are; the forward is finite),
+    "gradient" (of the parameter `found_in`, the one nearest to the loss, after reduction; the
+    forward is finite, and no backward was seen to make it), "unknown" (computed again all is
+    finite). `failed_rank`: whose it is, -1 where that is not known. `samples`: global numbers of
+    the samples whose rows are not finite, at most 16; empty where the output, or its gradient, has
+    no rows of samples. `why`: what was not finite before it; of "backward" the operation, by
+    autograd's name. `was_repeated`: the whole step was computed again, is finite, and applied.
+    `why_not_repeated`: of an origin "backward", "gradient" or "unknown" the reason why that is not
+    so; empty in records of earlier releases, which have no "backward" either.
     """
 
     step: int
