@@ -22,6 +22,7 @@ from test_launch_entries import Payload
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch import server_process
+from phalanx.launch.kill_deadline import WAIT_FOR_ATTEMPT_WINDOW_S
 from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.server_process import end_server_ahead, start_server_ahead
@@ -256,6 +257,20 @@ def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
     assert run.supervise("killed_once").exit_code == 0
     logs = sorted(path.name for path in (run.dir / "logs").glob("rank-0000-*.log"))
     assert logs == [f"rank-0000-attempt-{number:02d}.log" for number in range(3)]
+
+
+def test_a_survivor_that_lacks_a_processor_is_waited_for(run: Run) -> None:
+    """What it holds may be all that there is of the state: it needs 4 s and more by the clock,
+    since six others want its core."""
+    outcome = run.supervise(
+        "survives_without_a_processor", payload={"needed_s": 0.7}, keeps_ranks=True
+    )
+    assert (outcome.exit_code, outcome.attempts) == (0, 2), outcome.message
+    first, second = run.events(RanksStarted)
+    assert second.event.kept == [0]
+    assert second.event.pids[0] == first.event.pids[0]
+    assert second.monotonic_s - first.monotonic_s > WAIT_FOR_ATTEMPT_WINDOW_S
+    assert run.has("kept-0-1")
 
 
 def test_the_same_exception_at_the_same_step_is_deterministic(run: Run) -> None:

@@ -131,6 +131,29 @@ def killed_once(payload: dict[str, Any], link: RankLink) -> int:
     return 0
 
 
+def survives_without_a_processor(payload: dict[str, Any], link: RankLink) -> int:
+    """Rank 1 of the first attempt dies at step 2. Rank 0 needs little time to leave its groups, on
+    a core that others use."""
+    at_step(payload, 2, "forward")
+    if attempt() > 0:
+        return 0
+    if rank() == 1:
+        wait_for(Path(payload["marks"]) / "crowded-0-0")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    mark(payload, "crowded")
+    until_s = time.process_time() + payload["needed_s"]
+    while time.process_time() < until_s:
+        pass
+    for other in others:
+        other.kill()
+        other.wait()
+    assert link.wait_for_next_attempt(2) is not None
+    mark(payload, "kept")
+    return 0
+
+
 def always_raises(payload: dict[str, Any], link: RankLink) -> int:
     at_step(payload, 31, "backward")
     if rank() == 0:

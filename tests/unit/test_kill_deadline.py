@@ -16,6 +16,7 @@ from phalanx.launch.kill_deadline import (
     EXIT_AFTER_FAILED_STOP_S,
     EXIT_AFTER_REPORT_WINDOW_S,
     SUSPECT_WINDOW_S,
+    WAIT_FOR_ATTEMPT_LIMIT_S,
     WAIT_FOR_ATTEMPT_WINDOW_S,
     KillDeadline,
 )
@@ -70,6 +71,15 @@ def test_after_a_death_the_others_get_time_to_say_what_they_know(
     if not ranks.deadline.waits_for_survivors():
         # No rank is left that could say more.
         assert ranks.compute_delay_s() == pytest.approx(CAUSE_WINDOW_S)
+
+
+def test_time_without_a_processor_does_not_count_up_to_a_limit(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path, keeps_ranks=True)
+    ranks.lose(1, signal.SIGKILL)
+    ranks.deadline.note_processor_lack(4.0)
+    assert ranks.compute_delay_s() == pytest.approx(WAIT_FOR_ATTEMPT_WINDOW_S + 4.0)
+    ranks.deadline.note_processor_lack(400.0)
+    assert ranks.compute_delay_s() == pytest.approx(WAIT_FOR_ATTEMPT_LIMIT_S)
 
 
 def test_a_stop_ends_with_its_grace_or_soon_after_a_failure(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def read_state_letter(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def read_run_and_delay_s(pid: int) -> tuple[float, float]:
-    """Seconds for which the main thread of a process ran, and for which it wanted to and might
-    not: it waited for its turn, or its cgroup was throttled. Zeros where the kernel does not
-    say."""
+def read_run_and_delay_s(pid: int, thread: int | None = None) -> tuple[float, float]:
+    """Seconds for which a thread of a process (its main thread where none is named) ran, and for
+    which it wanted to and might not: it waited for its turn, or its cgroup was throttled. Zeros
+    where the kernel does not say."""
     try:
-        words = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+        words = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()
         return int(words[0]) / 1e9, int(words[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0, 0.0

@@ -34,6 +34,7 @@ from phalanx.launch.messages import (
 from phalanx.launch.oom_kills import OomWatch
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import has_begun_training
+from phalanx.launch.processor_lack import ProcessorLack
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
@@ -127,6 +128,7 @@ class AttemptWatch:
         self._killed_as_hung: set[int] = set()
         self._pids: Sequence[int] = ()
         self._oom = OomWatch()
+        self._lack: ProcessorLack | None = None
 
     def watch_until_end(self, payload: JsonObject, survivors: Mapping[int, int]) -> AttemptEnd:
         """Start the ranks, and return when all are gone or wait for the next attempt.
@@ -285,6 +287,7 @@ class AttemptWatch:
         if self._is_store_needed and self._deadline.waits_for_survivors():
             self._is_store_needed = False
             self._server.link.send(KillStore())
+        self._look_for_processor_lack(now)
         if math.isinf(self._killed_at) and now >= self._deadline.compute_s():
             if self._inspect_silent_ranks_once(now):
                 return
@@ -295,6 +298,22 @@ class AttemptWatch:
         # The server does not answer.
         elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
             self._server.kill()
+
+    def _look_for_processor_lack(self, now: float) -> None:
+        """Have the survivors of a failure get the time in which they had no processor on top."""
+        if not self._deadline.waits_for_survivors():
+            return
+        at_work = [
+            pid
+            for rank, pid in enumerate(self._pids)
+            if rank not in self.end.exits and rank not in self.end.waiting
+        ]
+        # What a rank says comes by way of the server.
+        pids = [*at_work, self._server.pid]
+        if self._lack is None:
+            self._lack = ProcessorLack(pids, now)
+        self._lack.look(pids, now)
+        self._deadline.note_processor_lack(self._lack.total_s)
 
     def _inspect_silent_ranks_once(self, now: float) -> bool:
         """Once, when ranks failed only because of another one: note the process states of the

@@ -11,8 +11,9 @@ from phalanx.launch.positions import has_begun_training
 from phalanx.launch.stop_request import StopRequest
 
 # After the first failure, where ranks are kept: how long those that still run may take to notice,
-# leave their groups and wait for the next attempt.
-WAIT_FOR_ATTEMPT_WINDOW_S = 3.0
+# leave their groups and wait for the next attempt. Time in which one of them wanted a processor and
+# had none does not count, up to the second of these, which is by the clock.
+WAIT_FOR_ATTEMPT_WINDOW_S, WAIT_FOR_ATTEMPT_LIMIT_S = 3.0, 30.0
 # After the first failure: how long others may take to report theirs, while only consequences are
 # known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
@@ -38,6 +39,7 @@ class KillDeadline:
         self._spec, self._stop = spec, stop
         self._failed_s = self._reported_s = self._grace_until_s = math.inf
         self._not_before_s = -math.inf
+        self._lack_s = 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -68,6 +70,11 @@ class KillDeadline:
         """Kill no rank before `until_s`."""
         self._not_before_s = until_s
 
+    def note_processor_lack(self, total_s: float) -> None:
+        """Since the first failure, ranks that have not noticed it, or not left, were without a
+        processor for so long."""
+        self._lack_s = total_s
+
     def compute_s(self) -> float:
         """The time at which remaining ranks must be killed, as things stand."""
         failed_s = min(self._failed_s, self._reported_s + EXIT_AFTER_REPORT_WINDOW_S)
@@ -85,7 +92,7 @@ class KillDeadline:
     def _compute_delay_after_failure_s(self) -> float:
         num_heard = len(self._end.exits.keys() | self._end.records.keys())
         if self.waits_for_survivors():
-            return WAIT_FOR_ATTEMPT_WINDOW_S
+            return min(WAIT_FOR_ATTEMPT_WINDOW_S + self._lack_s, WAIT_FOR_ATTEMPT_LIMIT_S)
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._failed_s < math.inf:
             return CAUSE_WINDOW_S
