@@ -282,6 +282,38 @@ def test_the_same_exception_at_the_same_step_is_deterministic(run: Run) -> None:
     assert "ValueError: boom " in outcome.message
 
 
+def test_an_outage_is_waited_for_with_pauses(run: Run) -> None:
+    options: dict[str, Any] = {"max_restarts": 1, "outage_s": 60.0}
+    outcome = run.supervise("meets_an_outage", payload={"num_attempts": 2}, **options)
+    assert (outcome.exit_code, outcome.attempts, outcome.restarts) == (0, 3, 2), outcome.message
+    first, second = run.events(RestartScheduled)
+    assert (first.event.pause_s, second.event.pause_s) == (0.0, 1.0)
+    assert (first.event.restart, second.event.restart) == (1, 1)
+    starts = run.events(RanksStarted)
+    assert starts[2].monotonic_s - second.monotonic_s >= 1.0
+    assert run.said[0].endswith("starting again from step 40 (restart 1 of 1)")
+    assert run.said[1].endswith(
+        "starting again from step 40 in 1.0 s (restart 1 of 1; an outage, which is waited for"
+        " 1 m 00 s: resilience.outage_s)"
+    )
+
+
+def test_a_stop_in_the_pause_of_an_outage_ends_the_run_at_once(run: Run) -> None:
+    def is_in_pause() -> bool:
+        return len(run.said) == 2
+
+    outcome = run.supervise(
+        "meets_an_outage",
+        payload={"num_attempts": 9},
+        outage_s=60.0,
+        on_tick=once(is_in_pause, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    )
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 2)
+    assert outcome.message == (
+        "stopped by SIGTERM before ranks were started again; the checkpoint of step 40 stands"
+    )
+
+
 def test_the_restart_budget_names_the_last_cause(run: Run) -> None:
     outcome = run.supervise("always_raises", payload={"differently": True}, max_restarts=1)
     assert (outcome.exit_code, outcome.attempts) == (10, 2)

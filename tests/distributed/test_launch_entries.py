@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -151,6 +152,16 @@ def survives_without_a_processor(payload: dict[str, Any], link: RankLink) -> int
         other.wait()
     assert link.wait_for_next_attempt(2) is not None
     mark(payload, "kept")
+    return 0
+
+
+def meets_an_outage(payload: dict[str, Any], link: RankLink) -> int:
+    """A server that rank 0 needs is away for the first attempts."""
+    at_step(payload, 31, "data")
+    if attempt() < payload["num_attempts"] and rank() == 0:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    if attempt() < payload["num_attempts"]:
+        signal.pause()
     return 0
 
 

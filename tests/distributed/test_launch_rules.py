@@ -833,6 +833,42 @@ class TestRestartPolicy:
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 6: OSError: b"):
             policy.count_restart_or_raise(self.failure(6, "OSError: b", "exception"), now_s=0)
 
+    def outage(self, step: int, signature: str = "outage: ConnectionRefusedError") -> RankFailure:
+        return replace(self.failure(step, signature, "exception"), is_outage=True)
+
+    def test_an_outage_is_waited_for_and_counts_once(self) -> None:
+        policy = RestartPolicy(max_restarts=1, window_s=3600, outage_s=80)
+        pauses_s, now_s = [], 0.0
+        # The step is another one where ranks go on from a checkpoint: no progress.
+        for step in (15, 12, 15, 15, 15, 15, 15, 15):
+            pauses_s.append(policy.count_restart_or_raise(self.outage(step), now_s))
+            now_s += pauses_s[-1] + 0.5
+        assert pauses_s == [0, 1, 2, 4, 8, 16, 30, pytest.approx(80 - 61 - 3.5)]
+        assert (policy.num_restarts, policy.num_counted) == (8, 1)
+        with pytest.raises(
+            RestartBudgetError, match=r"an outage does not pass: .* \(8 restarts in 1 m 20 s; "
+        ) as caught:
+            policy.count_restart_or_raise(self.outage(15), now_s)
+        assert caught.value.exit_code == 10
+
+    def test_after_progress_or_another_failure_an_outage_is_a_new_one(self) -> None:
+        policy = RestartPolicy(max_restarts=4, window_s=3600, outage_s=100)
+        for failure in (
+            self.outage(15),
+            self.outage(16),
+            self.outage(16, "outage: TimeoutError"),
+            self.failure(16),
+        ):
+            assert policy.count_restart_or_raise(failure, now_s=0) == 0
+        with pytest.raises(RestartBudgetError, match="the restart budget is spent: 4"):
+            policy.count_restart_or_raise(self.outage(16), now_s=0)
+
+    def test_without_patience_an_outage_is_a_failure_like_others(self) -> None:
+        policy = RestartPolicy(max_restarts=100, window_s=3600, outage_s=0)
+        policy.count_restart_or_raise(self.outage(5), now_s=0)
+        with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
+            policy.count_restart_or_raise(self.outage(5), now_s=0)
+
     def test_no_restarts_at_all(self) -> None:
         with pytest.raises(RestartBudgetError):
             RestartPolicy(max_restarts=0, window_s=3600).count_restart_or_raise(

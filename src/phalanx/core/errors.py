@@ -113,7 +113,12 @@ class DataError(PhalanxError):
 
 class DataSourceError(DataError):
     """A user's dataset raised an exception, or a process that reads it ended: a file server may be
-    gone for a moment. What is wrong with its samples is a DataError."""
+    gone for a moment. What is wrong with its samples is a DataError.
+
+    `outage`: the error of a file server or network behind it, in words; empty if there is none.
+    """
+
+    outage = ""
 
 
 class DataStorageError(DataError):

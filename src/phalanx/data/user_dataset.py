@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError, DataSourceError
+from phalanx.core.outages import find_outage
 from phalanx.core.registry import import_object_of_kind
 from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
@@ -191,7 +192,9 @@ def format_user_exception(error: Exception, where: str) -> DataSourceError:
         if frame.filename != __file__:
             where = f"{frame.filename}:{frame.lineno}, {where}"
             break
-    return DataSourceError(f"{type(error).__name__}: {error}", where=where)
+    source_error = DataSourceError(f"{type(error).__name__}: {error}", where=where)
+    source_error.outage = find_outage(error)
+    return source_error
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, DataSourceError, PhalanxError
+from phalanx.core.outages import find_outage
 from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.data.whereabouts import WorkerStatus, create_unlinked_file
 
@@ -178,8 +179,11 @@ def _probe_user_dataset_in_worker(request: Message, whereabouts: WorkerStatus) -
 def _encode_error(error: Exception) -> Message:
     if isinstance(error, PhalanxError):
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
-        is_of_source = isinstance(error, DataSourceError)
-        return parts | {"exit_code": int(error.exit_code), "is_of_source": is_of_source}
+        is_of_source, outage = isinstance(error, DataSourceError), ""
+        if isinstance(error, DataSourceError):
+            outage = error.outage
+        parts |= {"is_of_source": is_of_source, "outage": outage}
+        return parts | {"exit_code": int(error.exit_code)}
     return {
         "what": f"{type(error).__name__}: {error}",
         "where": None,
@@ -187,6 +191,7 @@ def _encode_error(error: Exception) -> Message:
         "fix": None,
         "exit_code": int(DataSourceError.exit_code),
         "is_of_source": True,
+        "outage": find_outage(error),
     }
 
 
@@ -194,7 +199,9 @@ def decode_worker_error(described: Message) -> PhalanxError:
     """The error that a worker described, as the same kind that it was."""
     parts = {name: described[name] for name in ("what", "where", "why", "fix")}
     if described["is_of_source"]:
-        return DataSourceError(parts.pop("what"), **parts)
+        source_error = DataSourceError(parts.pop("what"), **parts)
+        source_error.outage = described["outage"]
+        return source_error
     error = DataError(parts.pop("what"), **parts)
     for kind in PhalanxError.__subclasses__():
         if kind.exit_code == described["exit_code"] != DataError.exit_code:

@@ -148,6 +148,8 @@ class LaunchSpec:
     """
     max_restarts: int = 3
     restart_window_s: float = 3600.0
+    outage_s: float = 0.0
+    """Seconds for which an outage is waited for, with pauses between restarts."""
     grace_s: float = 25.0
     keeps_ranks: bool = False
     """The entry can take part in several attempts: ranks that only lost another one keep their

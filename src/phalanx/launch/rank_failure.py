@@ -40,5 +40,8 @@ class RankFailure:
     is_of_data_source: bool = False
     """A user's dataset raised an exception while the run trained, or a process that reads it ended:
     unlike another exception, it may come from outside."""
+    is_outage: bool = False
+    """A file server or a network was away, which may be over soon: `signature` is that of the
+    outage, on whichever rank it is met."""
     is_oom_kill: bool = False
     """The kernel killed the rank for memory, by its own count."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.roll_back import RollBack
-from phalanx.core.units import plural
+from phalanx.core.units import format_seconds, plural
 from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.launch_spec import LaunchSpec
@@ -40,6 +40,8 @@ class StartAgain:
 
     num_ranks: int
     survivors: Mapping[int, int]
+    pause_s: float = 0.0
+    """Seconds to wait before it."""
 
 
 class RecoveryPolicy:
@@ -48,7 +50,10 @@ class RecoveryPolicy:
     def __init__(self, spec: LaunchSpec, bus: Bus, say: Callable[[str], None]) -> None:
         self._spec, self._attempts, self._bus, self._say = spec, spec.attempts, bus, say
         self._restarts = RestartPolicy(
-            spec.max_restarts, spec.restart_window_s, spec.attempts.describe_samples
+            spec.max_restarts,
+            spec.restart_window_s,
+            spec.attempts.describe_samples,
+            spec.outage_s,
         )
         self._failed_starts = FailedStarts()
         self._num_ranks, self._num_attempts = spec.num_ranks, 0
@@ -85,7 +90,7 @@ class RecoveryPolicy:
                 report = "\n".join([report, *self._attempts.list_memory_advice()])
             return self._fail(failure.exit_code, report + no_shrink)
         try:
-            self._restarts.count_restart_or_raise(
+            pause_s = self._restarts.count_restart_or_raise(
                 failure, time.monotonic(), self._attempts.find_newest_step()
             )
         except RestartBudgetError as error:
@@ -99,8 +104,19 @@ class RecoveryPolicy:
             survivors = {
                 rank: number for number, rank in enumerate([*survivors][: self._num_ranks])
             }
-        self._announce_restart(failure, survivors, _find_held_step(end), has_shrunk=has_shrunk)
-        return StartAgain(self._num_ranks, survivors)
+        self._announce_restart(
+            failure, survivors, _find_held_step(end), pause_s, has_shrunk=has_shrunk
+        )
+        return StartAgain(self._num_ranks, survivors, pause_s)
+
+    def end_in_pause(self, stop: StopRequest) -> RunOutcome:
+        """The outcome of a stop request that came in the pause before a restart."""
+        assert stop.signal is not None
+        code, sender = ExitCode.PREEMPTED, name_stop_signal(stop.signal)
+        if stop.signal == signal.SIGINT:
+            code, sender = ExitCode.INTERRUPTED, "Ctrl-C"
+        stands = self._attempts.describe_what_stands()
+        return self._stop(code, f"stopped by {sender} before ranks were started again; {stands}")
 
     def _lessen_memory(self, failure: RankFailure) -> bool:
         """Go on with a payload that needs less memory, if the job allows that."""
@@ -250,19 +266,25 @@ class RecoveryPolicy:
         failure: RankFailure,
         survivors: Mapping[int, int],
         held_step: int,
+        pause_s: float,
         *,
         has_shrunk: bool,
     ) -> None:
         from_step = self._attempts.find_newest_step()
         restart, budget = self._restarts.num_counted, self._spec.max_restarts
-        self._bus.emit(RestartScheduled(restart, budget, from_step, held_step))
+        self._bus.emit(RestartScheduled(restart, budget, from_step, held_step, round(pause_s, 3)))
         plan_words = f"starting again from step {from_step}"
         if has_shrunk:
             plan_words = f"going on with {plural(self._num_ranks, 'rank')}"
         elif survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
             plan_words = f"starting it again beside {format_rank_list(sorted(survivors.values()))}"
-        self._say(f"{failure.summary}; {plan_words} (restart {restart} of {budget})")
+        count_words = f"restart {restart} of {budget}"
+        if pause_s > 0:
+            plan_words += f" in {format_seconds(pause_s)}"
+            limit = format_seconds(self._spec.outage_s)
+            count_words += f"; an outage, which is waited for {limit}: resilience.outage_s"
+        self._say(f"{failure.summary}; {plan_words} ({count_words})")
 
 
 def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:

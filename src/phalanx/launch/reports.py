@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.core import registry
-from phalanx.core.errors import DataSourceError, ExitCode, PhalanxError
+from phalanx.core.errors import DataSourceError, DataStorageError, ExitCode, PhalanxError
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error, write_json_atomically
+from phalanx.core.outages import find_outage
 from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import find_innermost_user_code_line
@@ -60,6 +61,9 @@ class ErrorReport:
     """Monotonic seconds of this machine; -1 if no rank reported it."""
     user_place: str = ""
     """File and line of the user's code that raised the error, or led to it."""
+    outage: str = ""
+    """The error of a file server or network behind it, in words that stay the same while that
+    lasts; empty if there is none."""
     roll_back: RollBack | None = None
     """How far all ranks agreed to go back, if that is why this one ended."""
 
@@ -80,6 +84,7 @@ def build_error_report(
     """
     redactor = Redactor(os.environ)
     # Before `convert_disk_error` puts another error in its place: the traceback is of the first.
+    outage = _find_outage_behind(error)
     lines = traceback.format_exception(type(error), error, _skip_startup_frames(error))
     code_place = redactor.redact_text(
         _escape_surrogates(find_innermost_user_code_line(error.__traceback__))
@@ -111,8 +116,19 @@ def build_error_report(
         secondary=is_caused_by_lost_peer(error),
         time_monotonic_s=time.monotonic(),
         user_place=code_place,
+        outage=outage,
         roll_back=error.roll_back if isinstance(error, RollBackRequest) else None,
     )
+
+
+def _find_outage_behind(error: BaseException) -> str:
+    if isinstance(error, DataSourceError):
+        return error.outage
+    if isinstance(error, DataStorageError):
+        # What a disk says of itself, it will say again.
+        return find_outage(error, of_disk=False)
+    # Others are refusals; a store of checkpoints has been tried several times already.
+    return "" if isinstance(error, PhalanxError) else find_outage(error)
 
 
 def _format_error_message(error: BaseException) -> str:

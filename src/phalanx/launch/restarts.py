@@ -22,6 +22,8 @@ FAILED_STARTS_LIMIT = 2
 # failures. So a run that fails for ever either ends, or goes on by that much at least, for each
 # budget that it spends.
 PROGRESS_S, NUM_PROGRESS_STEPS = 600.0, 10
+# Between two restarts after the same outage: twice as long each time.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,37 @@ class _CountedRestart:
     step: int
 
 
+@dataclass
+class _Outage:
+    """An outage that has failed the run since `began_s` (monotonic), at steps up to `step`, and the
+    pause before the restart that is next."""
+
+    signature: str
+    step: int
+    began_s: float
+    num_restarts: int = 1
+    next_pause_s: float = FIRST_PAUSE_S
+
+
 class RestartPolicy:
-    """Remembers the restarts of one run. `describe_samples` names the samples of the batch of a
-    step, in words; empty where that is not known."""
+    """Remembers the restarts of one run. An outage is waited for `outage_s` seconds.
+
+    `describe_samples` names the samples of the batch of a step, in words; empty where that is not
+    known.
+    """
 
     def __init__(
         self,
         max_restarts: int,
         window_s: float,
         describe_samples: Callable[[int], str] = lambda step: "",
+        outage_s: float = 0.0,
     ) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._describe_samples = describe_samples
+        self._outage_s = outage_s
+        self._outage: _Outage | None = None
         self._counted: list[_CountedRestart] = []
         self._last: tuple[int, str] | None = None
         self._num_same = 0
@@ -57,9 +77,44 @@ class RestartPolicy:
 
     def count_restart_or_raise(
         self, failure: RankFailure, now_s: float, saved_step: int = 0
-    ) -> None:
-        """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is
-        one too many. `saved_step`: that of the newest checkpoint."""
+    ) -> float:
+        """Count one restart because of `failure`, and return the seconds to wait before it; raise
+        RestartBudgetError (exit 10) if it is one too many. `saved_step`: that of the newest
+        checkpoint."""
+        if failure.is_outage and self._outage_s > 0:
+            pause_s = self._find_pause_or_raise(failure, now_s)
+            if pause_s > 0:
+                # The first one of an outage counts for all.
+                self.num_restarts += 1
+                return pause_s
+        else:
+            self._outage = None
+            self._require_other_failure_than_before(failure)
+        self._count_against_budget_or_raise(failure, now_s, saved_step)
+        return 0.0
+
+    def _find_pause_or_raise(self, failure: RankFailure, now_s: float) -> float:
+        """The pause before a restart in an outage: none before the first one."""
+        outage = self._outage
+        self._last = None
+        if outage is None or outage.signature != failure.signature or failure.step > outage.step:
+            self._outage = _Outage(failure.signature, failure.step, now_s)
+            return 0.0
+        left_s = outage.began_s + self._outage_s - now_s
+        if left_s <= 0:
+            times = f"{outage.num_restarts} restarts in {format_seconds(now_s - outage.began_s)}"
+            why = f"{times}; resilience.outage_s = {self._outage_s:g}"
+            raise RestartBudgetError(
+                f"an outage does not pass: {failure.detail}",
+                why=why + self._describe_batch(failure),
+            )
+        pause_s = min(outage.next_pause_s, left_s)
+        outage.num_restarts += 1
+        outage.next_pause_s = min(2.0 * outage.next_pause_s, LONGEST_PAUSE_S)
+        return pause_s
+
+    def _require_other_failure_than_before(self, failure: RankFailure) -> None:
+        """Raise RestartBudgetError for a failure that has come at the same step too often."""
         key = (failure.step, failure.signature)
         if key != self._last:
             self._num_same = 0
@@ -70,14 +125,21 @@ class RestartPolicy:
             limit = SAME_EXCEPTION_LIMIT
         if self._num_same >= limit:
             where = f"at step {failure.step}" if failure.step else "before the first step"
-            why = f"{self._num_same} times in a row"
-            samples = self._describe_samples(failure.step) if failure.step else ""
-            if samples:
-                why += f"; the batch of step {failure.step} is {samples}"
             raise RestartBudgetError(
                 f"deterministic failure {where}: {failure.detail}",
-                why=why,
+                why=f"{self._num_same} times in a row{self._describe_batch(failure)}",
             )
+
+    def _describe_batch(self, failure: RankFailure) -> str:
+        """ "; the batch of step 5 is samples 32 to 39"; empty where that is not known."""
+        samples = self._describe_samples(failure.step) if failure.step else ""
+        if not samples:
+            return ""
+        return f"; the batch of step {failure.step} is {samples}"
+
+    def _count_against_budget_or_raise(
+        self, failure: RankFailure, now_s: float, saved_step: int
+    ) -> None:
         since_s = now_s - self._window_s
         self._counted = [restart for restart in self._counted if restart.time_s >= since_s]
         if self._has_progressed(now_s, saved_step):
@@ -109,7 +171,8 @@ class FailedStarts:
         """Count `failure`; True if it is that of a rank that failed to start again, by a reason
         that may be its own machine's."""
         is_failed_start = is_restart and failure.rank >= 0 and failure.step < 1
-        if not is_failed_start or failure.exit_code != ExitCode.INTERNAL:
+        is_refused = failure.exit_code != ExitCode.INTERNAL or failure.is_outage
+        if not is_failed_start or is_refused:
             self._rank, self._num_failed = -1, 0
             return False
         if failure.rank != self._rank:

@@ -16,6 +16,7 @@ from phalanx.launch.attempt import AttemptWatch, ReportAndSignalWaiter
 from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
+    EventRefused,
     PreloadBeginsCuda,
     PreloadFailed,
     PreloadFinished,
@@ -93,9 +94,29 @@ class _Supervisor:
             self._redact_secrets_in_logs(end)
             match self._recovery.decide(end, self._stop):
                 case StartAgain() as ranks:
+                    if not self._pause(ranks.pause_s):
+                        return self._recovery.end_in_pause(self._stop)
                     number += 1
                 case RunOutcome() as outcome:
                     return outcome
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait before a restart, while ranks that are kept wait, too; False if a signal asks for a
+        stop."""
+        until = time.monotonic() + seconds
+        while self._server is not None and time.monotonic() < until:
+            if self._server.link.closed:
+                # What was kept is gone, and nothing is left to wait on.
+                return True
+            # Reports of the attempt that is over change nothing, but for events.
+            reports, signals = self._waiter.wait(self._server.link, until)
+            for report in reports:
+                if isinstance(report, EventRefused):
+                    self._on_refused_event(report.line)
+            if signals:
+                self._stop.signal = signal.Signals(signals[0])
+                return False
+        return True
 
     def close(self) -> None:
         if self._server is not None:

@@ -266,7 +266,15 @@ def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailur
         cause = OUT_OF_MEMORY
     failure = blamed.build_restartable_failure(cause, line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
-    return replace(failure, exit_code=report.exit_code, restartable=False)
+    failure = replace(failure, exit_code=report.exit_code, restartable=False)
+    return _note_outage(failure, blamed, report)
+
+
+def _note_outage(failure: RankFailure, blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
+    """`failure` as that of an outage, if the report tells of one and the run has trained."""
+    if not report.outage or not blamed.is_of_trained_run:
+        return failure
+    return replace(failure, restartable=True, is_outage=True, signature=f"outage: {report.outage}")
 
 
 def _blame_data_source(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
@@ -276,7 +284,8 @@ def _blame_data_source(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     summary = f"rank {blamed.rank} failed {blamed.describe_position}: {line}"
     signature = remove_varying_text_from_failure(line)
     failure = blamed.build_restartable_failure("exception", summary, line, [summary], signature)
-    return replace(failure, exit_code=report.exit_code, restartable=True, is_of_data_source=True)
+    failure = replace(failure, exit_code=report.exit_code, restartable=True, is_of_data_source=True)
+    return _note_outage(failure, blamed, report)
 
 
 def _explain_roll_back(blamed: _BlamedRank, roll_back: RollBack) -> RankFailure:
@@ -311,7 +320,7 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     if report.type == COLLECTIVES_DIFFER_ERROR:
         noticed = f"rank {blamed.rank} noticed"
         return _blame_rank_in_other_collective(failure, blamed, noticed)
-    return failure
+    return _note_outage(failure, blamed, report)
 
 
 def _explain_lost_connection(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:

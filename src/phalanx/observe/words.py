@@ -137,9 +137,11 @@ def _describe_restart(event: events.RestartScheduled) -> str:
     in_memory = ""
     if event.held_step >= 0:
         in_memory = f"; step {event.held_step} is held in memory"
-    return (
-        f"restart {event.restart} of at most {event.budget}, from step {event.from_step}{in_memory}"
-    )
+    pause = ""
+    if event.pause_s > 0:
+        pause = f"; in {format_seconds(event.pause_s)}, as an outage may be over then"
+    counted = f"restart {event.restart} of at most {event.budget}"
+    return f"{counted}, from step {event.from_step}{in_memory}{pause}"
 
 
 def _describe_roll_back(event: events.RolledBack) -> str:

@@ -132,8 +132,12 @@ def require_same_samples_on_all_ranks(corpus: Corpus, mesh: Mesh) -> None:
     views = mesh.gather_json(_read_length_and_digest_of_dataset(corpus.user))
     for rank, view in enumerate(views):
         if "error" in view:
-            kind = DataSourceError if view["is_of_source"] else DataError
-            raise kind(str(view["error"]), where=f"rank {rank}")
+            error, where = str(view["error"]), f"rank {rank}"
+            if not view["is_of_source"]:
+                raise DataError(error, where=where)
+            source_error = DataSourceError(error, where=where)
+            source_error.outage = str(view["outage"])
+            raise source_error
     was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
     different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
@@ -169,7 +173,9 @@ def _read_length_and_digest_of_dataset(user: UserDatasetFacts) -> dict[str, int 
         dataset = open_user_dataset(user.source, user.args, "train")
         digest = hash_sample_subset(dataset, user.source)
     except DataError as error:
-        return {"error": str(error), "is_of_source": isinstance(error, DataSourceError)}
+        outage = error.outage if isinstance(error, DataSourceError) else ""
+        is_of_source = isinstance(error, DataSourceError)
+        return {"error": str(error), "is_of_source": is_of_source, "outage": outage}
     return {"length": len(dataset), "samples": digest}
 
 

@@ -78,6 +78,7 @@ def train_in_supervised_ranks(
         run_dir=run_dir,
         preload=list_modules_to_preload(job),
         max_restarts=job.resilience.max_restarts,
+        outage_s=job.resilience.outage_s,
         grace_s=job.resilience.grace_s,
         keeps_ranks=keeps_ranks(job, run.plan),
         hangs=HangSettings(job.resilience.hang_s),

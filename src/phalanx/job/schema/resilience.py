@@ -15,6 +15,10 @@ class Resilience(Section):
     max_restarts: Count = 3
     """Restarts within an hour before the run is given up (exit 10). They count no longer
     when it goes on for 10 minutes and saves a checkpoint 10 steps after the last failure."""
+    outage_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
+    """Seconds for which a run waits for a file server or a network that is away: ranks start again
+    at once, then after 1, 2, 4 s and so on, at most 30, and that counts as one restart. 0: like any
+    other failure."""
     grace_s: PositiveFloat = 25.0
     """Seconds the ranks have to save after SIGTERM."""
     collective_timeout_s: PositiveFloat = 600.0

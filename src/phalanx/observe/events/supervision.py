@@ -129,13 +129,14 @@ class RestartScheduled(Event):
 
     `held_step`: the newest step whose state a rank still holds in memory, -1 for none; whether all
     of it is held, the ranks find out when they have met (`run_started` says). `restart`: how many
-    count against `budget` now, this one included.
+    count against `budget` now, this one included. `pause_s`: seconds before it, in an outage.
     """
 
     restart: int
     budget: int
     from_step: int
     held_step: int = -1
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True)
