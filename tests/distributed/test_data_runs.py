@@ -29,7 +29,9 @@ from phalanx.observe.events import (
     EvalFinished,
     Note,
     RankFailed,
+    RanksStarted,
     RestartScheduled,
+    RunStarted,
     StepSkipped,
     TextGenerated,
 )
@@ -403,17 +405,26 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(
     assert masks.out == ""  # before anything is built
 
 
-def test_a_dataset_that_raises_once_costs_no_sample(runs: Runs) -> None:
-    """Of two ranks the other one keeps its process, and the step is done again from its memory."""
-    keys = ("data.source=own_code:interrupted", "train.steps=8", "observe.samples=true")
-    done = run(*REGRESSION, *keys, "parallel.ranks=2", "run.dir=interrupted", cwd=runs.folder)
+def test_a_file_server_that_is_away_once_costs_no_sample_and_no_step(runs: Runs) -> None:
+    """Both ranks keep their processes, and between them they hold a state of which there is no
+    second copy, and no checkpoint."""
+    keys = (
+        *("data.source=own_code:interrupted", "train.steps=8", "observe.samples=true"),
+        *("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=3"),
+    )
+    done = run(*REGRESSION, *keys, "run.dir=interrupted", cwd=runs.folder)
     assert done.code == 0, done.err
     run_dir = runs.folder / "interrupted"
     (failed,) = [envelope.event for envelope in events(run_dir, RankFailed)]
     assert (failed.step, failed.phase, failed.cause) == (5, "data", "exception")
     assert "sample 17 of own_code:interrupted: OSError: [Errno 5]" in failed.detail
     (restart,) = [envelope.event for envelope in events(run_dir, RestartScheduled)]
-    assert restart.held_step == 4
+    assert (restart.held_step, restart.pause_s) == (4, 0.0)
+    assert "going on with what ranks 0 and 1 hold (restart 1 of 3)" in done.out
+    first, second = [envelope.event for envelope in events(run_dir, RanksStarted)]
+    assert (second.kept, second.pids) == ([0, 1], first.pids)
+    _, continued = [envelope.event for envelope in events(run_dir, RunStarted)]
+    assert continued.restored_from == "the memory of ranks 0 and 1"
     assert runs.ledger("interrupted").out.startswith(
         "64 samples in 8 steps over 2 attempts, each exactly once"
     )

@@ -841,10 +841,12 @@ class TestRestartPolicy:
         pauses_s, now_s = [], 0.0
         # The step is another one where ranks go on from a checkpoint: no progress.
         for step in (15, 12, 15, 15, 15, 15, 15, 15):
+            assert not policy.is_last_of_outage
             pauses_s.append(policy.count_restart_or_raise(self.outage(step), now_s))
             now_s += pauses_s[-1] + 0.5
         assert pauses_s == [0, 1, 2, 4, 8, 16, 30, pytest.approx(80 - 61 - 3.5)]
         assert (policy.num_restarts, policy.num_counted) == (8, 1)
+        assert policy.is_last_of_outage
         with pytest.raises(
             RestartBudgetError, match=r"an outage does not pass: .* \(8 restarts in 1 m 20 s; "
         ) as caught:

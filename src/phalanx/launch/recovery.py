@@ -99,6 +99,9 @@ class RecoveryPolicy:
                 message += f"\n{failure.report}"
             return self._fail(error.exit_code, message + no_shrink)
         survivors = _keep_numbers(end, failure)
+        if self._restarts.is_last_of_outage:
+            # It may be over, and the processes hold on to connections that are dead.
+            survivors = {}
         if has_shrunk:
             # Numbered anew: a gap would be a rank that is not there.
             survivors = {
@@ -276,6 +279,8 @@ class RecoveryPolicy:
         plan_words = f"starting again from step {from_step}"
         if has_shrunk:
             plan_words = f"going on with {plural(self._num_ranks, 'rank')}"
+        elif failure.rank in survivors:
+            plan_words = f"going on with what {format_rank_list(sorted(survivors.values()))} hold"
         elif survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
             plan_words = f"starting it again beside {format_rank_list(sorted(survivors.values()))}"
@@ -288,8 +293,10 @@ class RecoveryPolicy:
 
 
 def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:
-    """The ranks that wait for the next attempt, each as the rank that it was."""
-    return {rank: rank for rank in sorted(end.waiting.keys() - {failure.rank})}
+    """The ranks that wait for the next attempt, each as the rank that it was. Not the one that
+    failed, unless that came from outside of its process."""
+    failed = set() if failure.is_outage else {failure.rank}
+    return {rank: rank for rank in sorted(end.waiting.keys() - failed)}
 
 
 def _find_held_step(end: AttemptEnd) -> int:

@@ -69,6 +69,8 @@ class RestartPolicy:
         self._last: tuple[int, str] | None = None
         self._num_same = 0
         self.num_restarts = 0
+        self.is_last_of_outage = False
+        """The restart that was counted last is the last one in its outage."""
 
     @property
     def num_counted(self) -> int:
@@ -81,6 +83,7 @@ class RestartPolicy:
         """Count one restart because of `failure`, and return the seconds to wait before it; raise
         RestartBudgetError (exit 10) if it is one too many. `saved_step`: that of the newest
         checkpoint."""
+        self.is_last_of_outage = False
         if failure.is_outage and self._outage_s > 0:
             pause_s = self._find_pause_or_raise(failure, now_s)
             if pause_s > 0:
@@ -109,6 +112,7 @@ class RestartPolicy:
                 why=why + self._describe_batch(failure),
             )
         pause_s = min(outage.next_pause_s, left_s)
+        self.is_last_of_outage = pause_s == left_s
         outage.num_restarts += 1
         outage.next_pause_s = min(2.0 * outage.next_pause_s, LONGEST_PAUSE_S)
         return pause_s

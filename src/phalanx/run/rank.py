@@ -93,7 +93,8 @@ _EXIT_CODE_OF_END = {
 def run_supervised_rank(document: JsonObject, link: RankLink) -> int:
     """Train as one supervised rank, of the JSON of a RankPayload. Returns the exit code.
 
-    A rank that only lost another one takes part in the next attempt with what it holds.
+    A rank that only lost another one, or whose dataset met an outage, takes part in the next
+    attempt with what it holds.
     """
     survivor = Survivor()
     while True:
