@@ -49,7 +49,7 @@ from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, gro
 from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
 from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
-from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus
+from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus, is_process_there
 from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits, judge_ranks
 from phalanx.observe.where_words import describe_collective, describe_waits
 
@@ -290,8 +290,10 @@ class ProgressWatch:
         states = {}
         for rank in range(len(self._pids)):
             last = self._quiet[rank].last
-            status = ProcessStatus("gone")
-            if last is not None:
+            if last is None:
+                is_there = is_process_there(self._pids[rank])
+                status = ProcessStatus("unknown" if is_there else "gone")
+            else:
                 # A look in which a rank that mostly runs slept, or the other way, misleads.
                 state = PROCESS_STATES.get(last.letter, "sleeping")
                 if state in ("running", "sleeping"):

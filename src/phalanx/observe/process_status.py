@@ -3,6 +3,7 @@ core it gets."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BoxHeader
-from phalanx.core.process_stat import read_process_stat
+from phalanx.core.process_stat import read_process_stat, read_process_stat_or_raise
 
 # Long enough for several ticks of the kernel's clock, which counts CPU time in hundredths.
 SAMPLE_S = 0.3
@@ -33,7 +34,8 @@ class ProcessStatus:
     """The activity of a process.
 
     `state`: "running", "sleeping", "waiting for a device", "stopped" (SIGSTOP), "traced" (by a
-    debugger), "gone", or "unknown" (on another machine, or a box without a process). `cpu_share`:
+    debugger), "gone", or "unknown" (on another machine, a box without a process, or one that cannot
+    be looked at). `cpu_share`:
     cores that all its threads used while it was looked at; `throttled_share`: part of that time in
     which its cgroup was not allowed to run. None where not measured.
     """
@@ -83,10 +85,28 @@ def _read_state(header: BoxHeader | None) -> str:
     if header.boot_id != read_boot_id():
         # The same name: another machine, or this one before it was started again.
         return "unknown"
-    stat = read_process_stat(header.pid)
-    if stat is None or stat.start_ticks != header.start_ticks:
+    try:
+        stat = read_process_stat_or_raise(header.pid)
+    except OSError:
+        # No permission, no descriptor: that says nothing of the process.
+        return "unknown"
+    if stat is None:
+        return "unknown" if is_process_there(header.pid) else "gone"
+    if stat.start_ticks != header.start_ticks:
         return "gone"
     return PROCESS_STATES.get(stat.state, "sleeping")
+
+
+def is_process_there(pid: int) -> bool:
+    """True if a process has this number, whether or not /proc shows it to us."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # Another user's.
+        return True
+    return True
 
 
 def _sample_cpu(pid: int) -> _CpuSample:
