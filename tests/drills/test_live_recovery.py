@@ -325,7 +325,9 @@ def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
     assert first.code == second.code == 0, first.err + second.err
     assert second.out.count("-> 3 ranks (") == 1
     assert "; going on with 3 ranks (restart 3 of 3)" in second.out
-    assert "phalanx stops the ranks (sigterm) to start all of them" in second.out
+    assert "the ranks save and leave, and phalanx starts all of them that the job" in second.out
+    assert len(re.findall(r"stopping after step \d+: more ranks are started", second.out)) == 1
+    assert "sigterm" not in second.out
     run_dir = folder / "fewer"
     changes = [e.event for e in events(run_dir, LayoutChanged)]
     assert [(e.num_ranks_before, e.num_ranks) for e in changes] == [(4, 3), (3, 4)]

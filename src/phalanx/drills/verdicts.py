@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.core.stop_signals import MORE_RANKS_REASON
 from phalanx.core.typed_json import JsonRecord
 from phalanx.launch.processor_watch import STARVED
 from phalanx.observe.events import (
@@ -114,6 +115,9 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
             return Verdict(kind, ranks, event.step, at_s, text)
         case StepSkipped(reason="nonfinite_gradients"):
             return Verdict("not finite", (), event.step, at_s, event.reason)
+        # With more ranks the run goes on.
+        case StopRequested(reason=reason) if reason == MORE_RANKS_REASON:
+            return None
         case StopRequested():
             return Verdict("preempted", (), event.step, at_s, event.reason)
         case CheckpointFailed():

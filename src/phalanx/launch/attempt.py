@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.process_stat import read_state_letter
+from phalanx.core.stop_signals import LEAVE_FOR_MORE_RANKS_SIGNAL
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord
@@ -158,9 +159,10 @@ class AttemptWatch:
             if not self.end.was_told_to_leave and self._spec.attempts.should_grow():
                 self.end.was_told_to_leave = True
                 self._listener.say(
-                    "a checkpoint is there: phalanx stops the ranks (sigterm) to start all of them"
+                    "a checkpoint is there: the ranks save and leave, and phalanx starts all of"
+                    " them that the job asks for"
                 )
-                self._server.link.send(SendSignalToRanks(int(signal.SIGTERM)))
+                self._server.link.send(SendSignalToRanks(LEAVE_FOR_MORE_RANKS_SIGNAL))
             self._look_for_hang()
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.

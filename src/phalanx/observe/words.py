@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.core.printable import printable
+from phalanx.core.stop_signals import MORE_RANKS_REASON
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
@@ -95,7 +96,10 @@ def _describe_invariant(event: events.InvariantChecked) -> str | None:
 
 
 def _describe_stop_request(event: events.StopRequested) -> str:
-    return f"stopping after step {event.step}: {event.reason}"
+    reason = event.reason
+    if reason == MORE_RANKS_REASON:
+        reason = "more ranks are started"
+    return f"stopping after step {event.step}: {reason}"
 
 
 def name_what_failed(event: events.RankFailed) -> str:

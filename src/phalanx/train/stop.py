@@ -5,14 +5,21 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import dataclass
+from types import FrameType
+
+from phalanx.core.stop_signals import LEAVE_FOR_MORE_RANKS_SIGNAL, MORE_RANKS_REASON
 
 
 @dataclass
 class StopSignalFlags:
-    """Signals that this rank has got. Ranks agree on them in the reduction of each step."""
+    """Signals that this rank has got. Ranks agree on them in the reduction of each step.
+
+    `is_for_more_ranks`: `sigterm` stands for the supervisor's wish to start more ranks.
+    """
 
     sigterm: bool = False
     sigint: bool = False
+    is_for_more_ranks: bool = False
 
     def request_stop_on_signals(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
@@ -23,8 +30,23 @@ class StopSignalFlags:
         if threading.current_thread() is not threading.main_thread():
             return
         # Only a flag is set: a handler may run between any two instructions of Python.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
+        signal.signal(LEAVE_FOR_MORE_RANKS_SIGNAL, self._leave_for_more_ranks)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
+
+    def name_reason(self, agreed: str) -> str:
+        """The reason of a stop on whose kind all ranks `agreed` ("sigterm" or "sigint")."""
+        if agreed == "sigterm" and self.is_for_more_ranks:
+            return MORE_RANKS_REASON
+        return agreed
+
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        # Whoever sends it wants the run to end, whatever the supervisor wanted before.
+        self.sigterm, self.is_for_more_ranks = True, False
+
+    def _leave_for_more_ranks(self, number: int, frame: FrameType | None) -> None:
+        self.is_for_more_ranks = not self.sigterm
+        self.sigterm = True
 
 
 class StopRequestedError(Exception):

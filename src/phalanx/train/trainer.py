@@ -195,7 +195,7 @@ class Trainer:
             self._schedule.wait_for_save(skip_pruning=reason is not None)
         if reason is None:
             return "finished"
-        self.bus.emit(StopRequested(self.state.step, reason))
+        self.bus.emit(StopRequested(self.state.step, self.stop.name_reason(reason)))
         return reason
 
     def step(self) -> tuple[StepStats, str | None]:

@@ -51,7 +51,8 @@ class WeightsTaken(Event):
 
 @dataclass(frozen=True)
 class StopRequested(Event):
-    """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint"."""
+    """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint" | "more_ranks" (the run
+    goes on with more ranks)."""
 
     step: int
     reason: str
