@@ -31,6 +31,7 @@ from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import read_external_launch
+from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
 from phalanx.launch.rank_env import (
     ALLOCATOR_VARIABLES,
@@ -40,11 +41,16 @@ from phalanx.launch.rank_env import (
     build_rank_env_variables,
 )
 from phalanx.launch.rank_failure import LOST_CONNECTION, RankFailure
+from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import NUM_PROGRESS_STEPS, RestartPolicy
 from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
+from phalanx.launch.stop_request import StopRequest
 from phalanx.launch.verdict import find_root_failure
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import RestartScheduled
+from phalanx.observe.tail import read_recorded_events
 from ranks import run_ranks
 
 TORCHRUN = {
@@ -876,6 +882,29 @@ class TestRestartPolicy:
             RestartPolicy(max_restarts=0, window_s=3600).count_restart_or_raise(
                 self.failure(1), now_s=0
             )
+
+
+def test_in_an_outage_ranks_keep_what_they_hold_until_its_last_restart(tmp_path: Path) -> None:
+    for rank in range(2):
+        BlackBox(black_box_path(tmp_path, rank)).write(7, "data")
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    end = AttemptEnd(0, {}, {0: failed(raised(refused))}, waiting={0: 6, 1: 6})
+    attempts = RepeatedAttempts(lambda: RankEnv(0, 2, 0, 2), newest_step=4)
+    # The second pause would be as long as all of it.
+    spec = LaunchSpec("", attempts, 2, tmp_path, (), keeps_ranks=True, outage_s=1.0)
+    said: list[str] = []
+    bus = Bus(rank=-1, run_dir=tmp_path)
+    policy = RecoveryPolicy(spec, bus, said.append)
+    first, last = policy.decide(end, StopRequest()), policy.decide(end, StopRequest())
+    bus.close()
+    assert first == StartAgain(2, {0: 0, 1: 1}, 0.0)
+    assert isinstance(last, StartAgain)
+    assert last.survivors == {}
+    assert 0 < last.pause_s < 1
+    assert "; going on with what ranks 0 and 1 hold (restart 1 of 3)" in said[0]
+    assert "; starting again from step 4 in " in said[1]
+    events = read_recorded_events(tmp_path, RestartScheduled, rank=-1)
+    assert [each.event.held_step for each in events] == [6, -1]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

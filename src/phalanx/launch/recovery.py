@@ -107,9 +107,8 @@ class RecoveryPolicy:
             survivors = {
                 rank: number for number, rank in enumerate([*survivors][: self._num_ranks])
             }
-        self._announce_restart(
-            failure, survivors, _find_held_step(end), pause_s, has_shrunk=has_shrunk
-        )
+        held_step = _find_held_step(end) if survivors else -1
+        self._announce_restart(failure, survivors, held_step, pause_s, has_shrunk=has_shrunk)
         return StartAgain(self._num_ranks, survivors, pause_s)
 
     def end_in_pause(self, stop: StopRequest) -> RunOutcome:
