@@ -225,6 +225,32 @@ def test_a_release_says_whether_experts_are_in_a_graph(change: dict[str, Any], l
     assert build_row_stack(row | change).launch == launch
 
 
+@pytest.mark.parametrize(
+    ("change", "weight"),
+    [
+        ({"table": "26.02 NeMo Container / pretrain"}, 1.0),
+        ({"table": "26.02.01 NeMo Container / pretrain"}, 0.5),
+        ({"table": "26.04 NeMo Container", "precision": "fp8"}, 0.5),
+        ({"table": "26.04 NeMo Container", "precision": "bf16"}, 1.0),
+        ({"table": "26.04 NeMo Container", "moe": None}, 1.0),
+        ({"table": "25.09 NeMo Container", "note": "tokendrop"}, 0.5),
+    ],
+)
+def test_a_release_says_whether_routers_are_in_a_graph(
+    change: dict[str, Any], weight: float
+) -> None:
+    row = ROW | {"framework": "Megatron-Core", "precision": "mxfp8", "moe": {"experts": 8}}
+    stack = build_row_stack(row | change)
+    assert stack.launch_weight == weight
+    assert stack.reads_expert_sizes == ("note" not in change)
+
+
+def test_layouts_are_ranked_among_runs_of_one_model() -> None:
+    runs = [build_measured_run(ROW | change) for change in ({}, {"heads": 64}, {"micro_batch": 2})]
+    assert runs[0].group != runs[1].group
+    assert runs[0].group == runs[2].group
+
+
 def test_statistics_are_those_of_the_errors() -> None:
     stats = summarise_errors(np.array([-0.1, 0.0, 0.2, 0.05]), 0.5)
     assert stats.n == 4

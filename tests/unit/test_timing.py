@@ -35,6 +35,7 @@ from phalanx.plan.timing.setup import (
     MEGATRON_STACK,
     PHALANX_COMPILED_STACK,
     PHALANX_STACK,
+    Precision,
     StepSetup,
 )
 from phalanx.plan.timing.step import (
@@ -254,6 +255,42 @@ def test_tensors_that_travel_alone_take_longer_the_more_ranks_share(machine: Mac
             seconds.append(estimate_step_times(build_builtin_shape(), machine, setup).total_s)
         extra.append(seconds[1] - seconds[0])
     assert 0 < extra[0] < extra[1] < extra[2]
+
+
+def time_experts(
+    machine: MachineRates, precision: Precision = "fp8", **stack: object
+) -> dict[str, float]:
+    """The terms of a step of a model with experts, on `stack`."""
+    shape = build_builtin_shape("deepseek-v2-lite")
+    layout = Layout(dp_shard=16, ep=16)
+    changed = replace(MEGATRON_STACK, **stack)  # type: ignore[arg-type]
+    setup = setup_of(layout=layout, precision=precision, stack=changed)
+    return dict(estimate_step_times(shape, machine, setup).terms)
+
+
+def test_experts_whose_sizes_the_cpu_reads_leave_the_gpu_without_work(
+    machine: MachineRates,
+) -> None:
+    reading, knowing = time_experts(machine), time_experts(machine, reads_expert_sizes=False)
+    num_forwards, num_blocks_with_experts = 8, 26
+    waits = num_forwards * num_blocks_with_experts * load_timing_constants().expert_sync_s
+    assert reading["launch"] - knowing["launch"] == pytest.approx(waits)
+    graphs = [time_experts(machine, launch="graph", reads_expert_sizes=it) for it in (True, False)]
+    assert graphs[0] == graphs[1]
+
+
+def test_fused_experts_move_less_memory(machine: MachineRates) -> None:
+    for precision in ("bf16", "fp8"):
+        apart = time_experts(machine, precision)
+        fused = time_experts(machine, precision, fuses_experts=True)
+        assert fused["elementwise"] < apart["elementwise"]
+        assert fused["matmul loss"] == apart["matmul loss"]
+
+
+def test_tokens_beside_another_microbatch_leave_contention_alone(machine: MachineRates) -> None:
+    shown = time_experts(machine)["ep"]
+    contention = load_timing_constants().overlap_contention
+    assert time_experts(machine, overlaps_experts=True)["ep"] == pytest.approx(contention * shown)
 
 
 def test_a_stated_latency_of_a_level_makes_its_steps_longer(machine: MachineRates) -> None:

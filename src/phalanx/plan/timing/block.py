@@ -110,7 +110,13 @@ class BlockTimeEstimator:
         forward = self._add_launch_wait(
             block,
             BlockPassTimes(
-                forward_matmul, attention[0], elementwise[0], tp[0], cp[0], ep, np.zeros(1)
+                forward_matmul,
+                attention[0],
+                elementwise[0],
+                tp[0],
+                cp[0],
+                ep,
+                self._estimate_size_reading_s(block),
             ),
             1.0,
         )
@@ -180,7 +186,8 @@ class BlockTimeEstimator:
         columns, constants = self.columns, self.constants
         spread, tp = columns.sequence_parts, columns.tp
         norms, residuals = block.norm_features / spread, block.residual_features / spread
-        heads, activations = block.head_features / tp, block.activation_features / tp
+        heads = block.head_features / tp
+        activations = (block.activation_features - self._count_fused_features(block)) / tp
         # Elements that each operation reads and writes; the backward reads its inputs again.
         forward = 2 * norms + 3 * residuals + 2 * heads + (2 + block.is_gated) * activations
         backward = 3 * norms + 2 * residuals + 2 * heads + (3 + 2 * block.is_gated) * activations
@@ -217,11 +224,21 @@ class BlockTimeEstimator:
         """Bytes per token to cast what enters products to 8 bits or fewer."""
         if self.precision not in ("fp8", "mxfp8", "fp4"):
             return np.zeros(1)
-        features = np.zeros(1)
+        features = -self._count_fused_features(block) / self.columns.tp
         for matmul in block.matmuls:
             parts = self.columns.tp if matmul.cut == "row" else np.ones(1)
             features = features + matmul.inputs * matmul.visited / parts
         return features * self.constants.cast_bytes
+
+    def _count_fused_features(self, block: BlockWork) -> Column:
+        """Features of activations that the kernel of an expert's first product writes as the second
+        one reads them."""
+        features = sum(
+            matmul.inputs * matmul.visited
+            for matmul in block.matmuls
+            if matmul.num_experts > 1 and matmul.cut == "row"
+        )
+        return np.where(self.columns.fuses_experts, float(features), 0.0)
 
     def _estimate_tp_times(self, block: BlockWork) -> tuple[Column, Column]:
         columns, constants = self.columns, self.constants
@@ -288,20 +305,30 @@ class BlockTimeEstimator:
         seconds = collectives.all_to_all_s(
             group, sent * columns.imbalance, block.experts_per_token, constants
         )
-        return 2 * seconds * np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
+        exposed = np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
+        # Beside another microbatch's computation, which takes longer, only contention is left.
+        exposed = np.where(columns.overlaps_experts, constants.overlap_contention, exposed)
+        return 2 * seconds * exposed
+
+    def _estimate_size_reading_s(self, block: BlockWork) -> Column:
+        """Seconds of a forward in which the GPU has no work, for the CPU waits to read the sizes of
+        experts, and starts what follows only then."""
+        columns = self.columns
+        reads = columns.reads_expert_sizes & ~columns.launches_graphs & (block.num_experts > 0)
+        return np.where(reads, self.constants.expert_sync_s, 0.0)
 
     def _add_launch_wait(
         self, block: BlockWork, times: BlockPassTimes, launches: Column | float
     ) -> BlockPassTimes:
-        """`times` with what a rank waits for its CPU, which starts `launches` forwards' worth of
-        kernels."""
+        """`times` with what a rank waits for its CPU beyond that, which starts `launches` forwards'
+        worth of kernels."""
         columns, constants = self.columns, self.constants
         base = np.where(columns.is_eager, constants.launch_eager_s, constants.launch_fused_s)
         # Ranks of tp wait for each other twice a block: for the slowest CPU of all.
         weight = columns.launch_weight * (1.0 + constants.launch_tp * (columns.tp - 1) / 3)
         weight = weight * (1.0 + constants.launch_experts * (block.num_experts > 0))
         cpu = np.where(columns.launches_graphs, 0.0, base * weight * launches)
-        busy = times.total
+        busy = times.total - times.launch
         both = (busy**LAUNCH_OVERLAP_NORM + cpu**LAUNCH_OVERLAP_NORM) ** (1 / LAUNCH_OVERLAP_NORM)
         return BlockPassTimes(
             times.matmul,
@@ -310,5 +337,5 @@ class BlockTimeEstimator:
             times.tp,
             times.cp,
             times.ep,
-            both - busy,
+            times.launch + both - busy,
         )

@@ -66,6 +66,9 @@ class SetupColumns:
     overlaps_gather: Flag
     overlaps_tp: Flag
     overlaps_ep: Flag
+    overlaps_experts: Flag
+    fuses_experts: Flag
+    reads_expert_sizes: Flag
     overlaps_p2p: Flag
     has_main_grad: Flag
     reduces_each_microbatch: Flag
@@ -173,6 +176,9 @@ def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
         "overlaps_gather": stack.overlaps_gather,
         "overlaps_tp": stack.overlaps_tp,
         "overlaps_ep": stack.overlaps_ep,
+        "overlaps_experts": stack.overlaps_experts,
+        "fuses_experts": stack.fuses_experts,
+        "reads_expert_sizes": stack.reads_expert_sizes,
         "overlaps_p2p": stack.overlaps_p2p,
         "has_main_grad": stack.has_main_grad,
         "reduces_each_microbatch": stack.reduces_each_microbatch,

@@ -40,6 +40,12 @@ class SoftwareStack:
     """tp's collectives run in chunks beside its matrix products."""
     overlaps_ep: bool = False
     """Tokens travel to experts beside the computation of others."""
+    overlaps_experts: bool = False
+    """Tokens travel to experts beside all that another microbatch computes."""
+    fuses_experts: bool = False
+    """An expert's first product, its activation and the cast of what it gives are one kernel."""
+    reads_expert_sizes: bool = True
+    """The CPU reads how many rows each expert got before it starts what computes with them."""
     overlaps_p2p: bool = False
     """Messages between stages travel beside the computation of others."""
     grad_bytes: int = 4

@@ -25,7 +25,12 @@ from phalanx.plan.validation.row_values import (
     get_text,
 )
 
-GRAPHED_EXPERTS = (26, 6)  # the first container whose whole step is one graph, experts as well
+# Containers whose recipes for experts in 8 bits have attention, router and what prepares the
+# exchange of tokens in CUDA graphs; and those that have the whole step in one.
+FIRST_GRAPHED_ROUTERS = (26, 2, 1)
+FIRST_GRAPHED_EXPERTS = (26, 6, 0)
+# CPU time of a block whose attention and router a graph starts, as a part of what it is without.
+GRAPHED_ROUTER_LAUNCHES = 0.5
 SHARDED_PATTERN = re.compile(r"fsdp|zero-?3|fully")
 
 
@@ -127,13 +132,17 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         kernels=_parse_kernel_kind(row, framework.is_xla, framework.is_megatron),
         attention=attention,
         launch=_parse_launch(row, framework),
-        # Experts with a capacity have sizes that the CPU need not wait for.
-        launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
+        launch_weight=_get_launch_weight(row, framework.is_megatron),
         overlaps_reduce=overlaps_dp,
         # InternEvo's configurations leave overlap_sync_param off, and send each parameter alone.
         overlaps_gather=overlaps_dp and not framework.is_internevo,
         overlaps_tp=_get_bool(row, "async_tp", overlaps_model_parallel),
         overlaps_ep=_get_bool(row, "ep_overlap", overlaps_model_parallel),
+        # Recipes with one graph delay weight gradients to have work beside the exchange of tokens,
+        # and have Transformer Engine's fused grouped MLP.
+        overlaps_experts=_launches_experts_by_graph(row, framework.is_megatron),
+        fuses_experts=_launches_experts_by_graph(row, framework.is_megatron),
+        reads_expert_sizes=not _drops_tokens(row),
         overlaps_p2p=framework.is_megatron,
         grad_bytes=grad_bytes,
         gather_bytes=gather_bytes,
@@ -228,18 +237,40 @@ def _parse_gradient_and_parameter_bytes(
 def _launches_experts_by_graph(row: Mapping[str, Any], is_megatron: bool) -> bool:
     """True if a whole step with experts runs as one CUDA graph: of Megatron-Core's containers since
     June 2026, on GPUs that group 8-bit products without reading sizes back."""
-    release = parse_row_release(row)
-    if not is_megatron or release is None or release < GRAPHED_EXPERTS:
-        return False
     has_small_types = parse_row_precision(row) in ("mxfp8", "fp4")
-    return has_small_types and bool(row.get("moe"))
+    return has_small_types and _has_experts_of(row, is_megatron, FIRST_GRAPHED_EXPERTS)
 
 
-def parse_row_release(row: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Year and month of the container that a row names, as (26, 4); None where it names none."""
+def _get_launch_weight(row: Mapping[str, Any], is_megatron: bool) -> float:
+    """CPU time of one block, as a multiple of one whose kernels are all started one by one, and
+    whose experts have sizes that the CPU waits for."""
+    has_small_types = parse_row_precision(row) in ("fp8", "mxfp8", "fp4")
+    if has_small_types and _has_experts_of(row, is_megatron, FIRST_GRAPHED_ROUTERS):
+        return GRAPHED_ROUTER_LAUNCHES
+    return 0.5 if _drops_tokens(row) else 1.0
+
+
+def _has_experts_of(
+    row: Mapping[str, Any], is_megatron: bool, first_release: tuple[int, int, int]
+) -> bool:
+    """True for experts in one of Megatron-Core's containers from `first_release` on."""
+    release = parse_row_release(row)
+    has_experts = is_megatron and bool(row.get("moe"))
+    return has_experts and release is not None and release >= first_release
+
+
+def _drops_tokens(row: Mapping[str, Any]) -> bool:
+    """True for experts with a capacity, whose sizes the CPU knows."""
+    return "tokendrop" in get_text(row, "note").lower()
+
+
+def parse_row_release(row: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Year, month and patch of the container that a row names, as (26, 4, 1); None where it names
+    none."""
     text = f"{get_text(row, 'framework')} {get_text(row, 'table')} {get_text(row, 'note')}".lower()
-    match = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\s+(?:nemo|container|pytorch)", text)
-    return (int(match[1]), int(match[2])) if match else None
+    number = r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.(\d+))?"
+    match = re.search(number + r"\s+(?:nemo|container|pytorch)", text)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
 def _require_unstated(text: str, key: str) -> None:

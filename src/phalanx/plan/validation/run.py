@@ -191,7 +191,9 @@ def _ideal_step_s(
 def _build_group_key(row: Mapping[str, Any], machine: MachineRates) -> str:
     """The key that rows of different layouts have in common: everything else that takes time."""
     keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
-    return "|".join([*(get_text(row, key) for key in keys), machine.accelerator.name])
+    # Sweeps of widths and heads keep the model's name.
+    widths = ("layers", "hidden", "ffn", "heads", "kv_heads")
+    return "|".join([*(get_text(row, key) for key in keys + widths), machine.accelerator.name])
 
 
 def _list_run_classes(
