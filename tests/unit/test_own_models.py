@@ -23,6 +23,7 @@ from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner, report_os_exit_of_user_code
 from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
+from phalanx.parallel.gradients import collect_gradients_and_sum_squares
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -332,3 +333,29 @@ def test_a_trained_parameter_without_elements_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"nothing is a parameter without elements \(\[0, 4\]\)"):
         parallelize(module, plan(2, dp_replicate=2), two)
     assert parallelize(module, plan(1), Mesh(Layout(), 0, 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name_before_the_first_step(layer: Any) -> None:
+    alone = Mesh(Layout(), 0, 0, torch.device("cpu"))
+    sparse = nn.Sequential(layer(3, 2, sparse=True))
+    with pytest.raises(LayoutError, match=r"the gradient of 0\.weight is sparse"):
+        parallelize(sparse, plan(1), alone)
+    sparse.requires_grad_(requires_grad=False)
+    assert parallelize(sparse, plan(1), alone)
+
+
+class _SparseLookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.rows, sparse=True)
+
+
+def test_a_sparse_gradient_of_a_call_is_refused_at_the_first_reduction() -> None:
+    module = _SparseLookup()
+    module(torch.tensor([0, 2])).sum().backward()
+    with pytest.raises(LayoutError, match="the gradient of rows is sparse"):
+        collect_gradients_and_sum_squares(module.named_parameters(), {})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.core.block_sizes import get_block_sizes
+from phalanx.core.errors import LayoutError
 from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 
@@ -35,13 +36,29 @@ def list_local_blocks_with_replica_counts(shard: LogicalShard) -> tuple[LocalBlo
     return tuple(blocks)
 
 
+def require_dense_gradients(module: nn.Module) -> None:
+    """Raises LayoutError for an embedding whose gradient names the rows that it is for."""
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or not layer.sparse:
+            continue
+        if layer.weight.requires_grad:
+            raise _refuse_sparse_gradient(f"{full_name(name)}.weight")
+
+
+def _refuse_sparse_gradient(name: str) -> LayoutError:
+    return LayoutError(
+        f"the gradient of {name} is sparse: ranks reduce dense ones",
+        fix="build the embedding without sparse=True",
+    )
+
+
 def collect_gradients_and_sum_squares(
     named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[LocalBlockReplicas, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
     CPU without any).
 
-    The parts of all ranks add up to the square of the norm.
+    The parts of all ranks add up to the square of the norm. Raises LayoutError for a sparse one.
     """
     # Grouped by the number of holders: one kernel for the norms of each group.
     gradients: list[torch.Tensor] = []
@@ -50,6 +67,8 @@ def collect_gradients_and_sum_squares(
         # Of an uneven cut the last ranks may hold nothing.
         if parameter.grad is None or not (gradient := get_local_tensor(parameter.grad)).numel():
             continue
+        if gradient.is_sparse:
+            raise _refuse_sparse_gradient(full_name(name))
         gradients.append(gradient)
         for block in blocks[full_name(name)]:
             by_holders[block.num_holders].append(gradient[block.where])

@@ -27,6 +27,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.parallel.block_norms import name_model_blocks
 from phalanx.parallel.dropout.rng import DropoutRng
+from phalanx.parallel.gradients import require_dense_gradients
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal_on_all_ranks
 from phalanx.parallel.pipeline.staged import PipelineOfRank
@@ -119,7 +120,8 @@ def _require_same_initial_weights(module: nn.Module, mesh: Mesh, *, on_meta: boo
 
 def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights,
-    with parameters of no elements, or with tensors that are cut already."""
+    with parameters of no elements, with tensors that are cut already, or with sparse
+    gradients."""
     name = type(module).__name__
     if plan.layout.world_size != mesh.world_size:
         raise LayoutError(
@@ -139,6 +141,7 @@ def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) ->
                 fix="leave it out, or register None, or a buffer, in its place",
             )
     _require_no_dtensors(module)
+    require_dense_gradients(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     can_fill = hasattr(module, "initialize") or get_initial_values_of_module(module) is not None
     if on_meta and not can_fill:
