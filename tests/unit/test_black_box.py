@@ -16,6 +16,7 @@ from phalanx.core.black_box_reader import (
     read_last_position,
 )
 from phalanx.core.call_site import CallSite, CallSiteFinder
+from phalanx.core.phases import PhaseTimer
 
 
 def _read(path: Path) -> LastPosition:
@@ -192,3 +193,17 @@ def test_a_call_site_is_the_innermost_line_that_is_not_of_the_library() -> None:
     site = CallSiteFinder().find()
     assert site.file == __file__
     assert "CallSiteFinder().find()" in Path(__file__).read_text().splitlines()[site.line - 1]
+
+
+def test_a_phase_that_ends_tells_the_line_that_began_it(tmp_path: Path) -> None:
+    """A hook begins it and another one ends it: no line is nearer to where the rank is."""
+    path = tmp_path / "box"
+    phases = PhaseTimer(BlackBox(path))
+    phases.enter("backward")
+    phases.enter("collective", "all_reduce gradients")
+    begun = _read(path)
+    phases.leave("collective")
+    ended = _read(path)
+    assert (ended.phase, ended.collective) == ("backward", "")
+    assert (ended.file, ended.line) == (begun.file, begun.line)
+    assert ended.num_writes == begun.num_writes + 1

@@ -8,7 +8,13 @@ import threading
 import psutil
 import pytest
 
-from phalanx.core.process_stat import read_process_stat, read_start_ticks, read_state_letter
+from phalanx.core.process_stat import (
+    ProcessorDelayReader,
+    read_process_stat,
+    read_run_and_delay_s,
+    read_start_ticks,
+    read_state_letter,
+)
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc")
 
@@ -55,3 +61,11 @@ def test_a_name_with_blanks_and_parentheses_moves_no_field() -> None:
     os.waitpid(child, 0)
     assert stat is not None
     assert stat.start_ticks >= (read_start_ticks("self") or 0)
+
+
+def test_a_reader_of_delay_says_what_the_file_of_the_main_thread_says() -> None:
+    reader = ProcessorDelayReader()
+    before_s = read_run_and_delay_s(os.getpid())[1]
+    delay_s = reader.read_delay_s()
+    assert before_s <= delay_s <= read_run_and_delay_s(os.getpid())[1]
+    assert delay_s <= reader.read_delay_s()

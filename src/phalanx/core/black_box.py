@@ -72,7 +72,7 @@ class CollectiveObserver(Protocol):
 
 
 _MAX_ENCODED_TEXTS = 1024
-_POSITION_PACK_INTO = layout.POSITION.pack_into
+_POSITION_PACK_INTO = layout.POSITION_AT_PLACE.pack_into
 _COLLECTIVE_PACK_INTO = layout.COLLECTIVE_OF_KIND.pack_into
 _POSITION_OFFSETS = tuple(
     layout.POSITIONS_AT + slot * layout.POSITION.size for slot in range(layout.NUM_POSITIONS)
@@ -91,8 +91,9 @@ class BlackBox:
         self.observer: CollectiveObserver | None = None
         self.groups: list[tuple[str, str, str]] = []
         self.sites = CallSiteFinder()
-        # Texts as they are written, by text: a step writes the same ones again and again.
-        self._encoded: dict[str, tuple[bytes, bytes]] = {}
+        # Texts as they are written: a step writes the same ones again and again.
+        self._encoded_places: dict[tuple[str, str, str], bytes] = {}
+        self._encoded_files: dict[str, bytes] = {}
         self._encoded_kinds: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = self._num_steps_begun = 0
@@ -100,7 +101,7 @@ class BlackBox:
         self._collective_numbers = itertools.count(1)
         self._newest_collective = 0
         self._num_groups = 0
-        self._step, self._microbatch, self._phase = 0, -1, b""
+        self._step, self._microbatch, self._place = 0, -1, b""
         self._write_header(identity or RankIdentity())
 
     @property
@@ -108,22 +109,29 @@ class BlackBox:
         """The step of the position that was written last."""
         return self._step
 
-    def write(self, step: int, phase: str, collective: str = "", microbatch: int = -1) -> None:
-        """Write the position: the phase that has begun, and the collective that it stands for."""
+    def write(
+        self,
+        step: int,
+        phase: str,
+        collective: str = "",
+        microbatch: int = -1,
+        site: CallSite | None = None,
+    ) -> CallSite:
+        """Write the position: the phase that has begun, and the collective that it stands for.
+        Returns the line of it: `site`, or that of the caller."""
         if self.on_progress is not None:
             self.on_progress()
-        site = self.sites.find(2)
+        if site is None:
+            site = self.sites.find(2)
         number = self._num_positions = self._num_positions + 1
         if step != self._step:
             self._num_steps_begun += 1
             layout.NUM_STEPS_BEGUN.pack_into(
                 self._map, layout.NUM_STEPS_BEGUN_AT, self._num_steps_begun
             )
-        encoded = self._encoded
-        phase_bytes = encoded.get(phase) or self._encode(phase)
-        collective_bytes = encoded.get(collective) or self._encode(collective)
-        file_bytes = encoded.get(site.file) or self._encode(site.file)
-        self._step, self._microbatch, self._phase = step, microbatch, phase_bytes[0][:16]
+        texts = phase, collective, site.file
+        place = self._encoded_places.get(texts) or self._encode_place(*texts)
+        self._step, self._microbatch, self._place = step, microbatch, place
         _POSITION_PACK_INTO(
             self._map,
             _POSITION_OFFSETS[number % layout.NUM_POSITIONS],
@@ -133,19 +141,28 @@ class BlackBox:
             self._newest_collective,
             microbatch,
             site.line,
-            # The format cuts them to their length, and fills up with zeros.
-            phase_bytes[0],
-            collective_bytes[0],
-            file_bytes[1],
+            place,
             number,
         )
+        return site
 
-    def _encode(self, text: str) -> tuple[bytes, bytes]:
-        """The beginning and the end of `text` as they are written, kept for the next time."""
-        if len(self._encoded) >= _MAX_ENCODED_TEXTS:
-            self._encoded.clear()
-        pair = self._encoded[text] = encode_text(text, 80), encode_tail(text, 120)
-        return pair
+    def _encode_place(self, phase: str, collective: str, file: str) -> bytes:
+        """The texts of a position as they are written, kept for the next time."""
+        if len(self._encoded_places) >= _MAX_ENCODED_TEXTS:
+            self._encoded_places.clear()
+        # The format cuts them to their length, and fills up with zeros.
+        place = layout.PLACE.pack(
+            encode_text(phase, 32), encode_text(collective, 80), encode_tail(file, 120)
+        )
+        self._encoded_places[phase, collective, file] = place
+        return place
+
+    def _encode_file(self, file: str) -> bytes:
+        """The end of a file's name as it is written, kept for the next time."""
+        if len(self._encoded_files) >= _MAX_ENCODED_TEXTS:
+            self._encoded_files.clear()
+        encoded = self._encoded_files[file] = encode_tail(file, 120)
+        return encoded
 
     def _encode_kind(self, op: str, dtype: str, shape: tuple[int, ...]) -> bytes:
         """What calls of a kind have in common as it is written, kept for the next time."""
@@ -220,8 +237,9 @@ class BlackBox:
             self._step,
             self._microbatch,
             self._encoded_kinds.get(kind) or self._encode_kind(*kind),
-            self._phase,
-            (self._encoded.get(site.file) or self._encode(site.file))[1],
+            # The format cuts it to the phase alone, and that to its length.
+            self._place,
+            self._encoded_files.get(site.file) or self._encode_file(site.file),
             number,
         )
         self._newest_collective = number

@@ -36,6 +36,10 @@ IS_COMPILING = struct.Struct("<B")
 IS_COMPILING_AT = WORK_AT + WORK.size
 # number | step, monotonic seconds, writes so far | microbatch, line | phase, collective, file
 POSITION = struct.Struct("<QqdQii32s80s120sQ")
+# The same bytes for a writer that has phase, collective and file in one piece: a step comes by the
+# same places again and again.
+POSITION_AT_PLACE = struct.Struct("<QqdQii232sQ")
+PLACE = struct.Struct("<32s80s120s")
 # number | collectives posted | size | key, label, ranks
 GROUP = struct.Struct("<QQi4x16s32s80sQ")
 # number | sequence | posted, wait began, ended (monotonic seconds) | bytes | state, dims,

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.core.black_box import BlackBox
+from phalanx.core.call_site import UNKNOWN_CALL_SITE, CallSite
 
 # What a step's seconds are charged to; "host_to_device" is a batch's copy to a GPU, "optimizer"
 # includes the gradients' norm and clipping, "pipeline" is waiting for another stage: the bubble as
@@ -64,7 +65,8 @@ class PhaseClock(Protocol):
     is_late: bool
 
     def mark(self) -> Any:
-        """Mark the moment between all work that was given before and all that comes after.
+        """Mark the moment between all work that was given before and all that comes after, in
+        seconds where no mark lies ahead.
 
         Waits for nothing.
         """
@@ -108,13 +110,24 @@ class HostClock:
         pass
 
 
-class _OpenPhase(NamedTuple):
-    """A phase that goes on: its name, what it does in words for people, and the key of
-    `take_communication` that its seconds are charged to ("": none)."""
+class _Phase(NamedTuple):
+    """A phase: its name, what it does in words for people, and the key of `take_communication` that
+    its seconds are charged to ("": none)."""
 
     name: str
     words: str
     communication: str
+
+
+class _OpenPhase(NamedTuple):
+    """A phase that goes on, and the line that began it, where the black box asked for it."""
+
+    phase: _Phase
+    site: CallSite
+
+
+# Without the function that NamedTuple makes: a step begins many.
+_make_open_phase = tuple.__new__
 
 
 class PhaseTimer:
@@ -147,10 +160,10 @@ class PhaseTimer:
         self._communication_s: dict[str, float] = {}
         self._stack: list[_OpenPhase] = []
         # By name, words and axis: a step has the same phases again and again.
-        self._known_phases: dict[tuple[str, str, str], _OpenPhase] = {}
+        self._known_phases: dict[tuple[str, str, str], _Phase] = {}
         self._since: Any = 0.0
         # Phases whose end may still lie ahead.
-        self._queued: deque[tuple[_OpenPhase, Any, Any]] = deque()
+        self._queued: deque[tuple[_Phase, Any, Any]] = deque()
 
     def for_thread(self, step: int) -> PhaseTimer:
         """Phases for another thread of this rank, at work on `step`: seconds of its own by the
@@ -212,9 +225,10 @@ class PhaseTimer:
         if not self.clock.is_late:
             self.leave("collective")
         elif self._stack:
-            self._write_position(self._stack[-1].name, self._stack[-1].words)
+            enclosing = self._stack[-1].phase
+            self._write_position(enclosing.name, enclosing.words)
             for listener in self._of_training:
-                listener(self.step, self._stack[-1].name)
+                listener(self.step, enclosing.name)
         else:
             self._write_position("collective")
 
@@ -224,65 +238,73 @@ class PhaseTimer:
 
         For places where a `with` cannot stand (hooks).
         """
-        assert name in PHASES, name
         now = self.clock.mark()
         if self._stack:
             self._charge_to_innermost_phase(now)
         key = name, words, axis
-        self._stack.append(self._known_phases.get(key) or self._add_known_phase(*key))
+        phase = self._known_phases.get(key) or self._add_known_phase(*key)
         self._since = now
+        site = UNKNOWN_CALL_SITE
         if self._black_box is not None:
-            self._black_box.write(self.step, name, words, self.microbatch)
+            site = self._black_box.write(self.step, name, words, self.microbatch)
+        self._stack.append(_make_open_phase(_OpenPhase, (phase, site)))
         for observer in self.observers:
             observer.begin_span(name, words, axis, now)
         for listener in self._listeners:
             listener(self.step, name)
 
-    def _add_known_phase(self, name: str, words: str, axis: str) -> _OpenPhase:
+    def _add_known_phase(self, name: str, words: str, axis: str) -> _Phase:
+        assert name in PHASES, name
         if len(self._known_phases) >= _MAX_KNOWN_PHASES:
             self._known_phases.clear()
         communication = ""
         if name == "collective":
             communication = f"{axis or UNKNOWN_AXIS}: {words}"
-        phase = self._known_phases[name, words, axis] = _OpenPhase(name, words, communication)
+        phase = self._known_phases[name, words, axis] = _Phase(name, words, communication)
         return phase
 
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
-        self._end_phase(name)
+        site = self._end_phase(name)
+        if self._black_box is None:
+            return
+        # The phase stays, as the last one; its collective lies behind this rank.
+        words = ""
         if self._stack:
-            self._write_position(self._stack[-1].name, self._stack[-1].words)
-        else:
-            # The phase stays, as the last one; its collective lies behind this rank.
-            self._write_position(name)
+            name, words, _ = self._stack[-1].phase
+        # Of the line that began the phase, and not looked for again: nothing is nearer.
+        self._black_box.write(self.step, name, words, self.microbatch, site)
 
     def _write_position(self, phase: str, words: str = "") -> None:
         if self._black_box is not None:
             self._black_box.write(self.step, phase, words, self.microbatch)
 
-    def _end_phase(self, name: str) -> None:
+    def _end_phase(self, name: str) -> CallSite:
+        """End phase `name`, with phases inside that an exception left open; returns the line that
+        began it."""
         now = self.clock.mark()
         self._charge_to_innermost_phase(now)
-        # Phases inside that an exception left open end with it.
         is_open = True
         while is_open:
             assert self._stack, f"phase {name} was never begun"
-            is_open = self._stack.pop().name != name
+            phase, site = self._stack.pop()
+            is_open = phase.name != name
             for observer in self.observers:
                 observer.end_span(now)
         self._since = now
         if self._stack:
             # The enclosing phase goes on.
             for listener in self._of_training:
-                listener(self.step, self._stack[-1].name)
+                listener(self.step, self._stack[-1].phase.name)
+        return site
 
     def _charge_to_innermost_phase(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""
         if not self.clock.is_late and not self._queued:
             # The usual case on CPUs: no mark lies ahead.
-            self._add_phase_seconds(self._stack[-1], self.clock.seconds(self._since, now) or 0.0)
+            self._add_phase_seconds(self._stack[-1].phase, now - self._since)
             return
-        self._queued.append((self._stack[-1], self._since, now))
+        self._queued.append((self._stack[-1].phase, self._since, now))
         if not self.clock.is_late or len(self._queued) >= _MAX_UNRESOLVED_MARKS:
             self._add_seconds_between_marks()
 
@@ -299,7 +321,7 @@ class PhaseTimer:
             self._add_phase_seconds(phase, seconds)
             self._queued.popleft()
 
-    def _add_phase_seconds(self, phase: _OpenPhase, seconds: float) -> None:
+    def _add_phase_seconds(self, phase: _Phase, seconds: float) -> None:
         name, _, communication = phase
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if communication:
@@ -314,7 +336,7 @@ class PhaseTimer:
     def current(self) -> str:
         if not self._stack:
             return ""
-        return self._stack[-1].name
+        return self._stack[-1].phase.name
 
     @contextmanager
     def exclude_from_step(self) -> Iterator[dict[str, float]]:

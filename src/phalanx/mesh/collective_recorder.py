@@ -200,7 +200,7 @@ class CollectiveRecorder:
         first = tensors[0]
         num_bytes = 0
         for tensor in tensors:
-            num_bytes += tensor.numel() * tensor.element_size()
+            num_bytes += tensor.nbytes
         state = layout.QUEUED
         if first.is_cpu:
             state = layout.POSTED
@@ -262,6 +262,9 @@ class CollectiveRecorder:
 
     def update(self) -> None:
         """Write the end of collectives that have ended since."""
+        if not self._open:
+            # The usual case, asked before each position.
+            return
         for key, each in list(self._open.items()):
             if each.work.is_completed():
                 self._end(key, each)

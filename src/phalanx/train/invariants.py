@@ -83,6 +83,7 @@ class RunInvariants:
         self._tallies: dict[str, _InvariantCheckCounts] = {}
         self._routers = map_routers_by_name(state.model.module)
         self._weights: WeightChecks | None = None
+        self._check_interval, self._last_step = job.observe.invariants_every, job.train.steps
         self._counts_batch = is_rank_counting_its_samples(self._mesh)
         self._is_leader = is_first_rank_of_stage(self._mesh)
         self._first_step = 0
@@ -101,7 +102,7 @@ class RunInvariants:
 
     def start(self) -> None:
         """Begin with the next step. Collective."""
-        if self._job.observe.invariants_every:
+        if self._check_interval:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
         if self._job.resilience.check_memory_every:
@@ -217,8 +218,7 @@ class RunInvariants:
             )
 
     def _is_check_due(self, step: int) -> bool:
-        check_interval, last_step = self._job.observe.invariants_every, self._job.train.steps
-        return step in (self._first_step, last_step) or step % check_interval == 0
+        return step in (self._first_step, self._last_step) or step % self._check_interval == 0
 
     def _check_and_record_weights(self, findings: WeightFindings | None) -> None:
         if findings is None or self._weights is None or self._weights.held is None:

@@ -22,6 +22,10 @@ from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes, get_loca
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
+# Of the peak it says for a thread what it says for all of them, without adding up what each of them
+# has run.
+_RUSAGE_WITH_PEAK = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
 # The kernel counts pages per core, and adds them up now and then: readings differ by that.
 READING_SLACK_BYTES = 4 * MIB
 
@@ -100,7 +104,7 @@ class MemoryMeter:
             self._sampler.start()
         assert now is not None
         # One call that tells of a new peak: cheaper than to read and parse /proc/self/status.
-        self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._known_maxrss = resource.getrusage(_RUSAGE_WITH_PEAK).ru_maxrss
         # A process that was started by another one's exec begins with that one's peak, which no
         # reset lowers.
         # `ru_maxrss` is in KiB on Linux.
@@ -124,7 +128,7 @@ class MemoryMeter:
         # The peak is the kernel's: what is read here, where phases begin, would miss what a loss
         # takes and gives back within one.
         if self._keeps_peak:
-            maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            maxrss = resource.getrusage(_RUSAGE_WITH_PEAK).ru_maxrss
             # Only then is /proc read: a phase begins many times in a step.
             if self._counts_all or maxrss > self._known_maxrss:
                 self._known_maxrss = maxrss
@@ -145,7 +149,7 @@ class MemoryMeter:
         if self._keeps_peak and now.file_bytes < self._file_bytes - READING_SLACK_BYTES:
             self._process.reset_peak_resident_bytes()
             # It may have fallen with the mark.
-            self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._known_maxrss = resource.getrusage(_RUSAGE_WITH_PEAK).ru_maxrss
         self._file_bytes = now.file_bytes
         return now
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.core.process_stat import read_run_and_delay_s
+from phalanx.core.process_stat import ProcessorDelayReader
 from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.mesh.shared_memory.opening import current_transport
@@ -64,6 +63,7 @@ class StepRecorder:
         self._memory = memory or MemoryMeter()
         self._detail = StepDetail(self._mesh.rank, plan.layout, bus.attempt, job.train.steps)
         self._gpu = GpuRecorder(self._mesh.device, bus)
+        self._processor_delay = ProcessorDelayReader()
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self.last_finished: StepFinished | None = None
         self._count_from_now()
@@ -88,7 +88,7 @@ class StepRecorder:
 
     def _count_from_now(self) -> None:
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
-        self._recorded_queued_s = read_run_and_delay_s(os.getpid())[1]
+        self._recorded_queued_s = self._processor_delay.read_delay_s()
 
     def exclude_from_next_step(self, activity: str, seconds: float) -> None:
         """Leave out the `seconds` of an activity of TimeBetweenSteps, which no step took, and say
@@ -122,7 +122,7 @@ class StepRecorder:
         # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
         now, now_cpu = time.perf_counter(), time.process_time()
-        queued_s = read_run_and_delay_s(os.getpid())[1]
+        queued_s = self._processor_delay.read_delay_s()
         seconds = _StepSeconds(
             now - self._recorded_s,
             now_cpu - self._recorded_cpu_s,
@@ -133,6 +133,10 @@ class StepRecorder:
         self._recorded_s, self._recorded_cpu_s = now, now_cpu
         self._recorded_queued_s = queued_s
         # What recording takes belongs to the next step.
+        if self._phases.current == "record":
+            # The step loop is at it already; a save is not.
+            self._emit_step(facts, skipped, seconds)
+            return
         with self._phases("record"):
             self._emit_step(facts, skipped, seconds)
 
@@ -219,6 +223,8 @@ class StepRecorder:
         for name, why in self._state.model.left_to_torch.items():
             if name not in self._warned_draws:
                 new_reasons[name] = why
+        if not new_reasons:
+            return
         self._warned_draws |= set(new_reasons)
         if self._plan.layout.world_size == 1 or not is_first_rank_of_stage(self._mesh):
             return
@@ -261,8 +267,10 @@ class StepRecorder:
         """Warn, once, of each parameter without part in the loss, where that is allowed: it may be
         a mistake all the same."""
         unused = self._state.model.unused_parameters - self._unused
+        if not unused:
+            return
         self._unused |= unused
-        if unused and is_first_rank_of_stage(self._mesh):
+        if is_first_rank_of_stage(self._mesh):
             names = ", ".join(sorted(unused)[:3])
             if len(unused) > 3:
                 names += " ..."

@@ -19,6 +19,8 @@ from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe.events.base import Event
 
 SCHEMA = 1
+# Made once: `json.dumps` with options makes one for each line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,9 @@ class Envelope:
         body = head | vars(self.event)
         # Most events are finite: only the others pay for the walk through their values.
         try:
-            return json.dumps(body, separators=(",", ":"), allow_nan=False)
+            return _ENCODER.encode(body)
         except ValueError:
-            return json.dumps(
-                _replace_nonfinite_by_null(body), separators=(",", ":"), allow_nan=False
-            )
+            return _ENCODER.encode(_replace_nonfinite_by_null(body))
 
 
 def wrap_event_in_envelope(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -237,30 +238,33 @@ class BackwardCommunicationTimer:
         self._phases = context.phases
         self._allows_unused = context.plan.parallel.unused_parameters == "allow"
         separate = _find_expert_parameters(experts)
-        self._trainable = {
-            p: name
-            for name, p in context.root.module.named_parameters()
-            if p.requires_grad and p not in separate
-        }
-        self._missing: set[torch.Tensor] = set()
+        self._names: list[str] = []
+        # Numbers of parameters, in the order of `_names`: a tensor's hash is a call of Python.
+        self._missing: set[int] = set()
         # Without a gradient so far; known once a backward has ended.
-        self._never_used: set[torch.Tensor] = set()
+        self._never_used: set[int] = set()
         self._is_first_backward = True
         self._armed = self._waiting = False
-        for parameter in self._trainable:
-            # DDP tells nobody when a bucket is due: the last gradient that exists marks the moment.
-            parameter.register_post_accumulate_grad_hook(self._record_ready_gradient)
+        for name, parameter in context.root.module.named_parameters():
+            if parameter.requires_grad and parameter not in separate:
+                # DDP tells nobody when a bucket is due: the last gradient that exists marks the
+                # moment.
+                record = partial(self._record_ready_gradient, len(self._names))
+                parameter.register_post_accumulate_grad_hook(record)
+                self._names.append(name)
 
-    def _record_ready_gradient(self, parameter: torch.Tensor) -> None:
-        self._missing.discard(parameter)
-        self._never_used.discard(parameter)
+    def _record_ready_gradient(self, number: int, _: torch.Tensor) -> None:
+        # This runs for each parameter in every backward.
+        self._missing.discard(number)
+        if self._never_used:
+            self._never_used.discard(number)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
             self._phases.enter("collective", "all_reduce gradients", axis="dp")
 
     def start_before_backward(self) -> None:
         """Before a forward-backward whose gradients are reduced."""
-        self._missing = set(self._trainable) - self._never_used
+        self._missing = set(range(len(self._names))) - self._never_used
         self._armed, self._waiting = True, False
 
     def stop_after_backward(self) -> None:
@@ -272,7 +276,7 @@ class BackwardCommunicationTimer:
         missing = self._missing if self._armed else ()
         self._armed = False
         if missing:
-            names = sorted(full_name(self._trainable[parameter]) for parameter in missing)
+            names = sorted(full_name(self._names[number]) for number in missing)
         if missing and self._allows_unused:
             self.unused.update(names)
             if self._is_first_backward:
