@@ -9,7 +9,8 @@ calls of another part counts for that one. `--against`: the `src` folder of anot
 ranks train in turns with those of this one, N rounds of each.
 
 Prints of rank 0, for a step: the sum over the calls of a part of the lower quartile of each over
-steps, with what the steps that check and measure weights add. The timing itself is taken off, as it
+steps, and apart from them what the steps that check and measure weights add: of these there are
+three in a hundred, so that few rounds say little of them. The timing itself is taken off, as it
 costs around an empty function. Not in it: what C++ pays to call a hook or a kernel in Python, and
 that the code of a part drives the step's out of caches.
 """
@@ -266,13 +267,13 @@ def print_tables(steps: dict[str, list[Any]]) -> None:
     for part in next(iter(tables.values())):
         line = f"{part:<38}"
         for table in tables.values():
-            us, extra, calls = table[part]
-            line += f"{us + extra:>10.1f}{calls:>8.0f}"
+            us, _, calls = table[part]
+            line += f"{us:>10.1f}{calls:>8.0f}"
         print(line)
-    sums = {name: sum(us + extra for us, extra, _ in t.values()) for name, t in tables.items()}
+    sums = {name: sum(us for us, _, _ in t.values()) for name, t in tables.items()}
     print(f"{'all':<38}" + "".join(f"{each:>10.1f}{'':>8}" for each in sums.values()))
     print(
-        f"{'of them for checks and norms':<38}"
+        f"{'checks and norms, by the step':<38}"
         + "".join(f"{sum(x for _, x, _ in t.values()):>10.1f}{'':>8}" for t in tables.values())
     )
     print(
