@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 
 import marks
 from commands import nursery
-from warm import fork_module, source_of_phalanx
+from warm import fork_module, fork_phalanx, source_of_phalanx
 
 # Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our
 # source again.
@@ -50,6 +50,7 @@ class WarmPopen(subprocess.Popen):
         forked = None
         if not args and (os.getpid() == PID or nursery.cache_info().currsize):
             forked = fork_module(lambda: nursery().variables(), command, options)
+            forked = forked or fork_phalanx(lambda: nursery("commands"), command, options)
         return forked or super().__new__(cls)
 
 

@@ -6,7 +6,8 @@ module of MODULES is not a new interpreter, it is a fork of the nursery of ranks
 start once; so it is in the tests' own process (`conftest.py`). The process itself, its descriptors,
 environment, folder and session are those that it asked for. Importing torch is most of a short run.
 `fork_command` takes the command itself from a second nursery, which has imported the command line
-and no torch, or from that of ranks where the command is a rank of another launcher's.
+and no torch, or from that of ranks where the command is a rank of another launcher's: so are the
+ranks that torchrun starts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MODULES = (
     "phalanx.launch.template",
     "phalanx.checkpoint.exchange.unpickle",
     "phalanx.bench.training.server",
-    "torch.distributed.run",
+    (TORCHRUN := "torch.distributed.run"),
 )
 VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")
 # What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as
@@ -66,7 +67,8 @@ IMPORTED = {
         *(f"phalanx.cli.{verb}" for verb in VERBS),
     ),
 }
-COMMAND = ":command"  # in place of a module: `phalanx` itself, which ends as an interpreter ends
+# In place of a module: `phalanx` itself, or a script. Both end as an interpreter ends.
+COMMAND, SCRIPT = ":command", ":script"
 # Variables that are read when an interpreter or a library starts: with others than the nursery's
 # there is no fork.
 AT_START = (
@@ -87,6 +89,7 @@ AT_START = (
 NOT_AT_START = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     "TORCHINDUCTOR_CACHE_DIR",  # which torch sets where anything was compiled
+    *("TORCHELASTIC_", "TORCH_NCCL_"),  # of torchrun, read where groups are opened
     *(
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "PYTORCH_ALLOC_CONF",
@@ -112,7 +115,7 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: env[name]
         for name in sorted(env)
-        if name.startswith(AT_START) and name not in NOT_AT_START
+        if name.startswith(AT_START) and not name.startswith(NOT_AT_START)
     }
 
 
@@ -163,6 +166,10 @@ def serve(path: str, kind: str, life: int) -> None:
                 _become(wanted, fds)
                 if wanted["module"] == COMMAND:
                     _run_command(wanted["arguments"])
+                if wanted["module"] == SCRIPT:
+                    _run_script(wanted["arguments"])
+                if wanted["module"] == TORCHRUN:
+                    _start_ranks_of_torchrun_from_nursery()
                 _run_module(wanted["module"], wanted["arguments"])
             for fd in fds:
                 os.close(fd)
@@ -233,6 +240,30 @@ def _run_command(arguments: list[str]) -> NoReturn:
         subprocess.Popen = popen  # type: ignore[assignment, misc]
     main()
     sys.exit(0)
+
+
+def _run_script(arguments: list[str]) -> NoReturn:
+    """`python ARGUMENTS`, whose first is a script. Ends by SystemExit, as the script itself does."""
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    subprocess.Popen = popen  # type: ignore[assignment, misc]
+    runpy.run_path(arguments[0], run_name="__main__")
+    sys.exit(0)
+
+
+def _start_ranks_of_torchrun_from_nursery() -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
+        words = list(args)
+        if words[:2] != [sys.executable, "-u"] or at_start(ONE_THREAD | env) != _AT_START:
+            return _Popen(args, env=env, **options)
+        is_phalanx = words[2:4] == ["-m", "phalanx"]
+        kind, arguments = (COMMAND, words[4:]) if is_phalanx else (SCRIPT, words[2:])
+        here = [os.getcwd()] if is_phalanx else []
+        return _fork(env[NURSERY], kind, arguments, dict(env), here, options)
+
+    subprocess_handler.Popen = start  # type: ignore[attr-defined]
 
 
 class Nursery:
@@ -369,6 +400,21 @@ def fork_module(
         return None
     here = [] if is_safe else [str(options.get("cwd") or os.getcwd())]
     return _fork(variables[NURSERY], module, arguments, env, here, options)
+
+
+def fork_phalanx(
+    find_nursery: Callable[[], Nursery], command: Any, options: dict[str, Any]
+) -> Forked | None:
+    """The process of `python warm.py ARGUMENTS`, as a fork of the nursery of commands; None if
+    `command` is another one, or needs an interpreter of its own."""
+    words = list(command) if isinstance(command, list | tuple) else []
+    env = dict(options.get("env") or os.environ)
+    if words[:2] != [sys.executable, __file__] or at_start(ONE_THREAD | env) != _AT_START:
+        return None
+    if "preexec_fn" in options or options.get("stdin") == subprocess.PIPE:
+        return None
+    here = [str(options.get("cwd") or os.getcwd())]
+    return _fork(find_nursery().path, COMMAND, words[2:], env, here, options)
 
 
 def fork_command(
