@@ -70,7 +70,7 @@ def train_in_one_process(
 def error(off: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
     """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a zero gradient has
     no other scale."""
-    scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
+    scale = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
     floor = 1e-3 * scale / len(gradients) ** 0.5
     return off.double().norm().item() / max(reference.double().norm().item(), floor)
 
