@@ -89,8 +89,10 @@ LAYOUTS = {
         *EXPERTS,
     ),
 }
-# Zero2 of experts and selective recomputation are in one of the others together.
-LONG = ("ep selective", "ep zero2")
+# Zero2 of experts and selective recomputation are in one of the others together; the buckets of DDP
+# are beside compression, ZeRO-3 and tp beside each other, copies of shards beside experts, and what
+# stages send in another schedule.
+LONG = ("ep selective", "ep zero2", "ddp", "zero3", "hsdp", "tp", "1f1b")
 CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYOUTS]
 WITH_FORMULAS = ("cp", "ulysses", "ep", "zb-v")
 
