@@ -329,9 +329,10 @@ def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(
     tmp_path: Path,
 ) -> None:
     home = environment(HOME=str(tmp_path))
+    own(tmp_path)
     asked = (
-        *("verify", "--shrink", "--ranks", "2", "--json"),
-        *("--layouts", "ddp,zero3,tp2,pp2-1f1b"),
+        *("verify", "--model", "own:build", "--ranks", "2", "--json"),
+        *("--layouts", "ddp,zero1,zero2,zero3"),
     )
     kept = tmp_path / ".cache" / "phalanx" / "verify"
     process = start(*asked, cwd=tmp_path, env=home)
@@ -360,7 +361,10 @@ def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+    [
+        pytest.param(signal.SIGTERM, ExitCode.PREEMPTED, marks=pytest.mark.long),
+        (signal.SIGINT, ExitCode.INTERRUPTED),
+    ],
 )
 def test_a_stop_before_the_first_row_is_told(
     tmp_path: Path, number: signal.Signals, code: ExitCode

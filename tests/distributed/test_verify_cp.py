@@ -146,7 +146,7 @@ EXPECTED: dict[Callable[[], None], tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("plant", some(EXPECTED), ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED, 3), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     what, name, cause = EXPECTED[plant]
     (row,) = rows_with(plant, 2, ("cp2",)).values()

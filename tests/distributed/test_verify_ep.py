@@ -255,7 +255,7 @@ EXPECTED: dict[Callable[[], None], tuple[int, str, dict[str, Any], str, str, str
 }
 
 
-@pytest.mark.parametrize("plant", some(EXPECTED, 3), ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED, 5), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     num_ranks, layout, model, what, name, cause = EXPECTED[plant]
     (row,) = rows_with(plant, num_ranks, (layout,), **model).values()

@@ -59,9 +59,13 @@ def test_gradients_that_are_reduced_in_bfloat16_are_a_difference(
     assert first["cause"].startswith(f"{words} of 2 ranks adds gradients up in bfloat16")
 
 
-def test_sums_of_activations_in_bfloat16_are_none() -> None:
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("tp4",), marks=pytest.mark.long)], ids=["judged", "and what is not"]
+)
+def test_sums_of_activations_in_bfloat16_are_none(more: tuple[str, ...]) -> None:
     """The ranks of tp add up activations in their type; a tied weight is on two stages."""
-    rows = rows_with(None, 4, ("zero3-tp2", "tp4", "pp2-zero3-1f1b"), {"preset": "gpt2"}, BF16)
+    names = ("zero3-tp2", "pp2-zero3-1f1b", *more)
+    rows = rows_with(None, 4, names, {"preset": "gpt2"}, BF16)
     assert {name: row["first"] for name, row in rows.items()} == dict.fromkeys(rows)
     judged = {name for name, row in rows.items() if REDUCTIONS_JUDGED in row["judged"]}
     assert judged == {"zero3-tp2 bfloat16", "pp2-zero3-1f1b bfloat16"}
