@@ -401,6 +401,7 @@ def test_too_few_open_files_are_refused_by_their_number(home: Home) -> None:
     assert snapshot(home.folder) == before
 
 
+@pytest.mark.long
 def test_the_limit_of_open_files_is_raised_where_it_may_be(home: Home) -> None:
     done = _train_with_limit(home.folder, "ulimit -Sn 20", "train.steps=4")
     assert done.returncode == 0, done.stderr

@@ -71,25 +71,6 @@ def sums(split):
     return Sums(np.arange(100.0)) if split == "train" else Sums(np.arange(7.0))
 
 
-def shuffled_by_each_process(split):
-    return Sums(np.random.default_rng().permutation(100)) if split == "train" else None
-
-
-class Interrupted(Sums):
-    """On a file server that does not answer once."""
-
-    def __getitem__(self, index):
-        is_in_rank = "RANK" in os.environ
-        if is_in_rank and index == 17 and not os.path.exists("has_failed"):
-            open("has_failed", "w").close()
-            raise OSError(5, "Input/output error", "/nfs/shard-17")
-        return super().__getitem__(index)
-
-
-def interrupted(split):
-    return Interrupted(np.arange(100.0)) if split == "train" else None
-
-
 class Masked:
     def __len__(self):
         return 50
@@ -122,6 +103,43 @@ class Bigram(torch.nn.Module):
 def bigram():
     return Bigram()
 '''
+# A process that reads ahead imports it: without torch in a moment.
+OWN_NUMBERS = """
+import os
+
+import numpy as np
+
+
+class Sums:
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        inputs = np.sin(self.numbers[index] + np.arange(8, dtype=np.float32))
+        return {"inputs": inputs, "targets": np.array(inputs.sum())}
+
+
+def shuffled_by_each_process(split):
+    return Sums(np.random.default_rng().permutation(100)) if split == "train" else None
+
+
+class Interrupted(Sums):
+    # On a file server that does not answer once.
+
+    def __getitem__(self, index):
+        is_in_rank = "RANK" in os.environ
+        if is_in_rank and index == 17 and not os.path.exists("has_failed"):
+            open("has_failed", "w").close()
+            raise OSError(5, "Input/output error", "/nfs/shard-17")
+        return super().__getitem__(index)
+
+
+def interrupted(split):
+    return Interrupted(np.arange(100.0)) if split == "train" else None
+"""
 BASE = (
     "train",
     "observe.sinks=[]",
@@ -165,6 +183,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text")
     (folder / "own_code.py").write_text(OWN)
+    (folder / "own_numbers.py").write_text(OWN_NUMBERS)
     (folder / "mixed.toml").write_text(MIXED)
     return Runs(folder)
 
@@ -379,7 +398,7 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(
                 "train.steps=20",
                 "run.dir=broken",
             ),
-            (*REGRESSION, "data.source=own_code:shuffled_by_each_process", "run.dir=shuffled"),
+            (*REGRESSION, "data.source=own_numbers:shuffled_by_each_process", "run.dir=shuffled"),
             (*tokens, "data.document_masks=true", "run.dir=masks"),
             ("plan", *REGRESSION[1:], "data.source=own_code:sums"),
         ],
@@ -409,7 +428,7 @@ def test_a_file_server_that_is_away_once_costs_no_sample_and_no_step(runs: Runs)
     """Both ranks keep their processes, and between them they hold a state of which there is no
     second copy, and no checkpoint."""
     keys = (
-        *("data.source=own_code:interrupted", "train.steps=8", "observe.samples=true"),
+        *("data.source=own_numbers:interrupted", "train.steps=8", "observe.samples=true"),
         *("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=3"),
     )
     done = run(*REGRESSION, *keys, "run.dir=interrupted", cwd=runs.folder)
@@ -417,7 +436,7 @@ def test_a_file_server_that_is_away_once_costs_no_sample_and_no_step(runs: Runs)
     run_dir = runs.folder / "interrupted"
     (failed,) = [envelope.event for envelope in events(run_dir, RankFailed)]
     assert (failed.step, failed.phase, failed.cause) == (5, "data", "exception")
-    assert "sample 17 of own_code:interrupted: OSError: [Errno 5]" in failed.detail
+    assert "sample 17 of own_numbers:interrupted: OSError: [Errno 5]" in failed.detail
     (restart,) = [envelope.event for envelope in events(run_dir, RestartScheduled)]
     assert (restart.held_step, restart.pause_s) == (4, 0.0)
     assert "going on with what ranks 0 and 1 hold (restart 1 of 3)" in done.out

@@ -146,14 +146,21 @@ FSDP_REFUSES = [
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
-def test_modules_of_others_with_data_parallelism(zoo_traces: dict[str, Trace]) -> None:
-    """Each module with one kind of data parallelism, and each kind with several modules."""
+@pytest.mark.parametrize(
+    "names",
+    [PER_SAMPLE[::2], pytest.param(PER_SAMPLE, marks=pytest.mark.long)],
+    ids=["half", "all"],
+)
+def test_modules_of_others_with_data_parallelism(
+    names: list[str], zoo_traces: dict[str, Trace]
+) -> None:
+    """Each module with one kind of data parallelism, and each kind with a module or several."""
     kinds = list(DATA_PARALLEL.values())
     cases = [
         zoo_case(
             name, pp=2, schedule=("interleaved-zero-bubble", "1f1b")[place % 2], **kinds[place % 4]
         )
-        for place, name in enumerate(PER_SAMPLE)
+        for place, name in enumerate(names)
     ]
     require_parity(4, cases, zoo_traces)
 
