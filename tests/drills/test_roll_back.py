@@ -164,7 +164,7 @@ def test_spikes_are_skipped_and_a_new_level_is_taken(folder: Path) -> None:
 def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) -> None:
     """Reference: the same without the flip. What was saved since the replicas were equal is not
     used: the odd one has had its part in it."""
-    more = (*THREE, "train.steps=40", "checkpoint.every_steps=1")
+    more = (*THREE, "train.steps=30", "checkpoint.every_steps=2")
     first, second = run_all(
         [
             arguments("straight", "model.objective=poison:spiky", *more),
@@ -222,7 +222,7 @@ def test_of_two_replicas_that_both_compute_something_else_then_none_is_named(fol
 def test_memory_that_one_rank_alone_holds(folder: Path) -> None:
     """A bit of the optimizer's state under ZeRO-3, which no other rank has. Reference: the same
     without the flip."""
-    more = ("parallel.ranks=2", "parallel.dp_shard=2", "train.steps=40")
+    more = ("parallel.ranks=2", "parallel.dp_shard=2", "train.steps=30")
     checked = ("model.objective=poison:flipping_moment", "resilience.check_memory_every=1")
     stop = "resilience.on_corruption=stop"
     first, second, stopped = run_all(

@@ -12,7 +12,10 @@ import pytest
 
 from phalanx.launch.own_step import OwnStep, read_own_step
 from phalanx.launch.slow_ranks import MIN_SLOW_S, WINDOW, SlowRankJudge, SlowRankWatch
+from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
+from phalanx.observe.tail import EventTail
+from phalanx.run.supervised import find_slow_ranks
 
 RECORDED = Path(__file__).parents[1] / "golden" / "own-seconds-of-ranks.json"
 NUM_RANKS = 4
@@ -200,6 +203,22 @@ def test_steps_are_put_together_from_events_of_all_ranks() -> None:
     (ended,) = watch.add(0, 1, finished(30, forward=0.1))
     assert isinstance(ended, RankSlowEnded)
     assert watch.add(0, 0, finished(41, forward=0.1)) == []
+
+
+def test_steps_on_record_are_judged_as_ranks_write_them(tmp_path: Path) -> None:
+    """What a run's supervisor does a few times a second."""
+    buses = [Bus(rank=rank, run_dir=tmp_path) for rank in range(2)]
+    steps = EventTail(tmp_path, all_ranks=True, kinds=(StepFinished,))
+    watch, found = SlowRankWatch(2), []
+    for number in range(1, 41):
+        for rank, bus in enumerate(buses):
+            seconds = 0.3 if rank else 0.1
+            bus.emit(finished(number, forward=seconds, collective=0.3 - seconds))
+        found += find_slow_ranks(steps, watch)
+    for bus in buses:
+        bus.close()
+    found += find_slow_ranks(steps, watch)
+    assert [(type(event), event.slow_rank) for event in found] == [(RankSlow, 1)]  # type: ignore[attr-defined]
 
 
 def test_saves_and_evaluations_are_no_steps() -> None:
