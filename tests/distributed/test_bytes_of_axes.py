@@ -242,7 +242,9 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
         return group.num_exchanges, model.reduce_and_clip(sums).sent_ep_bytes
 
 
-@pytest.mark.parametrize(("ep", "recompute"), [(2, "none"), (4, "none"), (4, "full")])
+@pytest.mark.parametrize(
+    ("ep", "recompute"), [pytest.param(2, "none", marks=pytest.mark.long), (4, "none"), (4, "full")]
+)
 def test_tokens_travel_to_their_experts_and_back_twice(ep: int, recompute: str) -> None:
     """Of a microbatch of N tokens a layer sends K N (ep - 1) / ep rows of dim there and back in the
     forward, and their gradients in the backward; recomputing the block sends those of the forward

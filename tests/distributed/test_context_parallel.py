@@ -88,7 +88,10 @@ def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> tuple[int
         return model.reduce_and_clip(sums).sent_cp_bytes, moved.num_bytes
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * ("cp2 " in name[:4])) for name in LAYOUTS],
+)
 def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
     num_ranks, parallel = LAYOUTS[name]
     a_plan, a_job = plan(num_ranks, **parallel), job(num_ranks, **parallel)
@@ -210,8 +213,15 @@ def losses(rank: int, a_plan: Plan) -> list[float]:
         return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *((kind, "bf16") for kind in KINDS),
+        # What a ring adds up itself.
+        ("ring", "fp16"),
+        *(pytest.param(kind, "fp16", marks=pytest.mark.long) for kind in KINDS if kind != "ring"),
+    ],
+)
 def test_half_precision_stays_within_its_rounding(kind: str, precision: str) -> None:
     """Reference: one process in the same precision."""
     alone = run_ranks(1, losses, plan(1, precision))[0]

@@ -133,7 +133,12 @@ def _find_differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> l
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "kind"), [(16, "decoder"), (24, "decoder"), (8, "dropping")]
+    ("batch_size", "kind"),
+    [
+        pytest.param(16, "decoder", marks=pytest.mark.long),
+        (24, "decoder"),
+        (8, "dropping"),
+    ],
 )
 def test_bits_are_the_same_on_1_2_and_4_ranks(batch_size: int, kind: str) -> None:
     """8 microbatches, 12 (not a power of two), and 4: one for each rank."""

@@ -98,14 +98,14 @@ def gradients(
     }
 
 
-def compare_modes(rank: int) -> dict[str, float]:
+def compare_modes(rank: int, layouts: tuple[str, ...]) -> dict[str, float]:
     errors: dict[str, float] = {}
     builds: dict[str, Callable[[], nn.Module]] = {
         "dropping": Dropping,
         "shared": lambda: SharedAcrossBlocks().double(),
         "twice": lambda: OneBlockTwice().double(),
     }
-    for layout in LAYOUTS[2]:
+    for layout in layouts:
         a_plan = plan(2, 1, **LAYOUTS[2][layout])
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             for name, build in builds.items():
@@ -135,12 +135,18 @@ def compare_modes(rank: int) -> dict[str, float]:
     return errors
 
 
-def test_gradients_are_those_of_a_forward_that_keeps_everything() -> None:
+# What is recomputed is replicated or gathered again: as with ZeRO-1 and ZeRO-2 without recomputation.
+@pytest.mark.parametrize(
+    "layouts",
+    [("ddp", "zero3"), pytest.param(tuple(LAYOUTS[2]), marks=pytest.mark.long)],
+    ids=["two", "all"],
+)
+def test_gradients_are_those_of_a_forward_that_keeps_everything(layouts: tuple[str, ...]) -> None:
     """With dropout in the blocks, blocks that share weights, and one that is called twice; bit
     by bit or nearly."""
-    for errors in run_ranks(2, compare_modes):
+    for errors in run_ranks(2, compare_modes, layouts):
         assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
-        assert len(errors) == len(LAYOUTS[2]) * (9 + 1 + 1)
+        assert len(errors) == len(layouts) * (9 + 1 + 1)
 
 
 def forget_the_draws(rank: int) -> float:

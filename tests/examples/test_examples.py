@@ -240,7 +240,7 @@ def test_regression_finds_the_least_squares_solution(tmp_path: Path) -> None:
     assert float(found[1]) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["digits", "regression"])
+@pytest.mark.parametrize("name", ["digits", pytest.param("regression", marks=pytest.mark.long)])
 def test_examples_without_sequences_are_verified_as_they_stand(name: str) -> None:
     command = ("verify", "job.toml", "--ranks", "2", "--types", "float64", "--steps", "1", "--json")
     done = finish(start(*command, "--layouts", "ddp,zero3", cwd=EXAMPLES / name))
