@@ -4,8 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# About half of the tests by time, run beside the others.
-BESIDE := tests/contracts tests/unit tests/drills $(sort $(filter-out %_ep.py %_trainer.py %_taken_weights.py,$(wildcard tests/distributed/test_verify*.py)))
+# Each about a third of the tests by time, run beside the others.
+DISTRIBUTED = $(sort $(wildcard $(1:%=tests/distributed/test_%.py)))
+THIRD := tests/unit tests/exam tests/examples $(call DISTRIBUTED,a* b*)
+OTHER_THIRD := tests/contracts tests/drills $(filter-out %_ep.py %_trainer.py %_taken_weights.py,$(call DISTRIBUTED,c* verify*))
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 
@@ -30,10 +32,13 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m compileall -q src
-	@# Unit tests keep one core busy, the others start processes and wait for them: side by side they take half as long.
-	@$(BIN)/python -m pytest -m 'not long' $(BESIDE) > .venv/beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(BESIDE)); rest=$$?; \
-	echo "waiting for $(BESIDE)"; wait $$beside; code=$$?; cat .venv/beside.log; test $$rest -eq 0 && test $$code -eq 0
+	@# Most tests start processes and wait for them: with three parts side by side two cores are never idle.
+	@$(BIN)/python -m pytest -m 'not long' $(THIRD) > .venv/third.log 2>&1 & third=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(OTHER_THIRD) > .venv/other-third.log 2>&1 & other=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(THIRD) $(OTHER_THIRD)); rest=$$?; \
+	echo "waiting for $(THIRD)"; wait $$third; third=$$?; cat .venv/third.log; \
+	echo "waiting for $(OTHER_THIRD)"; wait $$other; other=$$?; cat .venv/other-third.log; \
+	test $$rest -eq 0 && test $$third -eq 0 && test $$other -eq 0
 
 test-all: $(READY)  ## and the long campaigns
 	$(MAKE) --no-print-directory lint
