@@ -419,6 +419,10 @@ def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
     def set_device(device: torch.device) -> None:
         others = store.check([f"arrived/{other}" for other in range(2)])
         did.append(f"{device}, all there: {others}")
+        # The store is a thread of rank 0, and ends with it.
+        store.set(f"checked/{rank}", "")
+        if rank == 0:
+            store.wait(["checked/1"])
         raise RuntimeError("there is none")
 
     torch.cuda.set_device = set_device  # type: ignore[assignment]

@@ -80,7 +80,7 @@ def _ranks(run_dir: Path, body: Callable[[int], None]) -> Iterator[None]:
 
 
 def _wait_for_verdict(
-    run_dir: Path, kind: str, num_waits: int, words: str = "", culprit: int | None = None
+    run_dir: Path, kind: str, num_waits: int, *words: str, culprit: int | None = None
 ) -> tuple[WaitVerdict, dict[int, RankState]]:
     deadline = time.monotonic() + DEADLINE_S
     while True:
@@ -90,8 +90,10 @@ def _wait_for_verdict(
         is_there = len(states) == NUM_RANKS and verdict.kind == kind and num_absent >= num_waits
         # On a busy machine ranks wait for one on its way for a while, and it is named meanwhile.
         is_culprit = culprit is None or verdict.culprits == (culprit,)
-        if is_there and is_culprit and words in describe_waits(verdict, states)[0]:
-            return verdict, states
+        if is_there and is_culprit:
+            sentence = describe_waits(verdict, states)[0]
+            if all(each in sentence for each in words):
+                return verdict, states
         assert time.monotonic() < deadline, (verdict, describe_waits(verdict, states))
 
 
@@ -108,10 +110,12 @@ def test_the_rank_and_the_collective_are_named(
     tmp_path: Path, deed: Callable[[], None], kind: str, culprit: int, words: str
 ) -> None:
     with _ranks(tmp_path, lambda rank: _train_as_rank(rank, tmp_path, culprit, deed)):
-        verdict, states = _wait_for_verdict(tmp_path, kind, NUM_RANKS - 1, words, culprit)
+        collective = "all_reduce #3 of world (float32 [4, 2], 32 B)"
+        verdict, states = _wait_for_verdict(
+            tmp_path, kind, NUM_RANKS - 1, words, collective, culprit=culprit
+        )
     (sentence,) = describe_waits(verdict, states)
     assert sentence.startswith(f"rank {culprit} ")
-    assert "all_reduce #3 of world (float32 [4, 2], 32 B)" in sentence
     position = states[culprit].position
     assert position is not None
     assert (position.step, position.phase) == (3, "backward")
