@@ -61,6 +61,8 @@ JOBS = {
     "experts": ("train.global_batch_size=16", *EXPERTS),
     "1f1b": ("train.global_batch_size=16", "parallel.ranks=2", "parallel.pp=2"),
 }
+# What is kept and gathered is so with several microbatches, and untied, too.
+IN_OTHERS = ("ddp", "zero3")
 QUICK_IN_BF16 = ("ddp, 3 microbatches", "zero3, 3 microbatches, full", "gelu", "experts")
 
 
@@ -89,7 +91,10 @@ def compared(request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[floa
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "fp32") for name in JOBS),
+        *(
+            pytest.param(name, "fp32", marks=[pytest.mark.long] * (name in IN_OTHERS))
+            for name in JOBS
+        ),
         *(
             pytest.param(name, "bf16", marks=() if name in QUICK_IN_BF16 else pytest.mark.long)
             for name in JOBS

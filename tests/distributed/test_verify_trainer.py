@@ -99,10 +99,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
-        (2, ("ddp", "zero3", "pp2-1f1b")),
+        # The job that clips nothing is judged under ddp below.
+        (2, ("zero3", "pp2-1f1b")),
         pytest.param(
             2,
-            ("tp2", "zero1", "zero1-offload-optimizer", "loss-scale", "ddp-powersgd"),
+            ("ddp", "tp2", "zero1", "zero1-offload-optimizer", "loss-scale", "ddp-powersgd"),
             marks=pytest.mark.long,
         ),
         pytest.param(4, (), marks=pytest.mark.long),
@@ -301,7 +302,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("bug", some(PLANTS, every=10), ids=lambda bug: bug[0])
+@pytest.mark.parametrize("bug", some(PLANTS, every=13), ids=lambda bug: bug[0])
 def test_a_bug_of_the_training_loop_is_found(
     bug: tuple[str, str, str, int], references: Path
 ) -> None:

@@ -59,6 +59,8 @@ def _fork(
     code = 1
     # a collection would write to, and so copy, all that this process shares with its parent
     gc.freeze()
+    # A rank is gone in a moment: the few cycles that it makes may wait.
+    gc.set_threshold(20_000)
     try:
         place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
         os.environ.update(
