@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from phalanx.job.costs import (
@@ -346,11 +347,20 @@ class TransformerShape(ABC):
         `matmul` includes the head, tied or not, and leaves out the embedding of tokens, which is a
         lookup.
         """
-        flops = self.flops(seq_len)
-        parts = [*flops.blocks, flops.embedding, flops.head]
-        matmul = sum(part.matmul for part in parts)
-        attention = sum(part.attention for part in parts)
-        return {"matmul": matmul, "attention": attention, "training": 3 * (matmul + attention)}
+        # Each layout that is planned asks for them again.
+        if seq_len not in self._flops_by_seq_len:
+            flops = self.flops(seq_len)
+            parts = [*flops.blocks, flops.embedding, flops.head]
+            matmul = sum(part.matmul for part in parts)
+            attention = sum(part.attention for part in parts)
+            training = 3 * (matmul + attention)
+            counted = {"matmul": matmul, "attention": attention, "training": training}
+            self._flops_by_seq_len[seq_len] = counted
+        return dict(self._flops_by_seq_len[seq_len])
+
+    @cached_property
+    def _flops_by_seq_len(self) -> dict[int, dict[str, int]]:
+        return {}
 
     def flops_per_token(self, seq_len: int) -> dict[str, int]:
         """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;

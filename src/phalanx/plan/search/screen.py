@@ -6,7 +6,7 @@ through is planned again, so an error here costs a candidate or a moment, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -304,8 +304,14 @@ class MemoryScreen:
     def _weight_input_bytes(self, tp: int, cp: int) -> float:
         activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp)
         assert activations is not None
-        blocks = range(self.shape.num_layers)
-        return float(sum(activations.block(layer, work).weight_inputs for layer in blocks))
+        # Of each kind of blocks one is counted.
+        counted: dict[Hashable, int] = {}
+        total = 0
+        for layer, kind in enumerate(activations.list_block_kinds(work)):
+            if kind not in counted:
+                counted[kind] = activations.block(layer, work).weight_inputs
+            total += counted[kind]
+        return float(total)
 
     def _microbatches_in_flight(self) -> Bytes:
         """Microbatches of a whole stage's activations on the first rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -307,11 +307,10 @@ def _list_bases(
                 if num_ranks % (tp * cp * pp) or batch % (num_ranks // (tp * cp * pp)):
                     continue
                 share = batch // (num_ranks // (tp * cp * pp))
-                base = ModelParallelBase(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
+                copies = num_ranks // (tp * cp * pp)
                 for micro in _list_micro_batch_sizes(keys, share):
-                    number = share // micro
-                    sized = replace(base, micro_batch_size=micro, num_microbatches=number)
-                    yield from _iterate_schedules_of_base(sized, shape, keys)
+                    base = ModelParallelBase(tp, pp, cp, copies, micro, share // micro, 0, 1)
+                    yield from _iterate_schedules_of_base(base, shape, keys)
 
 
 def _list_micro_batch_sizes(keys: OpenKeys, share: int) -> Iterable[int]:
@@ -335,7 +334,18 @@ def _iterate_schedules_of_base(
             continue
         if base.num_microbatches < base.pp:
             continue  # most of such a step is a bubble
-        yield replace(base, schedule=SEARCHED_SCHEDULES.index(name), stages_per_rank=stages)
+        schedule = SEARCHED_SCHEDULES.index(name)
+        # Not `replace`, which takes as long as all of the rest.
+        yield ModelParallelBase(
+            base.tp,
+            base.pp,
+            base.cp,
+            base.data_parallel,
+            base.micro_batch_size,
+            base.num_microbatches,
+            schedule,
+            stages,
+        )
 
 
 def list_shardings(
