@@ -42,6 +42,21 @@ def test_more_gpus_than_there_are_are_refused_before_the_search(
     assert "at most 1,048,576" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", ["--out", "--page", "--cluster", "--from", "--recut", "--validate"]
+)
+def test_an_empty_path_is_not_the_directory_that_one_stands_in(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", option, "") == 2
+    assert f"'{option}': the path is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_path_that_is_no_model_is_no_preset_with_a_strange_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     for name in (f"{tmp_path}/config.json", str(tmp_path), "./nowhere", "nowhere/config.json"):

@@ -122,6 +122,17 @@ def test_unusable_rows_are_counted_by_reason(change: dict[str, Any], reason: str
     assert dict(rows.unusable) == {reason: 1}
 
 
+def test_a_line_that_is_there_twice_is_scored_once() -> None:
+    line = encode(ROW)
+    content = b"\xef\xbb\xbf" + b"\r\n".join(
+        [line, b"", line, encode(ROW | {"id": "a2"}), b"", b""]
+    )
+    rows = parse_row_lines(content)
+    # The byte order mark is no part of the first line.
+    assert [run.row_id for run in rows.runs] == ["a1", "a2"]
+    assert dict(rows.unusable) == {"the same line again": 1}
+
+
 def test_lines_that_are_no_rows_are_counted() -> None:
     content = b'{"id": \n[1, 2]\n\n\xff\xfe\n' + encode(ROW, {})
     rows = parse_row_lines(content)

@@ -15,6 +15,15 @@ import typer
 
 from phalanx.core.errors import UsageError
 
+
+def parse_path(text: str) -> Path:
+    """The path that an option names. Raises typer.BadParameter for an empty one, which would be the
+    directory that one stands in: what a variable of the shell that is not set leaves."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
 ExplainOption = Annotated[
     bool,
     typer.Option(
@@ -27,7 +36,9 @@ AllRulesOption = Annotated[
 ]
 PageOption = Annotated[
     Path | None,
-    typer.Option("--page", metavar="FILE", help="Write the plan as a page (HTML)."),
+    typer.Option(
+        "--page", metavar="FILE", parser=parse_path, help="Write the plan as a page (HTML)."
+    ),
 ]
 ModelsOption = Annotated[bool, typer.Option("--models", help="List the presets of model.preset.")]
 SuggestOption = Annotated[
@@ -55,7 +66,10 @@ InstanceOption = Annotated[
 ClusterOption = Annotated[
     Path | None,
     typer.Option(
-        "--cluster", metavar="FILE", help="Plan for the cluster that this file describes."
+        "--cluster",
+        metavar="FILE",
+        parser=parse_path,
+        help="Plan for the cluster that this file describes.",
     ),
 ]
 NodesOption = Annotated[
@@ -76,7 +90,10 @@ GlobalBatchOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="Write job.toml with the layout, and plan.json, there."
+        "--out",
+        metavar="DIR",
+        parser=parse_path,
+        help="Write job.toml with the layout, and plan.json, there.",
     ),
 ]
 ForceOption = Annotated[
@@ -93,6 +110,7 @@ RecutOption = Annotated[
     typer.Option(
         "--recut",
         metavar="RUN",
+        parser=parse_path,
         help="Cut a pipeline anew, by what the stages of this run took.",
     ),
 ]
@@ -112,6 +130,7 @@ ValidateOption = Annotated[
     typer.Option(
         "--validate",
         metavar="FILE",
+        parser=parse_path,
         help="Predict the measured runs of this JSONL file, and say how wrong that is.",
     ),
 ]
@@ -126,7 +145,12 @@ AnchorsOption = Annotated[
 ]
 FromOption = Annotated[
     Path | None,
-    typer.Option("--from", metavar="RUN", help="Time and memory from what a small run measured."),
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        parser=parse_path,
+        help="Time and memory from what a small run measured.",
+    ),
 ]
 AutotuneOption = Annotated[
     int | None,

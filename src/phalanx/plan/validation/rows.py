@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,9 +46,15 @@ def parse_row_lines(content: bytes) -> UsableRows:
     """The runs of the lines of `content`."""
     runs: list[MeasuredRun] = []
     unusable: Counter[str] = Counter()
-    for line in content.splitlines():
-        if not line.strip():
+    seen: set[bytes] = set()
+    for line in content.removeprefix(BOM_UTF8).splitlines():
+        line = line.strip()
+        if not line:
             continue
+        if line in seen:
+            unusable["the same line again"] += 1
+            continue
+        seen.add(line)
         try:
             runs.append(build_measured_run(_parse_json_object(line)))
         except UnusableRow as reason:
