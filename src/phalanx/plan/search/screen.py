@@ -241,13 +241,12 @@ class MemoryScreen:
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
         redone = peak - saved
-        waiting = (
-            np.maximum(saved, self._deferred_weight_grad_bytes()) * self._largest_stage_share()
-        )
+        share = self._largest_stage_share()
         # Each stage keeps what it sends, too.
         message = self._map_distinct_rows(self._message_bytes, "tp", "cp")
-        waiting = waiting + rows.stages_per_rank * rows.micro_batch_size * message
-        first = flight * waiting + redone + ends
+        waiting = saved * share + rows.stages_per_rank * rows.micro_batch_size * message
+        deferred = self._deferred_weight_grad_bytes() * share
+        first = self._bytes_in_flight(flight, waiting, deferred) + redone + ends
         last = np.minimum(flight, 2.0) * waiting + redone + ends + norm + loss
         piped = np.maximum(first, last)
         return np.where(rows.pp > 1, piped, forward), np.where(rows.pp > 1, piped, backward)
@@ -296,6 +295,25 @@ class MemoryScreen:
         bytes_of_sample = self._map_distinct_rows(self._weight_input_bytes, "tp", "cp")
         return np.where(splits[rows.schedule], rows.micro_batch_size * bytes_of_sample, 0.0)
 
+    def _bytes_in_flight(self, flight: Bytes, waiting: Bytes, deferred: Bytes) -> Bytes:
+        """Bytes of the microbatches in flight on the first rank at the worst moment: `waiting` of
+        each whose backward is to come, `deferred` of each that lacks only the gradients of weights.
+
+        As the generated schedules have them, of which each has its own worst moment.
+        """
+        rows = self.rows
+        pp, excess = rows.pp, np.maximum(0.0, deferred - waiting)
+        num_deferred = np.minimum(rows.num_microbatches - pp, pp - 1) + 0.5
+        highest = {
+            "zb-v": np.maximum(flight * waiting + 0.5 * excess, num_deferred * deferred),
+            "dualpipe-v": np.maximum(flight * waiting, 0.5 * pp * deferred),
+            "interleaved-zero-bubble": flight * waiting + pp / rows.stages_per_rank * excess,
+        }
+        held = flight * waiting
+        for name, of_schedule in highest.items():
+            held = np.where(rows.schedule == SEARCHED_SCHEDULES.index(name), of_schedule, held)
+        return held
+
     def _message_bytes(self, tp: int, cp: int) -> float:
         activations = self._shard_shape(tp).activations
         assert activations is not None
@@ -322,9 +340,9 @@ class MemoryScreen:
             "gpipe": number,
             "1f1b": pp,
             "interleaved": interleaved,
-            "interleaved-zero-bubble": interleaved + 1,
+            "interleaved-zero-bubble": pp,
             "zb-v": pp,
-            "dualpipe-v": pp + 1,
+            "dualpipe-v": pp + 0.5,
         }
         flight = np.zeros(len(rows))
         for index, name in enumerate(SEARCHED_SCHEDULES):
