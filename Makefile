@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Each about a third of the tests by time, run beside the rest: a third of the unit tests, which keep one core busy, and
 # others, which start processes and wait for them.
 FILES = $(sort $(wildcard $(1:%=tests/%*.py)))
-THIRD := $(call FILES,unit/test_[a-d]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
+THIRD := $(call FILES,unit/test_[a-e]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
 OTHER_THIRD := $(call FILES,unit/test_[p-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-i])
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
