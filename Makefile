@@ -33,7 +33,7 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m compileall -q src
-	@# In two parts a core was idle for a quarter of the time: where one waits, two others are at work.
+	@# Most tests start processes and wait for them: where one part waits, two others are at work.
 	@$(BIN)/python -m pytest -m 'not long' $(THIRD) > .venv/third.log 2>&1 & third=$$!; \
 	$(BIN)/python -m pytest -m 'not long' $(OTHER_THIRD) > .venv/other-third.log 2>&1 & other=$$!; \
 	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(THIRD) $(OTHER_THIRD)); rest=$$?; \
