@@ -153,7 +153,7 @@ def count_segment_bytes(
     while layer < stop:
         segment = starts.get(layer)
         mode, end = ("none", layer + 1) if segment is None else (segment.mode, segment.stop)
-        key = (mode, kinds[layer]) if end == layer + 1 else (mode, *kinds[layer:end])
+        key = (mode, *kinds[layer:end])
         count = counted.get(key)
         if count is None:
             segment = segment or Segment(layer, end, "none")
