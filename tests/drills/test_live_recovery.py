@@ -22,6 +22,7 @@ from commands import (
     weights,
     write_text,
 )
+from holds import UNWATCHED, make_fault
 from phalanx.observe.events import (
     LayoutChanged,
     MemoryMeasured,
@@ -319,7 +320,12 @@ def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
                 "train.steps=30",
                 "resilience.min_ranks=2",
                 "model.objective=lemon:loss",
-                inject("kill:rank=1,step=14,phase=forward"),
+                # The three do not finish before phalanx has heard of the checkpoint of step 20.
+                UNWATCHED,
+                inject(
+                    "kill:rank=1,step=14,phase=forward",
+                    make_fault(folder, "until_stop", 28, attempt=3),
+                ),
             ),
         ],
         folder,

@@ -18,7 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from commands import COLD, TINY, Done, environment, events, run, start, watching, write_text
+from commands import (
+    COLD,
+    TINY,
+    Done,
+    environment,
+    events,
+    run,
+    start,
+    wait_until,
+    watching,
+    write_text,
+)
+from holds import GO_ON, holding
 from phalanx.core.black_box import BlackBox
 from phalanx.core.files import suggest_fix_for_path_error
 from phalanx.core.logs import RedactedStream
@@ -26,6 +38,7 @@ from phalanx.core.secrets import Redactor
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Envelope, Note, RestartScheduled
 from phalanx.observe.tail import EventTail
+from phalanx.resilience.strikes import read_strikes
 
 JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=120")
 EXT4_IOC_SHUTDOWN = 0x8004587D
@@ -201,6 +214,7 @@ def train_until_struck(folder: Path, disk: Path, strike: Callable[[Path], None])
     process = start(
         "train",
         *JOB,
+        *holding(folder, "until_told", 11),
         "checkpoint.every_steps=15",
         "checkpoint.asynchronous=false",
         "observe.log_every=10",
@@ -210,7 +224,10 @@ def train_until_struck(folder: Path, disk: Path, strike: Callable[[Path], None])
     )
     with watching(process) as watched:
         watched.wait_for("step 10/")
+        # All saves come after the strike, and the fault has left its own record before it.
+        wait_until(lambda: read_strikes(disk / "run"))
         strike(disk)
+        (folder / GO_ON).touch()
         if (
             strike is fill
             # a save that was on its way gives back what it had written, and events would fit in
