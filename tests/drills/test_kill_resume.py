@@ -9,12 +9,14 @@ import random
 import re
 import signal
 import time
+from bisect import bisect
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from commands import (
+    SLACK,
     TINY,
     Done,
     events,
@@ -30,9 +32,11 @@ from commands import (
     write_text,
 )
 from counted import show
+from holds import holding
 from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
+from phalanx.resilience.strikes import read_strikes
 
 STEPS, EVERY, EVALUATED = 40, 5, 10
 NOISY = """
@@ -194,13 +198,13 @@ def test_killed_ranks_start_again(
     assert best is not None
     assert (best.loss, best.step) == min((loss, step) for step, loss in told.items())
     # Seen within a second, the ranks there again within ten: none of that is an import of torch.
-    assert max(e.event.detected_s for e in failures) < 1.0
+    assert max(e.event.detected_s for e in failures) < SLACK * 1.0
     restarts = [e for e in events(run_dir, RanksStarted) if e.attempt]
     assert [e.attempt for e in events(run_dir, RestartScheduled)] == [
         e.attempt - 1 for e in restarts
     ]
     for failure, restart in zip(failures, restarts, strict=True):
-        assert restart.time_unix_s - failure.time_unix_s < 10.0
+        assert restart.time_unix_s - failure.time_unix_s < SLACK * 10.0
 
 
 @pytest.mark.long
@@ -258,12 +262,12 @@ def test_killed_while_saves_are_in_flight(
     )
     assert done.code == 0, done.err
     run_dir = drill.folder / name
-    struck = os.listdir(run_dir / "faults")
-    assert len(first) + len(steps) <= len(struck) <= len(first) + len(steps) + len(perhaps)
-    assert len(events(run_dir, RankFailed)) in (
-        len(struck),
-        len(struck) - 1,
-    )  # two at the same moment end one attempt
+    strikes = read_strikes(run_dir)
+    assert len(first) + len(steps) <= len(strikes) <= len(first) + len(steps) + len(perhaps)
+    # Each failure is of a strike; those that meet at one moment end one attempt.
+    failed_s = [failure.monotonic_s for failure in events(run_dir, RankFailed)]
+    ended = {bisect(failed_s, strike.monotonic_s) for strike in strikes}
+    assert ended == set(range(len(failed_s)))
     drill.require_same(layout, name)
     kept = {path.name for path in list_checkpoint_paths_of_run(run_dir)}
     assert f"step-{STEPS}" in kept
@@ -275,7 +279,8 @@ def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bo
     """kill -9 of the supervisor, alone or with its process group; nothing is left and the run
     continues."""
     name = f"supervisor killed {whole_group}"
-    process = start(*drill.arguments("ddp", name), cwd=drill.folder)
+    held = holding(drill.folder, "until_killed", STEPS - 2)
+    process = start(*drill.arguments("ddp", name, *held), cwd=drill.folder)
     with watching(process) as watched:
         wait_until((drill.folder / name / "checkpoints" / "step-5").exists)
         if whole_group:
