@@ -20,6 +20,8 @@ JOB = (
     "parallel.ranks=2",
     "train.steps=90",
     "checkpoint.every_steps=15",
+    # Saved before the kill five steps later, however busy the disk is.
+    "checkpoint.asynchronous=false",
     "run.dir=run",
 )
 DAY_S = 86400.0

