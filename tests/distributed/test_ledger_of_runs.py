@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import TINY, run, write_text
+from commands import TINY, events, run, write_text
+from phalanx.observe.events import StepFinished
 from phalanx.report.event_log import read_event_log
 from phalanx.report.ledger import RankLedger
 from phalanx.report.reduce import collect_run_facts
@@ -53,8 +54,17 @@ def ledgers_of(run_dir: Path) -> list[RankLedger]:
     for ledger in ledgers:
         assert ledger.is_supervised
         assert ledger.counted_twice_s == 0
-        assert ledger.unattributed_s <= MAX_UNATTRIBUTED_SHARE * ledger.wall_s, ledger
+        # A rank may lose its processor between two phases.
+        most_s = MAX_UNATTRIBUTED_SHARE * ledger.wall_s + sum_queued_s(run_dir, ledger.rank)
+        assert ledger.unattributed_s <= most_s, ledger
     return ledgers
+
+
+def sum_queued_s(run_dir: Path, rank: int) -> float:
+    """Seconds for which others had the processor that a rank wanted, as the kernel counted them: by
+    so much work takes longer, and begins later."""
+    steps = events(run_dir, StepFinished)
+    return sum(each.event.queued_s for each in steps if each.rank == rank)
 
 
 def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> None:
@@ -69,24 +79,24 @@ def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> 
     done = run("train", *JOB, f"resilience.inject=[{naps}]", "run.dir=naps", cwd=folder)
     assert done.code == 0, done.err
     sleeper, other = ledgers_of(folder / "naps")
+    sleeper_queued_s, other_queued_s = (sum_queued_s(folder / "naps", rank) for rank in (0, 1))
     for part in PART_OF_NAP.values():
         # A sleep is never shorter.
         assert sleeper.parts_s[part] >= LEAST_SHARE_OF_NAP * NAP_S, part
-        slept_s = sleeper.parts_s[part]
+        # A save ends on both together, when the disk has it.
         if part != "checkpoint":
-            # A save ends on both together.
-            slept_s -= other.parts_s[part]
-        # On a busy machine the two ranks' own work differs, too, by more than a nap is long.
-        assert NAP_S - NAP_SLACK_S <= slept_s < 2 * NAP_S, part
+            slept_s = sleeper.parts_s[part] - other.parts_s[part]
+            assert slept_s >= NAP_S - NAP_SLACK_S - other_queued_s, part
+            assert slept_s < 2 * NAP_S + sleeper_queued_s, part
     waited_s = other.parts_s["communication"] - sleeper.parts_s["communication"]
-    assert waited_s >= 3 * NAP_S
+    assert waited_s >= 3 * NAP_S - other_queued_s
     # In a backward both ranks look alike to whoever adds phases up: the wait tells them apart.
     assert other.communication_s["dp: all_reduce gradients"] >= NAP_S
     # What is waited for in Python is told by its caller, too: rank 0 slept before the sum of a step.
     callers = collect_run_facts(folder / "naps").callers
     step_facts = max(callers, key=lambda each: each.most_wait_s)
     assert (step_facts.operation, step_facts.num_ranks) == ("all_reduce", 2)
-    assert step_facts.most_wait_s >= LEAST_SHARE_OF_NAP * NAP_S
+    assert step_facts.most_wait_s >= LEAST_SHARE_OF_NAP * NAP_S - other_queued_s
     assert step_facts.num_calls >= 2 * sleeper.num_steps
 
 
