@@ -40,6 +40,7 @@ from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
 from phalanx.observe.tail import read_recorded_events
+from ports import free_port
 
 HERE = Path(__file__).parent
 
@@ -505,11 +506,6 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     return environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), **here)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_port_that_is_taken(home: Home) -> None:

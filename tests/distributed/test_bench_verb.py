@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Done, descendants, environment, finish, run, start, wait_until
+from commands import DEADLINE_S, Done, descendants, environment, finish, run, start, wait_until
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ExitCode
 from phalanx.plan.profiles import PROFILE_SECTIONS, load_profile
@@ -42,14 +42,16 @@ def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path
 
 
 def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
-    num_before = len(descendants())
+    before = {each.pid for each in descendants()}
     process = start(
         *("bench", "comm", "--device=cpu", "--ranks=2"),
         cwd=tmp_path,
         env=environment(HOME=str(tmp_path / "home")),
     )
     # The command, the template, the server of ranks, and both ranks, which then measure.
-    wait_until(lambda: len(descendants()) >= num_before + 5, deadline_s=60.0)
+    wait_until(
+        lambda: len({each.pid for each in descendants()} - before) >= 5, deadline_s=DEADLINE_S
+    )
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.code == 130

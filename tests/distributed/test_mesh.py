@@ -33,6 +33,7 @@ from phalanx.mesh.rendezvous import (
     set_gloo_interface,
 )
 from phalanx.plan.layout import AXES, Layout
+from ports import free_port
 from ranks import run_ranks
 
 HSDP = Layout(dp_replicate=2, dp_shard=2)
@@ -166,11 +167,6 @@ def test_boxes_hold_what_they_say_and_tile_the_tensor_once_per_replica() -> None
 
 
 # Meeting
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def meet(rank: int, port: int, address: str, world_size: int, layout: Layout) -> Any:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_bad_input import free_port, rank_environment
+from test_bad_input import rank_environment
 
 from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
+from ports import free_port
 
 JOB = (*TINY, "data.source=text", "eval.tokens=512", "checkpoint.every_steps=10")
 TORCHRUN = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import wait_until
+from ports import free_port
 
 PROGRAM = shutil.which("prometheus")
 MISSING = "prometheus is not installed (Debian's package prometheus)"
@@ -63,8 +63,7 @@ def running_prometheus(folder: Path, target_file: Path, rules: Path) -> Iterator
     """A server that scrapes, once a second, what `target_file` names as soon as it is there."""
     folder.mkdir(parents=True)
     (folder / "prometheus.yml").write_text(CONFIG.format(rules=rules, target=target_file))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         str(PROGRAM),
         f"--config.file={folder / 'prometheus.yml'}",
