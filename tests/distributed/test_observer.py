@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from commands import (
+    DEADLINE_S,
     TINY,
     Done,
     environment,
@@ -34,7 +35,7 @@ from phalanx.core.errors import UsageError
 from phalanx.job.load import load_job
 from phalanx.launch.paths import black_box_path
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointSaved, EvalFinished, Note, StepFinished
+from phalanx.observe.events import CheckpointSaved, EvalFinished, Note, RankSlow, StepFinished
 from phalanx.report.prometheus.dashboard_panels import DASHBOARD_ROWS
 from phalanx.report.prometheus.rules import ALERT_RULES_PATH
 from phalanx.run.observer.process import METRICS_TARGET_FILE
@@ -74,6 +75,11 @@ class ObservedRun:
     kept_by_command: list[dict[str, object]]
     prometheus: PrometheusServer | None
 
+    @property
+    def has_slow_rank(self) -> bool:
+        """On a busy machine a rank may get less of a processor than the other."""
+        return bool(events(self.run_dir, RankSlow))
+
     def steps(self, rank: int) -> list[StepFinished]:
         return [
             envelope.event
@@ -94,6 +100,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
         "parallel.ranks=2",
         f"train.steps={NUM_STEPS}",
         f"checkpoint.every_steps={SAVED_EACH}",
+        # Saved before the kill, however busy the disk is.
+        "checkpoint.asynchronous=false",
         "eval.tokens=512",
         "eval.every_steps=60",
         "resilience.inject="
@@ -101,6 +109,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
         f' "kill:rank=1,step={KILLED_AT},phase=backward"]',
         # From the checkpoint: some steps are to be done again.
         "resilience.keep_ranks=false",
+        # The observer, which has what others leave of a processor, is sooner than the watch.
+        "resilience.hang_s=100",
         "run.dir=run",
         "observe.metrics_port=0",
         'observe.alert_webhook="$TEST_WEBHOOK"',
@@ -117,7 +127,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
             )
         env = environment(TEST_WEBHOOK=receiver.url)
         process = start("train", *job, cwd=folder, env=env)
-        wait_until(lambda: any("SIGSTOP" in body["text"] for body in receiver.bodies))
+        wait_until(lambda: any("SIGSTOP" in b["text"] for b in receiver.bodies), DEADLINE_S)
         position = read_last_position(black_box_path(run_dir, 1))
         assert position is not None
         assert position.header is not None
@@ -196,7 +206,10 @@ def test_every_panel_of_the_dashboard_has_data(observed: ObservedRun) -> None:
                 has_data = any(math.isfinite(value) for samples in found for _, value in samples)
                 if not has_data and not panel.needs_gpus:
                     empty.add((panel.title, query.legend))
-    assert empty == OF_OTHER_RUNS
+    expected = set(OF_OTHER_RUNS)
+    if observed.has_slow_rank:
+        expected.remove(("Ranks found slow", "rank {{rank}}"))
+    assert empty == expected
 
 
 @pytest.mark.skipif(PROGRAM is None, reason=MISSING)
@@ -213,9 +226,12 @@ def test_webhook_and_command_hear_of_the_restart(observed: ObservedRun) -> None:
     (body,) = restarts
     assert observed.kept_by_command == observed.receiver.bodies
     assert f"rank 1 failed at step {KILLED_AT} in backward: signal" in body["text"]
-    assert body["facts"]["from_step"] == body["step"] in (0, SAVED_EACH)
+    assert body["facts"]["from_step"] == body["step"] == SAVED_EACH
     assert body["run_dir"] == str(observed.run_dir)
-    assert set(observed.receiver.kinds()) == {"hang", "restart"}, "nothing else went wrong"
+    expected = {"hang", "restart"}
+    if observed.has_slow_rank:
+        expected.add("rank_slow")
+    assert set(observed.receiver.kinds()) == expected, "nothing else went wrong"
 
 
 def test_a_rank_that_stands_still_is_alerted_with_its_collective(observed: ObservedRun) -> None:
