@@ -165,6 +165,10 @@ class PhaseTimer:
         # Phases whose end may still lie ahead.
         self._queued: deque[tuple[_Phase, Any, Any]] = deque()
 
+    def add_listener(self, listener: PhaseListener) -> None:
+        """Tell `listener`, too, of each phase that begins from now on."""
+        self._listeners += (listener,)
+
     def for_thread(self, step: int) -> PhaseTimer:
         """Phases for another thread of this rank, at work on `step`: seconds of its own by the
         host's clock, and the listeners but those `of_training`.

@@ -35,6 +35,12 @@ def find_supervisor(run_dir: Path) -> psutil.Process:
     return psutil.Process(holder.pid)
 
 
+def list_run_processes(run_dir: Path) -> list[psutil.Process]:
+    """All processes of this run, the supervisor first."""
+    supervisor = find_supervisor(run_dir)
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
 def find_store() -> psutil.Process:
     """The process that serves the ranks' rendezvous store."""
     port = int(os.environ["MASTER_PORT"])
