@@ -14,6 +14,7 @@ import torch
 
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import hash_to_stable_64_bits
+from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
 from phalanx.data.loader import (
     Batch,
@@ -31,6 +32,7 @@ from phalanx.data.samples import (
     TokenSamples,
     open_training_samples,
 )
+from phalanx.data.shards import PAYLOAD_OFFSET
 from phalanx.job.schema import Data, Source
 from second_device import CUDA, second_device
 
@@ -420,3 +422,24 @@ def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(
     assert {(name.rpartition("_")[0], device) for name, device in chosen} == {
         ("phalanx-data", CUDA)
     }
+
+
+def test_a_bit_that_flips_while_the_data_are_read_is_named_with_its_sample(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("abcdefgh" * 1_000)
+    data = Data(source=str(tmp_path / "text"), held_out_fraction=0.0, seq_len=SEQ_LEN)
+    samples = open_training_samples(
+        prepare_corpus(data, tmp_path / "data", vocab_size=None), SEQ_LEN, seed=3
+    )
+    assert samples.take(np.arange(4))["inputs"].shape == (4, SEQ_LEN)
+    (shard,) = (tmp_path / "data").rglob("*.tokens")
+    with shard.open("r+b") as file:
+        file.seek(PAYLOAD_OFFSET + 2_000)
+        (byte,) = file.read(1)
+        file.seek(PAYLOAD_OFFSET + 2_000)
+        file.write(bytes([byte ^ 16]))
+    with pytest.raises(DataError) as damaged:
+        samples.take(np.array([17, 5]))
+    assert damaged.value.where == str(shard)
+    assert f"bytes {PAYLOAD_OFFSET} to " in damaged.value.what
+    assert "read for sample 17 of this source" in str(damaged.value)

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import hash_to_stable_64_bits
+from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.mixture import Mixture
 from phalanx.data.order import SampleOrder
-from phalanx.data.tokens import Int64s, TokenSequence
+from phalanx.data.tokens import DamagedTokensError, Int64s, TokenSequence
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 
 Arrays = dict[str, NDArray[Any]]
@@ -116,9 +117,16 @@ class TokenSamples:
         self._sequence, self._order, self._windows = sequence, order, windows
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:
-        return self._windows.cut_samples(
-            self._sequence, self._order.sample_starts(np.asarray(indices).ravel())
-        )
+        numbers = np.asarray(indices).ravel()
+        try:
+            return self._windows.cut_samples(self._sequence, self._order.sample_starts(numbers))
+        except DamagedTokensError as error:
+            raise DataError(
+                error.what,
+                where=error.where,
+                why=f"{error.why}; read for sample {numbers[error.row]} of this source",
+                fix=error.fix,
+            ) from None
 
 
 class MixedSamples:

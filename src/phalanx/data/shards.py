@@ -75,6 +75,27 @@ class Shard:
     tokens: NDArray[np.integer]  # [num_tokens]
     ends: NDArray[np.uint64]  # [num_documents]
     keys: NDArray[np.uint64]  # [num_documents]
+    payload: memoryview  # what `sums` are of
+    sums: NDArray[np.uint64]  # [ceil(payload bytes / CHUNK_BYTES)]
+
+    def list_chunks_of_tokens(self, start: int, stop: int) -> range:
+        """The numbers of the chunks that tokens `start` to `stop` lie in."""
+        itemsize = self.tokens.itemsize
+        return range(start * itemsize // CHUNK_BYTES, (stop * itemsize - 1) // CHUNK_BYTES + 1)
+
+    def require_sound_chunk(self, chunk: int) -> None:
+        """Raise DataError, with the file and the place, if a chunk is not what was written.
+
+        Reads 64 KiB.
+        """
+        at = chunk * CHUNK_BYTES
+        content = self.payload[at : at + CHUNK_BYTES]
+        if xxhash.xxh3_64_intdigest(content) != self.sums[chunk]:
+            sections = _ShardSectionOffsets.compute_from_counts(
+                self.facts.num_tokens, self.facts.num_documents, self.dtype
+            )
+            start = PAYLOAD_OFFSET + at
+            raise _describe_damage_in_range(self, sections, start, start + len(content))
 
 
 def choose_smallest_token_dtype(vocab_size: int) -> str:
@@ -168,6 +189,8 @@ def open_shard(path: Path) -> Shard:
         tokens=np.frombuffer(mapped, dtype, num_tokens, PAYLOAD_OFFSET),
         ends=ends,
         keys=np.frombuffer(mapped, "<u8", num_documents, sections.keys_at),
+        payload=memoryview(mapped)[PAYLOAD_OFFSET : sections.sums_at],
+        sums=np.frombuffer(mapped, "<u8", sections.num_sums, sections.sums_at),
     )
 
 

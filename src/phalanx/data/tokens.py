@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import DataError
 from phalanx.data.order import hash_uint64_bits
 
 Tokens = NDArray[np.integer]
@@ -43,6 +44,21 @@ class TokenArray(Protocol):
     def keys(self) -> Uint64s: ...
 
 
+@runtime_checkable
+class CheckedTokenArray(Protocol):
+    """A TokenArray with checksums of parts of it."""
+
+    def list_chunks_of_tokens(self, start: int, stop: int) -> range: ...
+
+    def require_sound_chunk(self, chunk: int) -> None: ...
+
+
+class DamagedTokensError(DataError):
+    """Tokens are not what was written; `row` of those that were asked for."""
+
+    row = 0
+
+
 @dataclass(frozen=True)
 class TokenRange:
     """Neighbouring tokens: from `start` to `stop` of array number `array`."""
@@ -67,6 +83,7 @@ class TokenSequence:
         self._arrays = tuple(arrays)
         # A plain view of each: slicing a memmap makes an object of its own class, which costs more.
         self._tokens = [np.asarray(array.tokens) for array in arrays]
+        self._checked = [each if isinstance(each, CheckedTokenArray) else None for each in arrays]
         self._array_of, self._starts = array_of, starts
         # In the sequence, extent e lies from _bounds[e] to _bounds[e + 1].
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
@@ -103,16 +120,23 @@ class TokenSequence:
         """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they
         touch.
         """
+        for number, offset, until in self._iterate_places(extent, start, stop):
+            yield self._tokens[number][offset:until]
+
+    def _iterate_places(self, extent: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where tokens from `start` (which lies in `extent`) to `stop` are: for each extent that
+        they touch, the number of the array, and from where to where in it."""
         while start < stop:
             until = min(stop, int(self._bounds[extent + 1]))
             offset = int(self._starts[extent]) + start - int(self._bounds[extent])
-            yield self._tokens[self._array_of[extent]][offset : offset + until - start]
+            yield int(self._array_of[extent]), offset, offset + until - start
             start, extent = until, extent + 1
 
     def gather(self, starts: Int64s, length: int) -> Int64s:
         """`length` tokens from each of `starts` on: [..., length].
 
-        Neighbours are copied as blocks.
+        Neighbours are copied as blocks. Raises DamagedTokensError for those of a shard that are not
+        what was written.
         """
         assert starts.size == 0 or (
             starts.min() >= 0 and starts.max() + length <= self.num_tokens
@@ -126,7 +150,32 @@ class TokenSequence:
             for piece in self._iterate_token_views(extent, start, start + length):
                 row[at : at + len(piece)] = piece
                 at += len(piece)
+        self._require_sound(extents, starts.ravel(), length)
         return gathered.reshape(*starts.shape, length)
+
+    def _require_sound(self, extents: Int64s, starts: Int64s, length: int) -> None:
+        """Raise DamagedTokensError for the first of `starts` whose tokens are not what was written.
+
+        After they were copied: what is damaged in between is found.
+        """
+        sound = set()
+        for row, (first, start) in enumerate(zip(extents.tolist(), starts.tolist(), strict=True)):
+            for number, offset, until in self._iterate_places(first, start, start + length):
+                array = self._checked[number]
+                if array is None:
+                    continue
+                for chunk in array.list_chunks_of_tokens(offset, until):
+                    if (number, chunk) in sound:
+                        continue
+                    try:
+                        array.require_sound_chunk(chunk)
+                    except DataError as error:
+                        damaged = DamagedTokensError(
+                            error.what, where=error.where, why=error.why, fix=error.fix
+                        )
+                        damaged.row = row
+                        raise damaged from None
+                    sound.add((number, chunk))
 
     def document_ids(self, starts: Int64s, length: int) -> Int64s:
         """The number of the document that each of `length` tokens belongs to, counted over the
