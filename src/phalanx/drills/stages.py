@@ -1,5 +1,5 @@
-"""What some faults need around a run, and a drill builds for it: a small disk, a limit of memory, a
-clock and a network of its own."""
+"""What some faults need around a run, and a drill builds for it: a small disk, limits of memory and
+of processors, a clock and a network of its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.drills.stepped_clock import SteppedClock
+from phalanx.resilience.cpu_quota import CPU_QUOTA_VARIABLE
 
 DISK_BYTES = 64 << 20
 # Two ranks of a small job use less; one that asks for more and more is soon there.
 MEMORY_BYTES = 1 << 30
 _MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+_CPU_CGROUPS = Path("/sys/fs/cgroup/cpu")
+# Of each 100 ms.
+CPU_QUOTA_US = 5_000
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,28 @@ def _limiting_memory(folder: Path) -> Iterator[tuple[str, ...]]:
             cgroup.rmdir()
 
 
+def _find_reason_against_cpu_quota() -> str:
+    if os.geteuid():
+        return "needs root, to limit the processors of a cgroup"
+    if not os.access(_CPU_CGROUPS / "cpu.cfs_quota_us", os.R_OK):
+        return "needs cgroups of version 1 with the cpu controller"
+    return ""
+
+
+@contextlib.contextmanager
+def _making_cpu_quota(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run learns of a cgroup whose processes get little of a processor; it is not in it."""
+    cgroup = _CPU_CGROUPS / f"phalanx-drill-{os.getpid()}"
+    cgroup.mkdir()
+    try:
+        (cgroup / "cpu.cfs_quota_us").write_text(str(CPU_QUOTA_US))
+        yield ("env", f"{CPU_QUOTA_VARIABLE}={cgroup}")
+    finally:
+        # All its processes have been waited for; the kernel may still be about to notice.
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+
+
 def _find_reason_against_clock() -> str:
     return "" if shutil.which("cc") else "needs a C compiler (cc), for a clock of the run's own"
 
@@ -132,6 +158,7 @@ def _run_quietly(command: Sequence[str]) -> None:
 
 STAGES = {
     "small_disk": Stage(_find_reason_against_disk, _mounting_small_disk),
+    "cpu_quota": Stage(_find_reason_against_cpu_quota, _making_cpu_quota),
     "memory_limit": Stage(_find_reason_against_memory_limit, _limiting_memory),
     "own_network": Stage(_find_reason_against_network, _making_network),
     "stepped_clock": Stage(_find_reason_against_clock, _stepping_clock),
