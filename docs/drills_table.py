@@ -81,6 +81,10 @@ def _ending(wanted: Expectation) -> str:
     if wanted.ending is Ending.STOPS:
         return f"exit {wanted.exit_code}"
     bits = "bits equal" if wanted.is_bit_equal else "finished"
+    if wanted.loss_difference is not None:
+        bits += f", losses within {wanted.loss_difference:g}"
+    if wanted.samples:
+        bits += f", samples: {wanted.samples}"
     if wanted.ending is Ending.RESUMES:
         return f"exit {wanted.exit_code}, resumed: {bits}"
     return bits

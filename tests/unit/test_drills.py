@@ -48,6 +48,7 @@ from phalanx.drills.run_trial import (
     FinishedTrial,
     TrialRunner,
     UndisturbedRun,
+    compare_losses,
     measure_trial,
 )
 from phalanx.drills.shared_run import (
@@ -66,7 +67,7 @@ from phalanx.drills.verdicts import (
 from phalanx.launch.processor_watch import STARVED
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
-from phalanx.resilience.expectation import NO_VERDICT
+from phalanx.resilience.expectation import EACH_SAMPLE_ONCE, NO_VERDICT, SAMPLES_LEFT_OUT
 from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
 from phalanx.resilience.strikes import Strike
 
@@ -116,7 +117,7 @@ def test_every_fault_strikes_inside_the_run_where_it_says(name: str) -> None:
     expectation = load_fault(name).expectation
     for trial in draw_trials([name], SHAPE, seed=0, repeats=50):
         assert 0 <= trial.place.rank < 4
-        assert 5 < trial.place.step < 40
+        assert max(5, expectation.warm_up_steps) < trial.place.step < 40
         assert trial.place.phase in expectation.phases
         if expectation.strikes_at_saves:
             assert trial.place.step % 10 == 0
@@ -218,6 +219,13 @@ SLOW: dict[str, Any] = {
         (events.NonFiniteFound(7, "output", "embed", 1), "not finite", (1,)),
         (events.NonFiniteFound(7, "backward", "embed", 1), "not finite", (1,)),
         (events.NonFiniteFound(7, "unknown", "", -1), "corrupt", ()),
+        (events.StepSkipped(7, "loss_spike", 1.0, 0, 8), "loss spike", ()),
+        (events.RolledBack(7, "loss_spike", "the loss is 9", 5, 80, -1), "loss spike", ()),
+        (
+            failed(0, "exception", "a.tokens: bytes 4096 to 8192 are not what was written"),
+            "data damaged",
+            (0,),
+        ),
         (events.RankSlow(**SLOW), "slow", (3,)),
         (events.StopRequested(7, "sigterm"), "preempted", ()),
     ],
@@ -459,6 +467,24 @@ def test_each_bar_is_missed_alone() -> None:
     wants_words = replace(bars_of("kill"), says=r"samples \d+")
     assert [each.name for each in judge_trial(GOOD, wants_words) if not each.ok] == ["message"]
     assert all(each.ok for each in judge_trial(replace(GOOD, said="samples 8"), wants_words))
+    wants_more = replace(bars_of("kill"), samples=EACH_SAMPLE_ONCE, loss_difference=1e-4)
+    good = replace(GOOD, samples=EACH_SAMPLE_ONCE, loss_difference=1e-4)
+    assert all(each.ok for each in judge_trial(good, wants_more))
+    for change, name in (
+        ({"samples": SAMPLES_LEFT_OUT}, "samples"),
+        ({"loss_difference": 2e-4}, "losses"),
+        ({"loss_difference": None}, "losses"),
+    ):
+        checks = judge_trial(Measured(**(vars(good) | change)), wants_more)
+        assert [each.name for each in checks if not each.ok] == [name]
+
+
+def test_losses_differ_by_the_most_of_any_step_and_not_where_steps_are_missing() -> None:
+    expected = {1: 4.0, 2: 2.0}
+    assert compare_losses({1: 4.0, 2: 2.0}, expected) == 0.0
+    assert compare_losses({1: 4.0, 2: 1.999}, expected) == pytest.approx(5e-4)
+    assert compare_losses({1: 4.0}, expected) is None
+    assert compare_losses({1: 4.0, 2: math.nan}, expected) is None
 
 
 def test_bars_are_those_of_the_fault() -> None:

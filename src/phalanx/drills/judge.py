@@ -28,7 +28,9 @@ class Measured(JsonRecord):
     the fault did not ask for. `num_starved`: how often a rank was called slow because other
     processes had the processors, by the kernel's count: no false verdict. `load`: threads of the
     machine that ran or wanted to while the run went on, in the mean, those of the run among them
-    (None: not known, as in lines of earlier releases).
+    (None: not known, as in lines of earlier releases). `samples`: what the ledger of samples says
+    ("": it was not asked). `loss_difference`: the largest difference of a step's loss from that of
+    the undisturbed run, as a part of it (None: steps are missing).
     """
 
     has_struck: bool
@@ -51,6 +53,8 @@ class Measured(JsonRecord):
     needless_restarts: int = 0
     num_starved: int = 0
     load: float | None = None
+    samples: str = ""
+    loss_difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Bars(JsonRecord):
     is_bit_equal: bool
     exit_codes: tuple[int, ...]
     says: str = ""
+    samples: str = ""
+    loss_difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,8 @@ def build_bars(
         is_bit_equal=expectation.is_bit_equal and expectation.ending is not Ending.STOPS,
         exit_codes=exit_codes,
         says=expectation.says,
+        samples=expectation.samples,
+        loss_difference=expectation.loss_difference,
     )
 
 
@@ -154,6 +162,11 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
         checks.append(
             Check("message", measured.said or "not there", bars.says, bool(measured.said))
         )
+    if bars.loss_difference is not None:
+        checks.append(_judge_losses(measured.loss_difference, bars.loss_difference))
+    if bars.samples:
+        is_right = measured.samples == bars.samples
+        checks.append(Check("samples", measured.samples, bars.samples, is_right))
     if measured.needless_restarts:
         found = str(measured.needless_restarts)
         checks.append(Check("needless restarts", found, "none", False))
@@ -201,6 +214,14 @@ def _judge_numbers(measured: Measured | MeasuredAnswer, bars: Bars) -> list[Chec
     lost, most = measured.lost_steps, bars.lost_steps
     checks.append(Check("steps lost", str(lost), str(most), lost <= most))
     return checks
+
+
+def _judge_losses(difference: float | None, most: float) -> Check:
+    found = "steps are missing"
+    if difference is not None:
+        found = f"within {difference:.1g}"
+    is_met = difference is not None and difference <= most
+    return Check("losses", found, f"within {most:.1g}", is_met)
 
 
 def _format_codes(codes: Sequence[int]) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.reading.diff import diff_checkpoints
-from phalanx.core.errors import CheckpointError, PhalanxError, UsageError
+from phalanx.core.errors import CheckpointError, DataError, PhalanxError, UsageError
 from phalanx.core.files import read_whole_regular_file
+from phalanx.data.ledger import check_sample_records
 from phalanx.drills.aftermath import (
     count_needless_restarts,
     find_over_s,
@@ -27,7 +28,13 @@ from phalanx.drills.stages import opening_stage
 from phalanx.drills.trials import DrillShape, Trial, load_fault
 from phalanx.drills.verdicts import Verdict, count_starved_ranks, find_named_ranks, find_verdicts
 from phalanx.report.reduce import collect_run_facts
-from phalanx.resilience.expectation import NO_VERDICT, Ending, Expectation
+from phalanx.resilience.expectation import (
+    EACH_SAMPLE_ONCE,
+    NO_VERDICT,
+    SAMPLES_LEFT_OUT,
+    Ending,
+    Expectation,
+)
 from phalanx.resilience.strikes import Strike
 
 LEFT_WITH_SUPERVISOR = "ended with it"
@@ -171,6 +178,10 @@ class TrialRunner:
             replace(
                 measure_trial(record, verdicts, ends, undisturbed, expectation),
                 said=find_words(self._log_path(record.run_dir), expectation.says),
+                loss_difference=compare_losses(record.losses, undisturbed.record.losses),
+                samples=measure_samples(record.run_dir, self.shape.num_steps)
+                if expectation.samples
+                else "",
             ),
             bars,
             record.losses,
@@ -276,6 +287,29 @@ def compare_final_checkpoints(a: Path, b: Path) -> bool | None:
         return not diff_checkpoints(first[-1], second[-1]).tensors
     except CheckpointError:
         return None
+
+
+def compare_losses(losses: Mapping[int, float], expected: Mapping[int, float]) -> float | None:
+    """The largest difference of a step's loss from the `expected` one, as a part of that; None if a
+    step is missing, or its loss is not finite."""
+    if not expected or losses.keys() != expected.keys():
+        return None
+    largest = max(abs(losses[step] / expected[step] - 1.0) for step in expected)
+    return float(f"{largest:.3g}") if math.isfinite(largest) else None
+
+
+def measure_samples(run_dir: Path, num_steps: int) -> str:
+    """What the ledger of samples says of a run of `num_steps` steps: EACH_SAMPLE_ONCE,
+    SAMPLES_LEFT_OUT, or its first problem."""
+    try:
+        report = check_sample_records(run_dir)
+    except DataError as error:
+        return str(error)
+    if report.problems:
+        return report.problems[0]
+    if report.num_steps != num_steps:
+        return f"those of {report.num_steps} of {num_steps} steps"
+    return SAMPLES_LEFT_OUT if report.num_left_out else EACH_SAMPLE_ONCE
 
 
 def read_goodput_of_run(run_dir: Path) -> float | None:

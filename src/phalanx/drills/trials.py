@@ -106,7 +106,11 @@ def draw_trials(names: Sequence[str], shape: DrillShape, *, seed: int, repeats: 
     for repeat in range(repeats):
         for name in names:
             expectation = load_fault(name).expectation
-            first = max(WARM_UP_STEPS, shape.save_every_steps * expectation.needs_saves) + 1
+            first = 1 + max(
+                WARM_UP_STEPS,
+                expectation.warm_up_steps,
+                shape.save_every_steps * expectation.needs_saves,
+            )
             dice = random.Random(f"{name} {seed} {repeat}")
             last = shape.num_steps - shape.save_every_steps // 2 - expectation.settling_steps
             if last < first or shape.num_ranks < 2:

@@ -35,6 +35,7 @@ _CLASS_OF_SIGNAL = {
     "SIGSEGV": "segmentation fault",
     "SIGABRT": "aborted",
 }
+_WORDS_OF_DAMAGED_DATA = ("are not what was written", "has changed since the run began")
 _CLASS_OF_ROLL_BACK = {"corruption": "corrupt", "loss_spike": "loss spike"}
 
 
@@ -115,6 +116,8 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
             return Verdict(kind, ranks, event.step, at_s, text)
         case StepSkipped(reason="nonfinite_gradients"):
             return Verdict("not finite", (), event.step, at_s, event.reason)
+        case StepSkipped(reason="loss_spike"):
+            return Verdict("loss spike", (), event.step, at_s, event.reason)
         # With more ranks the run goes on.
         case StopRequested(reason=reason) if reason == MORE_RANKS_REASON:
             return None
@@ -156,6 +159,8 @@ def _classify_failure(event: RankFailed) -> str:
     words = event.detail.lower()
     if words.startswith("the ranks differ"):
         return "ranks disagree"
+    if any(phrase in words for phrase in _WORDS_OF_DAMAGED_DATA):
+        return "data damaged"
     if "memory" in words:
         return "out of memory"
     return "exception"

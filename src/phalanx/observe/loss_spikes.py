@@ -9,6 +9,8 @@ from collections.abc import Iterable
 WINDOW_STEPS = 128
 MIN_STEPS = 32  # before that, the losses of a run fall too fast to say what is ordinary
 NUM_DEVIATIONS = 6.0
+# In a row: it is not the batch, but the weights are damaged, or this is a new level.
+SPIKES_TO_ROLL_BACK = 3
 MIN_RELATIVE_RISE = 0.1
 _DEVIATION_OF_MAD = 1.4826  # standard deviations per median absolute deviation, of a normal
 

@@ -26,6 +26,8 @@ NO_VERDICT = "none"
 """The class of what should go on as if nothing had happened."""
 HANG_DETECTION = "hang"
 """In place of seconds: the larger of 5 s and ten times the 99th percentile of this run's steps."""
+EACH_SAMPLE_ONCE = "each once"
+SAMPLES_LEFT_OUT = "some left out, the others once"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class Expectation:
     so many checkpoints; `lost_intervals`: how many intervals of them may be lost. `lasts_s`: the
     fault goes on for so long after it struck. `ranks_go_on`: they train on as if nothing had
     happened, and start again later for the same reason. `says`: a regular expression of what the
-    command must say at its end.
+    command must say at its end. `warm_up_steps`: the fault strikes after so many steps. `samples`:
+    what the ledger of samples must prove, EACH_SAMPLE_ONCE or SAMPLES_LEFT_OUT ("": it is not
+    asked). `loss_difference`: how far the loss of a step may be from that of the undisturbed run,
+    as a part of it (None: it is not asked).
     """
 
     verdict: str
@@ -69,6 +74,9 @@ class Expectation:
     lasts_s: float = 0.0
     ranks_go_on: bool = False
     says: str = ""
+    warm_up_steps: int = 0
+    samples: str = ""
+    loss_difference: float | None = None
 
 
 # A process that the run's owner takes back: the run saves, and goes on with --resume.

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import NumericsError
 from phalanx.core.roll_back import RollBack, RollBackRequest
-from phalanx.observe.loss_spikes import LossSpikeDetector
+from phalanx.observe.loss_spikes import SPIKES_TO_ROLL_BACK, LossSpikeDetector
 from phalanx.parallel.step_stats import StepStats
-
-# Spikes in a row after which it is not the batch: the weights are damaged, or this is a new level.
-SPIKES_TO_ROLL_BACK = 3
 
 
 @dataclass
