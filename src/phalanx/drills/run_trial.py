@@ -294,8 +294,10 @@ def compare_losses(losses: Mapping[int, float], expected: Mapping[int, float]) -
     step is missing, or its loss is not finite."""
     if not expected or losses.keys() != expected.keys():
         return None
-    largest = max(abs(losses[step] / expected[step] - 1.0) for step in expected)
-    return float(f"{largest:.3g}") if math.isfinite(largest) else None
+    differences = [abs(losses[step] / expected[step] - 1.0) for step in expected]
+    if not all(map(math.isfinite, differences)):
+        return None
+    return float(f"{max(differences):.3g}")
 
 
 def measure_samples(run_dir: Path, num_steps: int) -> str:
