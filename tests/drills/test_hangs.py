@@ -3,11 +3,14 @@ run that nothing happened to."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import hanging_code
 import pytest
 from hanging_code import SLOW_FROM_STEP
 
@@ -104,6 +107,46 @@ def require_found(
     return found.event
 
 
+def require_whole_report(run_dir: Path, found: HangFound, done: Done, fault: str) -> None:
+    """A person reads the culprit, the collective that it kept from ending, its line of Python, and
+    the whole stacks of all ranks, the culprit's first."""
+    (rank,) = found.culprits
+    named, silence, *stacks = found.report.splitlines()
+    place = f"rank {rank} .* in step {found.step}, {found.phase}, microbatch 0"
+    if found.phase == "optimizer":
+        place = f"rank {rank} .* in step {found.step}, {found.phase}"
+    assert re.match(place, named), named
+    collective = r"all_reduce #\d+ of world \(float32 \[\d+\], [\d.]+ KiB\)"
+    assert re.fullmatch(collective, found.collective)
+    assert f"before {found.collective}" in named
+    assert re.search(rf"last seen at \w+\.py:\d+; rank {1 - rank} waits in it for [\d.]+ s", named)
+    assert re.fullmatch(
+        r"no rank made progress for [\d.]+ s \(limit 1.0 s: resilience.hang_s\)", silence
+    )
+    other = stacks.index(f"rank {1 - rank}:")
+    if fault == "freeze":
+        # Who is stopped cannot answer: its line is that of its box.
+        assert stacks[:other] == [f"rank {rank}: did not answer"]
+    else:
+        # Those of the loop, whose newest line Python's own stack has.
+        function = getattr(hanging_code, fault).__code__
+        lines = {line for *_, line in function.co_lines()}
+        assert stacks[0] == f"rank {rank}:"
+        match = re.match(r'  File ".*/hanging_code.py", line (\d+) in (\w+)', stacks[1])
+        assert match is not None, stacks[1]
+        assert (match[2], int(match[1]) in lines) == (fault, True)
+        assert f"; the rank is in {fault} at hanging_code.py:{match[1]}" in named
+        assert stacks[other - 1].endswith(" in run"), stacks[:other]
+    # From the wait to the loop over steps, and not what started the process.
+    frames = [line.split()[-1] for line in stacks[other + 1 :]]
+    assert {"wait", "forward_backward", "step", "run"} <= set(frames), stacks[other:]
+    assert frames[-1] == "run"
+    assert named in done.out
+    assert f"stacks of all ranks: phalanx report {run_dir.name}" in done.out
+    page = html.unescape((run_dir / "report.html").read_text())
+    assert found.report in page
+
+
 KINDS = {
     "freeze": ("frozen", "backward"),
     "hold_lock_asleep": ("gil_held", "forward"),
@@ -132,7 +175,7 @@ def test_the_rank_and_the_kind_are_named(
     done = train(folder, fault, inject(f"hanging_code:{fault}", rank, 15, phase))
     found = require_found(straight, folder / fault, done, kind, rank, bar_s=LIMIT_S)
     assert (found.step, found.phase) == (15, phase)
-    assert f"rank {rank}" in found.report.splitlines()[0]
+    require_whole_report(folder / fault, found, done, fault)
 
 
 @pytest.mark.parametrize(

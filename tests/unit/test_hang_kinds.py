@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.core.black_box_reader import BoxGroup, BoxHeader, LastPosition, RecordedCollective
 from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
 from phalanx.launch.hang_kinds import (
@@ -30,10 +32,13 @@ from phalanx.launch.hang_limits import (
     StepDurations,
     choose_limit,
 )
+from phalanx.launch.log_excerpts import read_main_thread_stack
+from phalanx.launch.rank import STACK_FIRST_LINE
 from phalanx.launch.rank_activity import ProcessSample, QuietTime
 from phalanx.launch.stack_groups import (
     MAX_SHOWN_GROUPS,
     find_odd_ranks,
+    find_telling_line,
     format_stack_groups,
     group_stacks,
 )
@@ -344,7 +349,34 @@ def test_stacks_are_grouped_the_odd_one_out_first() -> None:
         "ranks 0, 1 and 3:",
         '  File "a.py", line 1 in f',
     ]
+    # What called it is not compared: a rank that was kept and one that was forked anew do the same.
+    deep = {rank: ["Stack:", *[here[1]] * 10, *([there[1]] * (rank == 2))] for rank in range(3)}
+    assert find_odd_ranks(deep) == ()
+    assert [group.ranks for group in group_stacks(deep)] == [(2,), (0, 1)]
     many = {rank: [f'File "a.py", line {rank} in f'] for rank in range(12)}
     lines = format_stack_groups(group_stacks(many))
     assert len(lines) == 2 * MAX_SHOWN_GROUPS + 1
     assert lines[-1] == "ranks 8-11: other stacks, not shown"
+
+
+def test_the_line_of_a_stack_that_tells_most() -> None:
+    ours = f'  File "{Path(phalanx.__file__).parent}/nn/loss.py", line 3 in loss'
+    torchs = '  File "/venv/lib/python3.12/site-packages/torch/nn/linear.py", line 9 in forward'
+    users = ['  File "/home/me/model.py", line 12 in forward', '  File "/me/a.py", line 1 in f']
+    assert find_telling_line(["Stack:", torchs, ours, *users]) == "forward at model.py:12"
+    assert find_telling_line(["Stack:", torchs, ours]) == "forward at linear.py:9"
+    assert find_telling_line([]) == ""
+
+
+def test_a_stack_ends_where_the_rank_was_started(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    frames = [f'  File "/x/phalanx/{each}", line 7 in f' for each in ("train/trainer.py",) * 30]
+    startup = [
+        f'  File "/x/phalanx/{each}", line 7 in f' for each in ("run/rank.py", "launch/rank.py")
+    ]
+    lines = [STACK_FIRST_LINE, *frames, *startup, '  File "<frozen runpy>", line 1 in <module>']
+    log.write_text("\n".join(["before", *lines, "after", ""]))
+    assert read_main_thread_stack(log) == [STACK_FIRST_LINE, *frames]
+    # In start-up that is where it is.
+    log.write_text("\n".join([STACK_FIRST_LINE, *startup, ""]))
+    assert read_main_thread_stack(log) == [STACK_FIRST_LINE, startup[0]]

@@ -71,15 +71,18 @@ def _print_refusal(lines: list[str], rank: str, trace: TracebackType | None) -> 
 
 def find_innermost_user_code_line(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
-    library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
-        # "<string>" and the like name no file that somebody could open.
-        if frame.filename.startswith((_PACKAGE_DIR, "<")):
-            continue
-        if any(part in frame.filename for part in library_folders):
-            continue
-        return f"{frame.filename}:{frame.lineno}"
+        if not is_library_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def is_library_file(name: str) -> bool:
+    """True for the name of a source file that is phalanx's, an installed package's or Python's,
+    and for one that names no file that somebody could open."""
+    return name.startswith((_PACKAGE_DIR, "<")) or any(
+        folder in name for folder in ("site-packages", "/lib/python")
+    )
 
 
 def _is_first_rank_to_report(text: str) -> bool:

@@ -35,9 +35,14 @@ def ask_for_stacks(run_dir: Path, states: Mapping[int, RankState]) -> dict[int, 
         sizes[rank] = _read_size(logs[rank])
         os.kill(header.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    sizes_before: dict[int, int] = {}
     while time.monotonic() < deadline:
-        if all(_read_size(logs[rank]) > size for rank, size in sizes.items()):
+        sizes_now = {rank: _read_size(path) for rank, path in logs.items()}
+        has_answered = all(sizes_now[rank] > size for rank, size in sizes.items())
+        # A stack is written frame by frame: until nothing is added, it may not be all.
+        if has_answered and sizes_now == sizes_before:
             break
+        sizes_before = sizes_now
         time.sleep(_POLL_INTERVAL_S)
     stacks: dict[int, list[str]] = {}
     for rank, path in logs.items():

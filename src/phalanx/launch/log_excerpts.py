@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 _ABORT_REASON_LINE_PATTERN = re.compile(
     r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
 )
-NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
+NUM_LAST_LINES, NUM_TELLING_LINES = 25, 6
+# Whoever calls the rank's own work, the same in all ranks: what started the process, and what waits
+# in it for the next attempt.
+_STARTUP_FRAME = re.compile(r'/phalanx/(launch/rank|run/rank)\.py"')
 _MAX_TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
 
 
@@ -49,15 +52,20 @@ def is_aborted_by_mismatch(log: Path) -> bool:
 
 
 def read_main_thread_stack(log: Path) -> list[str]:
-    """The stack of a rank's main thread when it was asked; empty if it could not answer."""
+    """The stack of a rank's main thread when it was asked, the innermost frame first and without
+    those that only started the rank; empty if it could not answer."""
     lines = _read_last_log_lines(log)
     if STACK_FIRST_LINE not in lines:
         return []
     start = len(lines) - lines[::-1].index(STACK_FIRST_LINE)
-    frames = [line for line in lines[start:] if line.startswith("  File")]
-    if not frames:
-        return []
-    return [STACK_FIRST_LINE, *frames[:NUM_STACK_LINES]]
+    frames: list[str] = []
+    for line in lines[start:]:
+        is_frame = line.startswith("  File")
+        # In start-up itself one of these is where the rank is.
+        if not is_frame or (frames and _STARTUP_FRAME.search(line)):
+            break
+        frames.append(line)
+    return [STACK_FIRST_LINE, *frames] if frames else []
 
 
 def _read_last_log_lines(log: Path) -> list[str]:

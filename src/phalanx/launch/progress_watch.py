@@ -45,7 +45,12 @@ from phalanx.launch.hang_limits import (
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.processor_watch import ProcessorWatch
 from phalanx.launch.rank_activity import QuietTime, sample_process
-from phalanx.launch.stack_groups import find_odd_ranks, format_stack_groups, group_stacks
+from phalanx.launch.stack_groups import (
+    find_odd_ranks,
+    find_telling_line,
+    format_stack_groups,
+    group_stacks,
+)
 from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
 from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
@@ -315,7 +320,8 @@ class ProgressWatch:
         for sentence, rank in zip(
             _describe_places(culprits, states, now_s), culprits.ranks, strict=False
         ):
-            sentences.append(sentence + self._describe_reason(culprits.kind, rank, states, now_s))
+            reason = self._describe_reason(culprits.kind, rank, states, now_s)
+            sentences.append(sentence + reason + _describe_telling_line(stacks.get(rank, ())))
         silence = f"no rank made progress for {detected_s:.1f} s"
         silence += f" (limit {format_seconds(limit.quiet_s)}: {limit.why})"
         present = [rank for rank in states if rank not in self._left]
@@ -355,6 +361,13 @@ class ProgressWatch:
         return ""
 
 
+def _describe_telling_line(stack: Sequence[str]) -> str:
+    """The end of a sentence on a rank that has answered: what it is in now, where its box has the
+    last line that it wrote something at."""
+    line = find_telling_line(stack)
+    return f"; the rank is in {line}" if line else ""
+
+
 def _build_verdict_on_step(
     endless: EndlessStep,
     states: Mapping[int, RankState],
@@ -370,6 +383,7 @@ def _build_verdict_on_step(
             f" {endless.elapsed_s:.1f} s it wrote {endless.num_writes} phases and collectives"
             f"{usual}; last seen in {position.phase} at"
             f" {os.path.basename(position.file)}:{position.line}"
+            f"{_describe_telling_line(stacks.get(rank, ()))}"
         )
     groups = group_stacks({rank: stacks.get(rank, ()) for rank in states}, first=endless.ranks)
     limit = HangLimit(

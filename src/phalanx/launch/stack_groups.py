@@ -3,12 +3,18 @@ the odd one out is what a person must see."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.core.uncaught import is_library_file
 from phalanx.observe.where_words import format_rank_list
 
 MAX_SHOWN_GROUPS = 8
+# Ranks with these frames in common, counted from the innermost one, do the same.
+_NUM_COMPARED_FRAMES = 10
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,24 @@ def format_stack_groups(groups: Sequence[StackGroup]) -> list[str]:
 
 def find_odd_ranks(stacks: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
     """The ranks outside the largest group, if that has more than half of all; else none."""
-    groups = group_stacks(stacks)
+    # The title of a stack is no frame of it.
+    groups = group_stacks(
+        {rank: lines[: 1 + _NUM_COMPARED_FRAMES] for rank, lines in stacks.items()}
+    )
     largest = max(groups, key=lambda group: len(group.ranks), default=None)
     if largest is None or len(largest.ranks) * 2 <= len(stacks):
         return ()
     return tuple(sorted(stacks.keys() - set(largest.ranks)))
+
+
+def find_telling_line(stack: Sequence[str]) -> str:
+    """The innermost line of the user's own code in a stack, or the innermost line of all: "spin at
+    train.py:12". Empty for a stack without frames."""
+    innermost = ""
+    for match in filter(None, map(_FRAME.search, stack)):
+        place = f"{os.path.basename(match['file'])}:{match['line']}"
+        text = f"{match['function']} at {place}"
+        if not is_library_file(match["file"]):
+            return text
+        innermost = innermost or text
+    return innermost

@@ -269,6 +269,7 @@ class _AttemptReporter:
                 limit_s=hang.limit.quiet_s,
             )
         )
+        self.say(f"stacks of all ranks: phalanx report {self._run_dir}")
 
 
 def _describe_lost_template(template: TemplateProcess, end: AttemptEnd) -> AttemptEnd:
