@@ -27,6 +27,8 @@ from phalanx.core.errors import (
 )
 from phalanx.core.files import PERMANENT_WRITE_ERRNOS, write_bytes_atomically
 from phalanx.core.library_errors import find_os_error_behind
+from phalanx.data.corpus import Corpus
+from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
@@ -48,9 +50,12 @@ from phalanx.launch.server_process import _build_server_environment
 from phalanx.launch.signature import remove_varying_text_from_failure
 from phalanx.launch.stop_request import StopRequest
 from phalanx.launch.verdict import find_root_failure
+from phalanx.mesh.mesh import open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RestartScheduled
 from phalanx.observe.tail import read_recorded_events
+from phalanx.plan.layout import Layout
+from phalanx.run.data import require_same_samples_on_all_ranks
 from ranks import run_ranks
 
 TORCHRUN = {
@@ -188,6 +193,22 @@ def use_broken_store_connection(rank: int, breaks_own: bool) -> ErrorReport:
     with pytest.raises(RuntimeError) as caught:
         client.get("key")
     return build_error_report(caught.value)
+
+
+def compare_datasets_of_which_the_second_is_away(rank: int) -> ErrorReport:
+    user = UserDatasetFacts(f"{__name__}:open_dataset_unless_second")
+    with (
+        open_mesh(Layout(dp_replicate=2), device="cpu") as mesh,
+        pytest.raises(DataSourceError) as caught,
+    ):
+        require_same_samples_on_all_ranks(Corpus(Path(), {}, (), user), mesh)
+    return build_error_report(caught.value)
+
+
+def open_dataset_unless_second(split: str) -> list[dict[str, list[float]]]:
+    if dist.get_rank() == 1:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    return [{"x": [1.0]}] * 4
 
 
 def list_connections_to(port: int) -> list[int]:
@@ -717,6 +738,24 @@ class TestSignatures:
         policy.count_restart_or_raise(failures[1], now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 7"):
             policy.count_restart_or_raise(failures[2], now_s=0)
+
+    def test_the_rank_whose_dataset_met_an_outage_and_not_the_first_to_say_so(
+        self, tmp_path: Path
+    ) -> None:
+        """All ranks compare their datasets when they start, and all raise what one of them met."""
+        first, second = run_ranks(2, compare_datasets_of_which_the_second_is_away)
+        second = replace(second, time_monotonic_s=first.time_monotonic_s + 1.0)
+        for rank in range(2):
+            BlackBox(black_box_path(tmp_path, rank)).write(0, "startup")
+        exits = {rank: died(rank, code=4) for rank in range(2)}
+        end = AttemptEnd(1, exits, {0: failed(first), 1: failed(second)})
+        failure = find_root_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.rank, failure.is_outage) == (1, True)
+        assert failure.summary.startswith("rank 1 failed before the first step: ")
+        assert "ConnectionRefusedError" in failure.summary
+        assert "rank 0" not in failure.summary
+        assert failure.summary.count("rank 1") == 1
 
     def test_a_connection_that_a_rank_alone_lost_is_its_own(self, tmp_path: Path) -> None:
         record = failed(raised(RuntimeError(f"{GLOO} [10.1.2.3]:5432")))

@@ -116,9 +116,22 @@ class DataSourceError(DataError):
     gone for a moment. What is wrong with its samples is a DataError.
 
     `outage`: the error of a file server or network behind it, in words; empty if there is none.
+    `rank`: whose dataset it was, where another rank raises it, too; -1: of the process that raises
+    it.
     """
 
-    outage = ""
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+        outage: str = "",
+        rank: int = -1,
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.outage, self.rank = outage, rank
 
 
 class DataStorageError(DataError):

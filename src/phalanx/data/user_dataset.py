@@ -192,9 +192,9 @@ def format_user_exception(error: Exception, where: str) -> DataSourceError:
         if frame.filename != __file__:
             where = f"{frame.filename}:{frame.lineno}, {where}"
             break
-    source_error = DataSourceError(f"{type(error).__name__}: {error}", where=where)
-    source_error.outage = find_outage(error)
-    return source_error
+    return DataSourceError(
+        f"{type(error).__name__}: {error}", where=where, outage=find_outage(error)
+    )
 
 
 @contextlib.contextmanager

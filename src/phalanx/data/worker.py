@@ -199,9 +199,7 @@ def decode_worker_error(described: Message) -> PhalanxError:
     """The error that a worker described, as the same kind that it was."""
     parts = {name: described[name] for name in ("what", "where", "why", "fix")}
     if described["is_of_source"]:
-        source_error = DataSourceError(parts.pop("what"), **parts)
-        source_error.outage = described["outage"]
-        return source_error
+        return DataSourceError(parts.pop("what"), **parts, outage=described["outage"])
     error = DataError(parts.pop("what"), **parts)
     for kind in PhalanxError.__subclasses__():
         if kind.exit_code == described["exit_code"] != DataError.exit_code:

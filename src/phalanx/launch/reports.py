@@ -64,6 +64,8 @@ class ErrorReport:
     outage: str = ""
     """The error of a file server or network behind it, in words that stay the same while that
     lasts; empty if there is none."""
+    of_rank: int = -1
+    """The rank that met it, where another one reports it, too; -1: the one that reports it."""
     roll_back: RollBack | None = None
     """How far all ranks agreed to go back, if that is why this one ended."""
 
@@ -117,6 +119,7 @@ def build_error_report(
         time_monotonic_s=time.monotonic(),
         user_place=code_place,
         outage=outage,
+        of_rank=error.rank if isinstance(error, DataSourceError) else -1,
         roll_back=error.roll_back if isinstance(error, RollBackRequest) else None,
     )
 

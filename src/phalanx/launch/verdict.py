@@ -77,8 +77,11 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
 
 def _explain_failure_of_rank(rank: int, end: AttemptEnd, run_dir: Path) -> RankFailure:
     """The failure of a rank by what it reported; else by its exit."""
-    blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
+    if report is not None and report.of_rank >= 0:
+        # All ranks raise it: the first to do so is not to blame.
+        rank = report.of_rank
+    blamed = _BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
     if report is not None:
         return _explain_error_report(blamed, report)
     if rank in end.records:
@@ -281,7 +284,8 @@ def _blame_data_source(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     """The failure of a user's dataset in a run that has trained: its files or its server may be
     there again when the ranks start again."""
     line = report.one_line
-    summary = f"rank {blamed.rank} failed {blamed.describe_position}: {line}"
+    told = line.removeprefix(f"rank {blamed.rank}: ")
+    summary = f"rank {blamed.rank} failed {blamed.describe_position}: {told}"
     signature = remove_varying_text_from_failure(line)
     failure = blamed.build_restartable_failure("exception", summary, line, [summary], signature)
     failure = replace(failure, exit_code=report.exit_code, restartable=True, is_of_data_source=True)

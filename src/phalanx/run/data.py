@@ -135,9 +135,7 @@ def require_same_samples_on_all_ranks(corpus: Corpus, mesh: Mesh) -> None:
             error, where = str(view["error"]), f"rank {rank}"
             if not view["is_of_source"]:
                 raise DataError(error, where=where)
-            source_error = DataSourceError(error, where=where)
-            source_error.outage = str(view["outage"])
-            raise source_error
+            raise DataSourceError(error, where=where, outage=str(view["outage"]), rank=rank)
     was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
     different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
