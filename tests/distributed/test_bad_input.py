@@ -307,7 +307,7 @@ def test_a_model_that_fails_in_its_forward(user_models: tuple[Path, dict[str, Do
         "deterministic failure at step 1: RuntimeError: shape '[-1, 7]' is invalid"
     )
     assert re.search(
-        r" \(2 times in a row; the batch of step 1 is samples 0 to \d+\)$", lines[0]
+        r" \(3 times in a row; the batch of step 1 is samples 0 to \d+\)$", lines[0]
     ), lines[0]
     assert re.match(r"rank [01] failed at step 1 in forward:", lines[1]), done.err
     assert lines[2] == "Traceback (most recent call last):"

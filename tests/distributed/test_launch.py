@@ -276,9 +276,9 @@ def test_a_survivor_that_lacks_a_processor_is_waited_for(run: Run) -> None:
 
 def test_the_same_exception_at_the_same_step_is_deterministic(run: Run) -> None:
     outcome = run.supervise("always_raises", payload={"differently": False}, max_restarts=10)
-    assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 2)
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 3)
     lines = outcome.message.splitlines()
-    assert lines[0] == "deterministic failure at step 31: ValueError: boom (2 times in a row)"
+    assert lines[0] == "deterministic failure at step 31: ValueError: boom (3 times in a row)"
     assert lines[1] == "rank 0 failed at step 31 in backward:"
     assert "ValueError: boom " in outcome.message
 

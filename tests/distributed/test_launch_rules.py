@@ -536,7 +536,7 @@ class TestVerdict:
         records = {1: failed(raised(error))}
         failure = find_root_failure(AttemptEnd(attempt, exits, records), tmp_path)
         assert failure is not None
-        assert failure.restartable == failure.is_of_data_source == restartable
+        assert failure.restartable == restartable
         assert (failure.rank, failure.cause, failure.exit_code) == (1, "exception", 4)
         assert "own.py:8, sample 13 of own:it: OSError: [Errno 5]" in failure.summary
 
@@ -852,8 +852,9 @@ class TestRestartPolicy:
 
     def test_the_samples_of_a_batch_that_fails_again_and_again_are_named(self) -> None:
         policy = RestartPolicy(100, 3600, lambda step: f"samples {8 * step - 8} to {8 * step - 1}")
-        policy.count_restart_or_raise(self.failure(5, cause="exception"), now_s=0)
-        with pytest.raises(RestartBudgetError, match="the batch of step 5 is samples 32 to 39"):
+        for _ in range(2):
+            policy.count_restart_or_raise(self.failure(5, cause="exception"), now_s=0)
+        with pytest.raises(RestartBudgetError, match=r"3 times .* step 5 is samples 32 to 39"):
             policy.count_restart_or_raise(self.failure(5, cause="exception"), now_s=0)
 
     def test_the_same_failure_three_times_in_a_row(self) -> None:
@@ -863,17 +864,10 @@ class TestRestartPolicy:
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
             policy.count_restart_or_raise(self.failure(5), now_s=0)
 
-    def test_a_data_source_that_fails_at_one_step_is_tried_three_times(self) -> None:
-        policy = RestartPolicy(100, 3600, lambda step: f"samples {8 * step - 8} to {8 * step - 1}")
-        failure = replace(self.failure(5, "OSError", "exception"), is_of_data_source=True)
-        for _ in range(2):
-            policy.count_restart_or_raise(failure, now_s=0)
-        with pytest.raises(RestartBudgetError, match=r"3 times .* step 5 is samples 32 to 39"):
-            policy.count_restart_or_raise(failure, now_s=0)
-
-    def test_an_exception_of_the_same_words_at_the_same_step_is_tried_once_more(self) -> None:
+    def test_an_exception_of_the_same_words_at_the_same_step_is_tried_twice_more(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)
-        for step, words in ((5, "OSError: a"), (5, "OSError: b"), (6, "OSError: b")):
+        others = ((5, "OSError: a"), (5, "OSError: a"), (5, "OSError: b"), (5, "OSError: b"))
+        for step, words in (*others, (6, "OSError: b"), (6, "OSError: b")):
             policy.count_restart_or_raise(self.failure(step, words, "exception"), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 6: OSError: b"):
             policy.count_restart_or_raise(self.failure(6, "OSError: b", "exception"), now_s=0)
@@ -912,7 +906,8 @@ class TestRestartPolicy:
 
     def test_without_patience_an_outage_is_a_failure_like_others(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600, outage_s=0)
-        policy.count_restart_or_raise(self.outage(5), now_s=0)
+        for _ in range(2):
+            policy.count_restart_or_raise(self.outage(5), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
             policy.count_restart_or_raise(self.outage(5), now_s=0)
 

@@ -37,9 +37,6 @@ class RankFailure:
     """Of a hang: one of `phalanx.launch.hang_kinds.HANG_KINDS`; of a rank that left before its work
     was done "left_early"; otherwise empty."""
     roll_back: RollBack | None = None
-    is_of_data_source: bool = False
-    """A user's dataset raised an exception while the run trained, or a process that reads it ended:
-    unlike another exception, it may come from outside."""
     is_outage: bool = False
     """A file server or a network was away, which may be over soon: `signature` is that of the
     outage, on whichever rank it is met."""

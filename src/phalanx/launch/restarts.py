@@ -10,10 +10,9 @@ from phalanx.core.errors import ExitCode, RestartBudgetError
 from phalanx.core.units import format_seconds
 from phalanx.launch.rank_failure import RankFailure
 
-# A signal, a hang or a data source may fail from outside, by accident even twice at one step.
+# By accident a failure may come even twice at one step: a signal and a hang from outside, an
+# exception by way of what code reads or reaches, or of a processor that computes wrong.
 SAME_FAILURE_LIMIT = 3
-# The same words at the same step: unlike a signal, an exception does not come from outside.
-SAME_EXCEPTION_LIMIT = 2
 # Attempts in a row in which the same rank failed before its first step, of a run that has trained:
 # it is gone.
 FAILED_STARTS_LIMIT = 2
@@ -124,10 +123,7 @@ class RestartPolicy:
             self._num_same = 0
         self._num_same += 1
         self._last = key
-        limit = SAME_FAILURE_LIMIT
-        if failure.cause == "exception" and not failure.is_of_data_source:
-            limit = SAME_EXCEPTION_LIMIT
-        if self._num_same >= limit:
+        if self._num_same >= SAME_FAILURE_LIMIT:
             where = f"at step {failure.step}" if failure.step else "before the first step"
             raise RestartBudgetError(
                 f"deterministic failure {where}: {failure.detail}",

@@ -288,7 +288,7 @@ def _blame_data_source(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     summary = f"rank {blamed.rank} failed {blamed.describe_position}: {told}"
     signature = remove_varying_text_from_failure(line)
     failure = blamed.build_restartable_failure("exception", summary, line, [summary], signature)
-    failure = replace(failure, exit_code=report.exit_code, restartable=True, is_of_data_source=True)
+    failure = replace(failure, exit_code=report.exit_code, restartable=True)
     return _note_outage(failure, blamed, report)
 
 
