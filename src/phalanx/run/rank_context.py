@@ -18,6 +18,7 @@ from phalanx.mesh.collective_recorder import CollectiveRecorder
 from phalanx.mesh.determinism import raising_layout_error_for_nondeterminism
 from phalanx.observe.bus import Bus, OpenSink
 from phalanx.observe.events import Envelope, InvariantChecked, Note, SinkDropped
+from phalanx.parallel.model import ParallelModel
 from phalanx.resilience.fault import FaultSite
 from phalanx.run.needs import list_sink_openers
 from phalanx.run.out_of_memory import explaining_out_of_memory
@@ -43,6 +44,11 @@ class RankContext:
     checks: CollectiveChecks | None
     faults: FaultSite
     recorder: CollectiveRecorder
+
+    def find_model(self) -> ParallelModel | None:
+        """The model, once there is a trainer."""
+        trainer = self.faults.trainer
+        return None if trainer is None else trainer.state.model
 
     def emit_collectives(self) -> None:
         """Emit what this rank sent in this attempt, by who called it."""
@@ -92,7 +98,7 @@ def reporting_errors_at_once(rank: RankContext) -> Iterator[None]:
         with (
             raising_error_of_checks(rank.checks),
             raising_layout_error_for_nondeterminism(bool(run.job.train.deterministic)),
-            explaining_out_of_memory(run, rank.meter),
+            explaining_out_of_memory(run, rank.meter, rank.find_model),
         ):
             yield
     except BaseException as error:

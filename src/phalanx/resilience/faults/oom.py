@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 import psutil
+import torch
 
 from phalanx.resilience.expectation import Ending, Expectation
 
@@ -18,14 +19,15 @@ EXPECTATION = Expectation(
 
 # For the stacks and variables of threads.
 SLACK_BYTES = 256 << 20
+TENSOR_BYTES = 1 << 30
 
 
 def inject() -> None:
-    """Let this process map little more than it has, and ask for a gigabyte.
+    """Let this process map little more than it has, and ask for a tensor of a gigabyte.
 
     With nothing at all left the C library ends the process, before anybody can say why.
     """
     size_bytes = psutil.Process().memory_info().vms + SLACK_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes, hard))
-    bytearray(1 << 30)
+    torch.ones(TENSOR_BYTES // 4)
