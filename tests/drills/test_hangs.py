@@ -358,6 +358,69 @@ def test_a_rank_that_is_busy_in_longer_work_is_found_in_a_minute(
     assert weights(folder / name) == weights(straight)
 
 
+# A dataset, a model and an objective: of three ranks, rank 1 sleeps in an evaluation, when it is
+# started again while it starts, and then while it opens its data.
+SLEEPY = """
+import os
+import time
+
+import numpy as np
+import torch
+
+
+def sleep_in_attempt(number):
+    if (os.environ.get("RANK"), os.environ.get("PHALANX_ATTEMPT")) == ("1", number):
+        time.sleep(600)
+
+
+sleep_in_attempt("1")
+
+
+def numbers(split):
+    sleep_in_attempt("2")
+    inputs = np.linspace(0, 1, 8, dtype=np.float32)
+    return [{"inputs": inputs + n / 60, "targets": np.float32(n / 60)} for n in range(60)]
+
+
+def linear():
+    return torch.nn.Linear(8, 1)
+
+
+def squared(outputs, batch):
+    if not torch.is_grad_enabled():
+        sleep_in_attempt("0")
+    return (outputs[:, 0] - batch["targets"]).square().sum(), torch.tensor(len(outputs))
+"""
+# Signs of work are looked at every 5 s.
+LONG_LIMIT_S = 3.0
+
+
+@pytest.mark.long
+def test_longer_work_has_a_limit_of_its_own(folder: Path) -> None:
+    (folder / "sleepy.py").write_text(SLEEPY)
+    done = run(
+        *("train", "data.source=sleepy:numbers", "model.kind=sleepy:linear", "data.workers=0"),
+        *("model.objective=sleepy:squared", "train.global_batch_size=6", "train.steps=12"),
+        *("eval.every_steps=6", "train.sample_tokens=0", "observe.sinks=[]", "run.dir=sleepy"),
+        *("parallel.ranks=3", "parallel.dp_replicate=3"),
+        f"resilience.hang_s={LIMIT_S}",
+        f"resilience.hang_long_s={LONG_LIMIT_S}",
+        cwd=folder,
+    )
+    assert done.code == 0, done.err
+    found = [each.event for each in events(folder / "sleepy", HangFound)]
+    assert [(each.hang_kind, each.culprits) for each in found] == [("waiting_elsewhere", [1])] * 3
+    assert [each.phase for each in found] == ["evaluate", "startup", "startup"]
+    callers = ("squared", "<module>", "numbers")
+    for hang, phase, caller in zip(found, ("evaluate", "startup", "startup"), callers, strict=True):
+        assert hang.limit_s == LONG_LIMIT_S
+        assert hang.detected_s <= 3 * LONG_LIMIT_S, hang
+        assert f"(limit 3.0 s: phase {phase})" in hang.report
+        assert "; the rank is in sleep_in_attempt at sleepy.py:" in hang.report
+        assert re.search(rf'sleepy.py", line \d+ in {caller}\n', hang.report), hang.report
+    assert not survivors(folder / "sleepy")
+
+
 @pytest.mark.parametrize(
     "fault",
     [

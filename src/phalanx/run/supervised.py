@@ -81,7 +81,7 @@ def train_in_supervised_ranks(
         outage_s=job.resilience.outage_s,
         grace_s=job.resilience.grace_s,
         keeps_ranks=keeps_ranks(job, run.plan),
-        hangs=HangSettings(job.resilience.hang_s),
+        hangs=HangSettings(job.resilience.hang_s, job.resilience.hang_long_s),
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)

@@ -29,6 +29,9 @@ class Resilience(Section):
 
     Default: 4, or eight of the slowest steps of this run if that is longer.
     """
+    hang_long_s: PositiveFloat = 60.0
+    """The same for work that takes longer than a step: start, opening data, evaluation, saves, and
+    the first steps of an attempt (docs/hangs.md); hang_s if that is longer."""
     rendezvous_s: PositiveFloat | None = None
     """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300
     for those of another launcher."""
