@@ -33,15 +33,16 @@ from phalanx.observe.events import (
     StepFinished,
     StoreLost,
 )
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 
 STEPS, SAVED_EACH = 20, 10
-# Its import ends rank 1 while it starts, in these attempts.
+# Its import ends a rank while it starts, in these attempts.
 LEMON = """
 import os
 import signal
 from phalanx.nn.objective import causal_cross_entropy
 
-if os.environ["RANK"] == "1" and int(os.environ["PHALANX_ATTEMPT"]) in [{attempts}]:
+if os.environ["RANK"] == "{rank}" and int(os.environ["PHALANX_ATTEMPT"]) in [{attempts}]:
     os.kill(os.getpid(), signal.SIGKILL)
 loss = causal_cross_entropy(64)
 """
@@ -154,7 +155,7 @@ def call_or_end(self, *given):
 @pytest.fixture(scope="module")
 def straight_with_lemon(folder: Path) -> Path:
     """As `straight`, with the loss of a lemon."""
-    (folder / "whole_lemon.py").write_text(LEMON.format(attempts=""))
+    (folder / "whole_lemon.py").write_text(LEMON.format(rank=1, attempts=""))
     done = run(*arguments("ddp", "whole lemon", "model.objective=whole_lemon:loss"), cwd=folder)
     assert done.code == 0, done.err
     return folder / "whole lemon"
@@ -286,7 +287,7 @@ def test_what_a_kept_rank_holds_counts_as_memory_of_training(folder: Path) -> No
 def test_killed_during_the_recovery(folder: Path) -> None:
     """The rank that was started again is killed before it trains: what the first survivor holds is
     still there. Reference: the same undisturbed."""
-    (folder / "lemon.py").write_text(LEMON.format(attempts="1"))
+    (folder / "lemon.py").write_text(LEMON.format(rank=1, attempts="1"))
     fault, objective = "kill:rank=1,step=14,phase=backward", "model.objective=lemon:loss"
     first, second = run_all(
         [arguments("ddp", "once", objective), arguments("ddp", "twice", inject(fault), objective)],
@@ -302,7 +303,7 @@ def test_killed_during_the_recovery(folder: Path) -> None:
 def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
     """Rank 1 cannot be started two times: three ranks go on with the same batches, and at the next
     checkpoint all four do. Reference: four ranks to which nothing happens."""
-    (folder / "lemon.py").write_text(LEMON.format(attempts="1, 2"))
+    (folder / "lemon.py").write_text(LEMON.format(rank=1, attempts="1, 2"))
     # A small rate: other roundings are not to grow in a few steps.
     four = (
         "parallel.ranks=4",
@@ -354,6 +355,56 @@ def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:
     assert "each exactly once" in proof.out
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_of_two_sharded_replicas_one_goes_on_with_what_the_others_hold(
+    folder: Path, rank: int
+) -> None:
+    """Whichever rank does not come back: the shards of a whole replica are held by those that are
+    left, and no step is lost. Reference: the same undisturbed."""
+    whole, fewer = "hsdp whole", f"hsdp without {rank}"
+    own = ("train.global_batch_size=8", "optim.lr=1e-4", "resilience.min_ranks=2")
+    (folder / f"lemon_{rank}.py").write_text(LEMON.format(rank=rank, attempts="1, 2"))
+    objective = f"model.objective=lemon_{rank}:loss"
+    fault = inject(f"kill:rank={rank},step=14,phase=forward")
+    # No checkpoint after the failure: all ranks would be tried again there.
+    saves = "checkpoint.every_steps=12"
+    commands = [arguments("hsdp", fewer, *own, saves, objective, fault)]
+    if not (folder / whole).exists():
+        commands.append(arguments("hsdp", whole, *own, saves))
+    for done in run_all(commands, folder):
+        assert done.code == 0, done.err
+    run_dir = folder / fewer
+    (change,) = [e.event for e in events(run_dir, LayoutChanged)]
+    assert (change.num_ranks_before, change.num_ranks) == (4, 2)
+    last = [e.event for e in events(run_dir, RunStarted)][-1]
+    assert (last.step, last.restored_from) == (13, "the memory of ranks 0 and 1")
+    expected, found = loss_curve_of_ranks(folder / whole), loss_curve_of_ranks(run_dir)
+    assert found == pytest.approx(expected, rel=TOLERANCE_OF_DTYPE["float32"])
+    assert found.keys() == set(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [14, 5], ids=["after a checkpoint", "before the first one"])
+def test_a_newcomer_that_is_left_alone_does_not_lead(
+    folder: Path, straight: Path, step: int
+) -> None:
+    """The rank that holds the state is killed while the one beside it, which holds nothing and is
+    new, starts: the next attempt has the checkpoint's state, or draws all weights anew."""
+    faults = inject(
+        f"kill:rank=0,step={step},phase=backward", "kill:rank=1,step=0,phase=startup,attempt=1"
+    )
+    name = f"alone from {step}"
+    done = run(*arguments("ddp", name, faults), cwd=folder)
+    run_dir = folder / name
+    require_same_as_straight(straight, run_dir, done)
+    assert [e.event.failed_rank for e in events(run_dir, RankFailed)] == [0, 1]
+    kept = [e.event.kept for e in events(run_dir, RanksStarted)]
+    assert kept == [[], [1], []]
+    begun = step // SAVED_EACH * SAVED_EACH
+    assert [e.event.step for e in events(run_dir, RunStarted)] == [0, begun]
+
+
 def loss_curve_of_ranks(run_dir: Path) -> dict[int, float]:
     """The last loss of each step on record: steps that were done again at another layout differ in
     their last bits."""
@@ -363,7 +414,7 @@ def loss_curve_of_ranks(run_dir: Path) -> dict[int, float]:
 def test_a_rank_that_does_not_start_ends_a_run_that_cannot_do_with_fewer(folder: Path) -> None:
     """Without min_ranks, and with a layout that has no smaller one, which is said at the start and
     at the end."""
-    (folder / "lemon.py").write_text(LEMON.format(attempts="1, 2, 3, 4"))
+    (folder / "lemon.py").write_text(LEMON.format(rank=1, attempts="1, 2, 3, 4"))
     more = (inject("kill:rank=1,step=14,phase=forward"), "model.objective=lemon:loss")
     tp = ("parallel.dp_replicate=1", "parallel.tp=2", "resilience.min_ranks=1")
     lost, uncut = run_all(

@@ -52,3 +52,15 @@ def test_a_layout_that_cannot_become_smaller_says_why() -> None:
     assert why.startswith("the next smaller layout is refused: ")
     assert "batch" in why
     assert explain("parallel.ranks=2", "parallel.tp=2") == (None, "")
+
+
+def test_those_ranks_go_on_that_hold_all_of_the_state() -> None:
+    """Of two replicas of two shards each, two ranks are needed: not two with the same shard."""
+    keys = ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2")
+    job = load_job(None, [*keys, "resilience.min_ranks=2"])
+    run: Any = SimpleNamespace(job=job, plan=make_plan(job), replan=make_plan)
+    elastic = ElasticLayout(run)
+    assert elastic.shrink() == 2
+    chosen = [elastic.choose_survivors([r for r in range(4) if r != gone]) for gone in range(4)]
+    assert chosen == [[1, 2], [0, 3], [0, 1], [0, 1]]
+    assert elastic.choose_survivors([0, 2]) == [0, 2]

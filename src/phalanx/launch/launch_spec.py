@@ -61,6 +61,11 @@ class AttemptPlanner(Protocol):
         """Why `shrink` did nothing, in words; empty where it was not asked for."""
         ...
 
+    def choose_survivors(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Those of `ranks`, of the layout before `shrink`, that are to go on, in their order: as
+        many as there are ranks now, if so many are left."""
+        ...
+
     def should_grow(self) -> bool:
         """True if it is time to try all ranks again."""
         ...
@@ -115,6 +120,9 @@ class RepeatedAttempts:
 
     def explain_no_shrink(self) -> str:
         return ""
+
+    def choose_survivors(self, ranks: Sequence[int]) -> Sequence[int]:
+        return ranks
 
     def should_grow(self) -> bool:
         return False

@@ -104,9 +104,8 @@ class RecoveryPolicy:
             survivors = {}
         if has_shrunk:
             # Numbered anew: a gap would be a rank that is not there.
-            survivors = {
-                rank: number for number, rank in enumerate([*survivors][: self._num_ranks])
-            }
+            going_on = self._attempts.choose_survivors([*survivors])
+            survivors = {rank: number for number, rank in enumerate(going_on)}
         held_step = _find_held_step(end) if survivors else -1
         self._announce_restart(failure, survivors, held_step, pause_s, has_shrunk=has_shrunk)
         return StartAgain(self._num_ranks, survivors, pause_s)

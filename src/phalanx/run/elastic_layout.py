@@ -7,7 +7,8 @@ they were. The other axes stay, too: what they cut, no rank has room for. Torch-
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.core.errors import LayoutError
@@ -57,6 +58,20 @@ class ElasticLayout:
             self.job, self.plan, self._num_saves = job, plan, 0
             return layout.world_size
         return None
+
+    def choose_survivors(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks`, of the layout before the last change, that go on in the layout now, in
+        their order: one that holds what no chosen one holds comes before another replica of it."""
+        num_ranks = self.plan.layout.world_size
+        by_content: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            coordinates = self._before.layout.coordinates(rank)
+            content = tuple(n for axis, n in coordinates.items() if axis != "dp_replicate")
+            by_content.setdefault(content, []).append(rank)
+        # The first replica of everything, then the second one.
+        replicas = itertools.zip_longest(*by_content.values())
+        in_turn = [rank for replica in replicas for rank in replica if rank is not None]
+        return sorted(in_turn[:num_ranks])
 
     def explain_no_shrink(self) -> str:
         """Why `shrink` found no layout; empty without `resilience.min_ranks`."""

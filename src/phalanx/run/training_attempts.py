@@ -102,6 +102,9 @@ class TrainingAttempts:
     def explain_no_shrink(self) -> str:
         return self._elastic.explain_no_shrink()
 
+    def choose_survivors(self, ranks: Sequence[int]) -> Sequence[int]:
+        return self._elastic.choose_survivors(ranks)
+
     def should_grow(self) -> bool:
         return self._elastic.should_grow()
 
