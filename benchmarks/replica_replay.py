@@ -1,7 +1,7 @@
 """How often the steps that are done again name the wrong one of two replicas, by the bit that
 flipped: two replicas of a small model in one process, which average their gradients as ranks do.
 
-    python benchmarks/replica_replay.py --flips 320
+    python benchmarks/replica_replay.py --flips 320 [--of weights|exp_avg|exp_avg_sq]
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ EQUAL_STEP, CHECK_STEP = 20, 25
 
 @dataclass(frozen=True)
 class Flip:
-    """`element` of parameter `place` of `rank` gets another `bit` before `step`."""
+    """`element` of parameter `place` of `rank`, or of its state `slot`, gets another `bit` before
+    `step`."""
 
     rank: int
     step: int
     place: int
     element: int
     bit: int
+    slot: str = ""
 
 
 class Block(nn.Module):
@@ -81,9 +83,7 @@ class Replicas:
             for rank, own in enumerate(losses):
                 own.append(self._compute_gradients(step, rank))
             self._average_and_update()
-        digests = np.array(
-            [[int(compute_bit_digest(p)) for p in each.parameters()] for each in self.models]
-        )
+        digests = np.array([self._digest_replica(rank) for rank in range(2)])
         first, second = losses
         return UnequalSteps(
             first_step,
@@ -92,9 +92,17 @@ class Replicas:
             tuple(digest_rank_weights(digests)),
         )
 
+    def _digest_replica(self, rank: int) -> list[int]:
+        tensors = list(self.models[rank].parameters())
+        for parameter in self.models[rank].parameters():
+            tensors += self.optimizers[rank].state[parameter].values()
+        return [int(compute_bit_digest(tensor)) for tensor in tensors]
+
     def _flip(self, flip: Flip) -> None:
-        parameter = list(self.models[flip.rank].parameters())[flip.place]
-        parameter.detach().numpy().reshape(-1).view("uint32")[flip.element] ^= 1 << flip.bit
+        tensor = list(self.models[flip.rank].parameters())[flip.place]
+        if flip.slot:
+            tensor = self.optimizers[flip.rank].state[tensor][flip.slot]
+        tensor.detach().numpy().reshape(-1).view("uint32")[flip.element] ^= 1 << flip.bit
 
     def _compute_gradients(self, step: int, rank: int) -> float:
         tokens = make_batch(step, rank)
@@ -142,6 +150,7 @@ def judge_flip(equal: Replicas, truth: UnequalSteps, flip: Flip, min_loss_change
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=320)
+    parser.add_argument("--of", choices=("weights", "exp_avg", "exp_avg_sq"), default="weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-change", type=float, default=MIN_LOSS_CHANGE)
     options = parser.parse_args()
@@ -157,7 +166,8 @@ def main() -> None:
         place = int(chance.integers(len(sizes)))
         step = int(chance.integers(EQUAL_STEP + 1, CHECK_STEP + 1))
         element = int(chance.integers(sizes[place]))
-        flip = Flip(int(chance.integers(2)), step, place, element, bit)
+        slot = "" if options.of == "weights" else options.of
+        flip = Flip(int(chance.integers(2)), step, place, element, bit, slot)
         counts[name_bits(bit)][judge_flip(equal, truth, flip, options.min_change)] += 1
     for bits, outcomes in counts.items():
         print(f"bits {bits}: " + ", ".join(f"{n} {name}" for name, n in outcomes.most_common()))

@@ -101,6 +101,20 @@ def drift_on_rank_1(trainer: Trainer) -> None:
     model.update = update_and_drift  # type: ignore[method-assign]
 
 
+def flip_state_of_rank_1(trainer: Trainer, slot: str) -> None:
+    """The lowest bit of one element, after the update of step 2: no weight has seen it."""
+    state = trainer.state
+    update, parameter = state.model.update, dict(state.model.named_parameters())[NORM]
+
+    def update_and_flip(optimizer: torch.optim.Optimizer) -> None:
+        update(optimizer)
+        if state.model.mesh.rank == 1 and state.step == 1:
+            words = get_local_tensor(optimizer.state[parameter][slot]).view(-1).view(torch.int32)
+            words[len(words) // 2] ^= 1
+
+    state.model.update = update_and_flip  # type: ignore[method-assign]
+
+
 def lose_loads_of_rank_1(trainer: Trainer) -> None:
     loads = trainer.state.model._loads
     reduce = loads.reduce_counts_over_ranks
@@ -180,6 +194,95 @@ def test_a_replica_that_drifts_by_one_ulp(case: Case, ranks: list[int], tmp_path
     assert set(failed) == {"replicas_equal"}
     wrong = failed["replicas_equal"]
     assert (wrong.step, wrong.tensors, wrong.ranks) == (2, [NORM], ranks)
+
+
+# Layout, slot of AdamW, and the ranks that are named: of four replicas the odd one, else both
+# holders. What one rank alone holds is compared with nothing.
+FLIPPED_STATE: dict[str, tuple[Case, str, list[int]]] = {
+    "ddp of 4, first moment": (DDP4, "exp_avg", [1]),
+    "ddp of 4, second moment": (DDP4, "exp_avg_sq", [1]),
+    "ddp of 4, count of steps": (DDP4, "step", [1]),
+    "hsdp": (
+        Case(4, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}),
+        "exp_avg",
+        [1, 3],
+    ),
+    "hybrid zero1": (
+        Case(4, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1}),
+        "exp_avg_sq",
+        [1, 3],
+    ),
+    "ddp of 2": (Case(2, {"dp_replicate": 2}), "exp_avg", [0, 1]),
+    "tp of 2, whole norm": (Case(2, {"tp": 2}), "exp_avg_sq", [0, 1]),
+    "zero1": (Case(2, {"dp_shard": 2, "zero_stage": 1}), "exp_avg", []),
+}
+
+
+def train_all_flipped(rank: int, names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        case, slot, _ = FLIPPED_STATE[name]
+        train_case(
+            rank,
+            case,
+            folder / name,
+            change=lambda trainer, slot=slot: flip_state_of_rank_1(trainer, slot),
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_state_of_the_optimizer_that_flips_on_one_replica(num_ranks: int, tmp_path: Path) -> None:
+    names = [name for name, (case, _, _) in FLIPPED_STATE.items() if case.ranks == num_ranks]
+    run_ranks(num_ranks, train_all_flipped, names, tmp_path)
+    for name in names:
+        ranks = FLIPPED_STATE[name][2]
+        failed = failures(tmp_path / name, num_ranks)
+        assert set(failed) == ({"replicas_equal"} if ranks else set()), name
+        for wrong in failed.values():
+            assert (wrong.step, wrong.tensors, wrong.ranks) == (
+                2,
+                [f"{NORM} (optimizer's state)"],
+                ranks,
+            ), name
+
+
+class WithResiduals(torch.optim.AdamW):
+    """Keeps something of its own of the first parameter, which is another on each rank. All state
+    is made in the first step."""
+
+    rank = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        first = self.param_groups[0]["params"][0]
+        self.state[first]["residual"] = torch.full_like(first, self.rank)
+
+
+def build_with_residuals(
+    before: Sequence[nn.Parameter], model: ParallelModel, job: Job
+) -> torch.optim.Optimizer:
+    optimizer = WithResiduals(model.parameters(), lr=1e-2)
+    optimizer.rank = model.mesh.rank
+    return optimizer
+
+
+def train_with_residuals(rank: int, folder: Path) -> None:
+    train_case(
+        rank,
+        Case(2, {"dp_replicate": 2}),
+        folder,
+        optimizer=build_with_residuals,
+        change=lambda trainer: flip_state_of_rank_1(trainer, "exp_avg"),
+    )
+
+
+def test_state_that_was_never_equal_hides_nothing(tmp_path: Path) -> None:
+    run_ranks(2, train_with_residuals, tmp_path)
+    events = [event for event in told(tmp_path, 2) if event.name == "replicas_equal"]
+    (summary,) = [event for event in events if event.is_summary]
+    first, second, *_ = [event for event in events if not event.ok and not event.is_summary]
+    assert (first.step, first.tensors) == (1, ["embed.weight (optimizer's state)"])
+    assert (second.step, second.tensors) == (2, [f"{NORM} (optimizer's state)"])
+    assert "the optimizer's state of 1 block, which was not equal" in summary.not_looked_at[-1]
 
 
 def test_a_rank_that_drops_targets(tmp_path: Path) -> None:

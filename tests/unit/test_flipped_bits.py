@@ -14,6 +14,7 @@ from phalanx.resilience.tensors import (
     flip_bit,
 )
 from phalanx.train.memory_checks import MemoryChecks
+from phalanx.train.state_blocks import OptimizerStateBlock, digest_state_block
 from phalanx.train.trainer import Trainer
 from trained import Case, train_case
 
@@ -72,6 +73,29 @@ def find_seen_replica_bits(tensor: torch.Tensor) -> set[int]:
     return seen
 
 
+def find_seen_replica_bits_of_state(trainer: Trainer) -> set[int]:
+    """Bits of each tensor of a weight's state whose flip changes the digest that replicas
+    compare."""
+    state = trainer.state
+    name, parameter = next(iter(state.model.named_parameters()))
+    slots = tuple(state.optimizer.state[parameter])
+    assert set(slots) == {"step", "exp_avg", "exp_avg_sq"}
+    block = OptimizerStateBlock(name, 0, (), slots, ())
+
+    def digest() -> int:
+        return int(digest_state_block(block, state.optimizer, parameter, torch.device("cpu")))
+
+    before, seen = digest(), set(BITS)
+    for slot in slots:
+        for bit in BITS:
+            flip_bit(state.optimizer.state[parameter][slot], bit=bit)
+            if digest() == before:
+                seen.discard(bit)
+            flip_bit(state.optimizer.state[parameter][slot], bit=bit)
+    assert digest() == before
+    return seen
+
+
 def test_bits_that_are_seen(tmp_path: Path) -> None:
     seen: dict[str, set[int]] = {}
 
@@ -83,6 +107,7 @@ def test_bits_that_are_seen(tmp_path: Path) -> None:
         seen["weight, in memory"] = find_seen_memory_bits(trainer, weight)
         seen["moment, in memory"] = find_seen_memory_bits(trainer, moment)
         seen["weight, of replicas"] = find_seen_replica_bits(weight)
+        seen["moment, of replicas"] = find_seen_replica_bits_of_state(trainer)
 
     train_case(0, Case(), tmp_path, change=flip_bits_after_one_step)
     assert seen.pop("gradient") == {HIGHEST_OF_EXPONENT}

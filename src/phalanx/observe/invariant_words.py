@@ -9,7 +9,7 @@ from phalanx.observe.events import InvariantChecked
 DESCRIPTION_OF_INVARIANT = {
     "parameters_moved": "each parameter that had to move in an update did",
     "optimizer_parameters": "the optimizer has the parameters that the model trains",
-    "replicas_equal": "ranks that hold the same weights hold the same bits",
+    "replicas_equal": "ranks that hold the same weights and optimizer state hold the same bits",
     "memory_unchanged": "a rank's part of the state has the bits that its last update left",
     "targets_counted": "the loss counted the targets of the batch",
     "expert_loads": "the loads of experts add up to the choices of the batch",

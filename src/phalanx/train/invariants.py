@@ -33,6 +33,7 @@ from phalanx.train.step_replay import (
     find_wrong_rank,
     gather_unequal_steps,
 )
+from phalanx.train.weight_blocks import HeldBlocks
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
 OnCorruption: TypeAlias = Literal["warn", "rollback", "stop"]
@@ -223,7 +224,7 @@ class RunInvariants:
     def _check_and_record_weights(self, findings: WeightFindings | None) -> None:
         if findings is None or self._weights is None or self._weights.held is None:
             return
-        blocks, step = self._weights.held, findings.step
+        held, step = self._weights.held, findings.step
         if not findings.unequal.ranks:
             self._equal_step = step
         elif self._equal_step >= 0:
@@ -241,11 +242,9 @@ class RunInvariants:
                 ok=not findings.unequal.ranks,
                 tensors=findings.unequal.names,
                 ranks=findings.unequal.ranks,
-                looked_at=(
-                    f"{plural(blocks.num_shared, 'block')} of weights that several ranks hold"
-                ),
-                not_looked_at=_describe_blocks_without_replica(
-                    blocks.num_blocks - blocks.num_shared
+                looked_at=_describe_compared_blocks(held),
+                not_looked_at=_describe_blocks_not_compared(
+                    held, self._weights.state_blocks.incomparable
                 ),
             )
         )
@@ -260,7 +259,7 @@ class RunInvariants:
                 ranks=ranks,
                 expected=0.0,
                 actual=float(foreign),
-                looked_at=f"{plural(blocks.num_trained, 'tensor')} that ask for gradients",
+                looked_at=f"{plural(findings.num_trained, 'tensor')} that ask for gradients",
             )
         )
         if not findings.is_applied:
@@ -456,7 +455,32 @@ def _find_corruption(flags: Sequence[float], step: int) -> RollBack | None:
     )
 
 
-def _describe_blocks_without_replica(count: int) -> list[str]:
-    if not count:
-        return []
-    return [f"{plural(count, 'block')} that one rank alone holds"]
+def _describe_compared_blocks(held: HeldBlocks) -> str:
+    weights = f"{plural(held.weights.num_shared, 'block')} of weights that several ranks hold"
+    if not held.state.num_shared:
+        return weights
+    return f"{weights}, and the optimizer's state of {held.state.num_shared}"
+
+
+def _describe_blocks_not_compared(held: HeldBlocks, incomparable_state: Sequence[str]) -> list[str]:
+    reasons = []
+    weights, state = held.weights, held.state
+    num_weights_alone = weights.num_blocks - weights.num_shared
+    if num_weights_alone:
+        reasons.append(f"{plural(num_weights_alone, 'block')} that one rank alone holds")
+    if held.num_state_alone:
+        reasons.append(
+            f"the optimizer's state of {plural(held.num_state_alone, 'block')}, which one rank"
+            " alone holds"
+        )
+    if incomparable_state:
+        reasons.append(
+            "state of the optimizer that is no plain tensor of floating-point numbers:"
+            f" {', '.join(incomparable_state)}"
+        )
+    if state.num_left_out:
+        reasons.append(
+            f"the optimizer's state of {plural(state.num_left_out, 'block')}, which was not equal"
+            " when it was compared first"
+        )
+    return reasons

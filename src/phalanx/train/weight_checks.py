@@ -1,5 +1,6 @@
 """What must hold of weights at an update: the optimizer has the model's parameters, each of them
-that has a gradient moves, and ranks that hold the same block have the same bits.
+that has a gradient moves, and ranks that hold the same block have the same bits, also of the
+optimizer's state.
 
 Nothing here waits for the device: what is found there is read when a later step has waited for it.
 """
@@ -21,7 +22,15 @@ from phalanx.mesh.bit_digest import compute_bit_digest
 from phalanx.mesh.logical import full_name, get_local_tensor
 from phalanx.mesh.transfer import create_fp64_on_device, start_copy_of_numbers_to_host
 from phalanx.parallel.model import ParallelModel
+from phalanx.train.state_blocks import (
+    OptimizerStateBlocks,
+    digest_state_block,
+    list_state_blocks,
+    name_state_of,
+)
 from phalanx.train.weight_blocks import (
+    GatheredBlocks,
+    HeldBlocks,
     TensorsOnRanks,
     find_modules_with_shared_buffers,
     gather_block_lists,
@@ -45,7 +54,7 @@ class WeightFindings:
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
     trained, and the optimizer does not update; `num_foreign`: by rank, parameters of the optimizer
     that are none of the model's. `num_moving` tensors had to move, of `num_trained`. `digests`:
-    [ranks, blocks], of the blocks of each rank.
+    [ranks, blocks], of the blocks of each rank, those of the optimizer's state among them.
     """
 
     step: int
@@ -61,7 +70,10 @@ class WeightFindings:
 
 class WeightChecks:
     """The checks of the weights of `model`, which `optimizer` updates. All ranks make them
-    together; to build one exchanges what each rank holds, and waits for the device."""
+    together; the first `finish_step` exchanges what each rank holds, and waits for the device.
+
+    `state_blocks`: what this rank holds of the optimizer's state, known from then on.
+    """
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, model.mesh
@@ -71,7 +83,10 @@ class WeightChecks:
         self._columns: dict[str, list[int]] = defaultdict(list)
         for column, block in enumerate(self._blocks):
             self._columns[block.name].append(column)
-        self._num_columns, self.held = gather_block_lists(model.mesh, list(tensors), self._blocks)
+        self._names = list(tensors)
+        self.state_blocks = OptimizerStateBlocks((), 0, ())
+        self._gathered: GatheredBlocks | None = None
+        self._was_state_compared = False
         # Of the update that is being checked: what must move, and digests before it.
         self._must_move: dict[str, torch.Tensor] = {}
         self._before: dict[str, list[torch.Tensor]] = {}
@@ -96,6 +111,7 @@ class WeightChecks:
     def finish_step(self, step: int) -> None:
         """Compare weights with those before the update, if there was one, and begin to gather the
         digests of all ranks. Collective."""
+        gathered = self._gathered or self._gather_blocks()
         model_tensors, in_model = (
             map_parameters_and_shared_buffers(self._model, self._alike),
             self._map_optimizer_tensors_by_name(),
@@ -108,12 +124,21 @@ class WeightChecks:
             compute_bit_digest(view_block_elements(block, model_tensors[block.name]))
             for block in self._blocks
         ]
+        digests_of_state = [
+            digest_state_block(block, self._optimizer, in_model[block.name], self._mesh.device)
+            for block in self.state_blocks.shared
+        ]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
             after = [digests[column] for column in self._columns[name]]
             after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
             movements[name] = self._build_movement_flags(name, before, after)
-        row = self._build_gathered_row(digests, movements, missing, num_foreign)
+        row = torch.cat(
+            (
+                self._build_gathered_row(gathered, digests, movements, missing, num_foreign),
+                self._pad_columns(digests_of_state, gathered.num_state_columns),
+            )
+        )
         with self._model.phases("collective", "all_gather digests of weights", axis=WORLD_AXIS):
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
@@ -126,22 +151,55 @@ class WeightChecks:
         if self._pending is None:
             return None
         (step, is_applied, read), self._pending = self._pending, None
-        if self.held is None:
+        gathered = self._gathered
+        if gathered is None or gathered.held is None:
             return None
         rows = np.array(read(), dtype=np.int64).reshape(self._mesh.world_size, -1)
-        digests, flags = rows[:, : self._num_columns], rows[:, self._num_columns : -1]
-        num_foreign = {rank: int(count) for rank, count in enumerate(rows[:, -1]) if count}
+        width = gathered.num_weight_columns
+        blocks, blocks_of_state = gathered.held.weights, gathered.held.state
+        digests, flags, foreign, digests_of_state = np.split(
+            rows, [width, 2 * width, 2 * width + 1], axis=1
+        )
+        unequal = blocks.find_tensors_unequal_on_ranks(digests)
+        state = blocks_of_state.find_tensors_unequal_on_ranks(digests_of_state)
+        if not self._was_state_compared:
+            # An optimizer of the user's own may round state by chance: what was never equal tells
+            # nothing, and must not hide what becomes unequal later.
+            blocks_of_state.leave_out_unequal(digests_of_state)
+            self._was_state_compared = True
         return WeightFindings(
             step,
             is_applied,
-            self.held.find_tensors_unequal_on_ranks(digests),
-            self.held.find_tensors_on_ranks(flags & _STUCK != 0),
-            self.held.find_tensors_on_ranks(flags & _MISSING != 0),
-            num_foreign,
-            len(self.held.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
-            self.held.num_trained,
-            digests,
+            TensorsOnRanks(
+                [*unequal.names, *map(name_state_of, state.names)],
+                sorted({*unequal.ranks, *state.ranks}),
+            ),
+            blocks.find_tensors_on_ranks(flags & _STUCK != 0),
+            blocks.find_tensors_on_ranks(flags & _MISSING != 0),
+            {rank: int(count) for rank, count in enumerate(foreign[:, 0]) if count},
+            len(blocks.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
+            blocks.num_trained,
+            np.hstack((digests, blocks_of_state.clear_left_out(digests_of_state))),
         )
+
+    @property
+    def held(self) -> HeldBlocks | None:
+        """What all ranks hold: on rank 0, after the first `finish_step`."""
+        return None if self._gathered is None else self._gathered.held
+
+    def _gather_blocks(self) -> GatheredBlocks:
+        """What all ranks hold, once an update was there: many optimizers make their state in the
+        first one. Collective."""
+        self.state_blocks = list_state_blocks(self._model, self._optimizer)
+        with self._model.phases("collective", "all_gather blocks of weights", axis=WORLD_AXIS):
+            self._gathered = gather_block_lists(
+                self._mesh,
+                self._names,
+                self._blocks,
+                self.state_blocks.shared,
+                self.state_blocks.num_alone,
+            )
+        return self._gathered
 
     def _map_optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:
         """By full name, what an optimizer has of each parameter, frozen ones among them."""
@@ -206,8 +264,16 @@ class WeightChecks:
             return flag
         return create_fp64_on_device((float(flag),), self._mesh.device)[0] != 0
 
+    def _pad_columns(self, digests: list[torch.Tensor], num_columns: int) -> torch.Tensor:
+        """int64 [num_columns]: `digests`, and zeros behind them."""
+        row = torch.zeros(num_columns, dtype=torch.int64, device=self._mesh.device)
+        if digests:
+            row[: len(digests)] = torch.stack(digests)
+        return row
+
     def _build_gathered_row(
         self,
+        gathered: GatheredBlocks,
         digests: list[torch.Tensor],
         movements: dict[str, torch.Tensor],
         missing: list[str],
@@ -215,7 +281,7 @@ class WeightChecks:
     ) -> torch.Tensor:
         """The row that this rank hands in: a digest of each block, flags of each (of a tensor with
         the first of its blocks), and a number. int64 [2 x columns + 1]."""
-        width, num_blocks = self._num_columns, len(self._blocks)
+        width, num_blocks = gathered.num_weight_columns, len(self._blocks)
         row = torch.zeros(2 * width + 1, dtype=torch.int64, device=self._mesh.device)
         flags = row[width:-1]
         if digests:
