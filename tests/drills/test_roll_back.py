@@ -68,16 +68,27 @@ def otherwise_in_each_attempt(outputs, batch):
     return loss * (1.0 + 0.01 * int(os.environ["PHALANX_ATTEMPT"])), num_targets
 
 
+def flip_moment(place, slot, bit):
+    for found in gc.get_objects():
+        if isinstance(found, torch.optim.Optimizer):
+            moment = list(found.state.values())[place][slot]
+            getattr(moment, "_local_tensor", moment).view(torch.int32).view(-1)[3] ^= 1 << bit
+            break
+
+
 def flipping_moment(outputs, batch):
     global calls
     calls += 1
     if os.environ["PHALANX_ATTEMPT"] == "0" and os.environ["RANK"] == "1" and calls == 23:
-        for found in gc.get_objects():
-            if isinstance(found, torch.optim.Optimizer):
-                state = next(iter(found.state.values()))
-                moment = state["exp_avg"]
-                getattr(moment, "_local_tensor", moment).view(torch.int32).view(-1)[3] ^= 1 << 22
-                break
+        flip_moment(0, "exp_avg", 22)
+    return exact(outputs, batch)
+
+
+def flipping_last_bit(outputs, batch):
+    global calls
+    calls += 1
+    if os.environ["PHALANX_ATTEMPT"] == "0" and os.environ["RANK"] == "1" and calls == 25:
+        flip_moment(-1, "exp_avg_sq", 0)
     return exact(outputs, batch)
 """
 
@@ -217,6 +228,26 @@ def test_of_two_replicas_that_both_compute_something_else_then_none_is_named(fol
     replay = find_replay(folder / "otherwise")
     assert replay.failed_rank == -1, replay.why
     assert "step 25 done again does not tell which rank was wrong" in done.out
+
+
+@pytest.mark.long
+def test_of_two_replicas_the_one_whose_second_moment_flips_is_named(folder: Path) -> None:
+    """The lowest bit, of which no weight and no loss knows yet. Reference: the same without."""
+    first, second = run_all(
+        [
+            arguments("two straight", "model.objective=poison:spiky", *TWO, "train.steps=30"),
+            arguments(
+                "last bit", "model.objective=poison:flipping_last_bit", *TWO, "train.steps=30"
+            ),
+        ],
+        folder,
+    )
+    assert first.code == second.code == 0, first.err + second.err
+    replay = find_replay(folder / "last bit")
+    assert replay.failed_rank == 1, replay.why
+    (odd,) = [e.event for e in events(folder / "last bit", InvariantChecked) if not e.event.ok]
+    assert odd.tensors == ["norm.weight (optimizer's state)"]
+    assert weights(folder / "last bit") == weights(folder / "two straight")
 
 
 def test_memory_that_one_rank_alone_holds(folder: Path) -> None:

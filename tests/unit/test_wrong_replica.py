@@ -29,14 +29,14 @@ def changed(
         (changed((9.0, 8.0, 7.1), (9.5, 8.6, 7.6)), 1, "in step 22 the loss"),
         (changed((9.1, 8.1, 7.1), (9.5, 8.6, 7.6)), 0, "in step 21 the loss"),
         (changed((9.0, math.nan, 7.1), (9.5, 8.5, 7.6)), 0, "in step 22 the loss"),
-        (changed((9.0, 8.0, 7.0), (9.5, 8.5, 7.5), ("a", "b")), 1, "its weights are others"),
+        (changed((9.0, 8.0, 7.0), (9.5, 8.5, 7.5), ("a", "b")), 1, "its weights or its optim"),
         # What reached no gradient is told by the weights, whatever a loss says.
-        (changed((9.0, 8.0, 7.0), (9.5, 8.6, 7.5), ("b", "a")), 0, "its weights are others"),
+        (changed((9.0, 8.0, 7.0), (9.5, 8.6, 7.5), ("b", "a")), 0, "its weights or its optim"),
         (changed((9.0, 8.1, 7.1), (9.5, 8.6, 7.6)), -1, "the losses of 2 ranks"),
         # The healthy rank may be the first whose loss shows a tiny error that all have by then.
         (changed((9.0, 8.0 + 8 * EPSILON, 7.1), (9.5, 8.5, 7.6)), -1, "by no more than rounding"),
         (changed((9.0, 8.0, 7.0), (9.5, 8.5, 7.5)), -1, "no loss is another"),
-        (changed((9.0, 8.0, 7.0), (9.5, 8.5, 7.5), ("a", "a")), -1, "no rank's weights"),
+        (changed((9.0, 8.0, 7.0), (9.5, 8.5, 7.5), ("a", "a")), -1, "no rank's weights or state"),
         (changed((8.0, 7.1), (9.5, 8.6, 7.6)), -1, "not all steps"),
     ],
 )

@@ -37,7 +37,8 @@ class OwnLosses:
 
 
 def digest_rank_weights(digests: NDArray[np.int64]) -> list[str]:
-    """By rank one digest of all its blocks. `digests`: [ranks, blocks]."""
+    """By rank one digest of all its blocks, of weights and of the optimizer's state. `digests`:
+    [ranks, blocks]."""
     return [f"{hash_to_stable_64_bits(*row):016x}" for row in digests.tolist()]
 
 
@@ -73,19 +74,20 @@ def find_wrong_rank(
     """(rank, why) of the rank that computed something else `before`, while the others computed what
     they do `again`; rank -1 where that does not tell.
 
-    Weights tell if the error reached no gradient: then one rank alone held other bits. Else it
-    reached all ranks, through the reduction of a step, and it is the first step in which a loss
-    changed that tells: the samples of one rank met other weights, and those of the others did not.
+    Weights and the optimizer's state tell if the error reached no gradient: then one rank alone
+    held other bits. Else it reached all ranks, through the reduction of a step, and it is the first
+    step in which a loss changed that tells: the samples of one rank met other weights, and those of
+    the others did not.
     `losses_tell`: each rank computes the loss of its own samples with the weights that it holds.
     """
     odd = _list_places_that_differ(before.digests, again.digests)
     if len(odd) == 1:
         return odd[0], (
-            f"after step {before.last_step} its weights are others than then, and those of the"
-            " other ranks are the same"
+            f"after step {before.last_step} its weights or its optimizer's state are others than"
+            " then, and those of the other ranks are the same"
         )
     if not odd:
-        return -1, f"no rank's weights after step {before.last_step} are others than then"
+        return -1, f"no rank's weights or state after step {before.last_step} are others than then"
     if not losses_tell:
         return -1, "the error reached the weights of several ranks"
     num_steps = before.last_step - before.first_step + 1
