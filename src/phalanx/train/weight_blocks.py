@@ -204,7 +204,7 @@ def _find_indices_of_minority_digests(digests: list[int]) -> list[int]:
     return [digest_index for digest_index, digest in enumerate(digests) if digest != usual]
 
 
-class Block(Protocol):
+class NamedBlock(Protocol):
     """A block of a tensor of the model, or of what belongs to it."""
 
     @property
@@ -238,7 +238,7 @@ def gather_block_lists(
     mesh: Mesh,
     names: Sequence[str],
     weights: Sequence[WeightBlock],
-    state: Sequence[Block],
+    state: Sequence[NamedBlock],
     num_state_alone: int,
 ) -> GatheredBlocks:
     """The blocks of all ranks. `names`: of all tensors that are compared, the same on all ranks of
