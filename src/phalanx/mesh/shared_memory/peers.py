@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 
 from phalanx.core.process_stat import read_process_stat_or_raise
@@ -25,8 +27,26 @@ class Peer:
     def is_alive(self) -> bool:
         """True if the process is there and has not ended.
 
-        Raises OSError where this process cannot look, as one that may open no more files: to such a
-        process every peer would seem dead.
+        A process that may open no more files takes one for alive that has ended, as long as nobody
+        has asked for its exit code. Raises OSError where this process cannot look otherwise: every
+        peer would seem dead.
         """
-        stat = read_process_stat_or_raise(self.pid)
+        try:
+            stat = read_process_stat_or_raise(self.pid)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return _is_process_there(self.pid)
         return stat is not None and not stat.has_ended and stat.start_ticks == self.start_ticks
+
+
+def _is_process_there(pid: int) -> bool:
+    """True if there is a process `pid`; opens no file."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # Of another user, and there.
+        pass
+    return True
