@@ -251,6 +251,31 @@ def test_a_full_disk_is_an_event_and_the_save_is_tried_again(tmp_path: Path) -> 
     assert os.listdir(tmp_path / "checkpoints") == [f"step-{saved.step}"]
 
 
+def has_no_descriptors(mesh: Mesh, folder: str) -> list[events.Event]:
+    run = Run(mesh, Path(folder), every_steps=2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    run.step()
+    run.step()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for _ in range(RETRY_SAVE_STEPS):
+        run.step()
+    run.saves.wait_for_save()
+    return run.said
+
+
+def test_a_rank_that_may_open_no_file_at_the_first_save_connects_later(tmp_path: Path) -> None:
+    """Gloo ends such a process, or the others wait for it until their timeout."""
+    said, _ = ranked(2, has_no_descriptors, str(tmp_path))
+    failed, saved = said
+    assert isinstance(failed, events.CheckpointFailed)
+    assert "rank 1: Too many open files" in failed.reason
+    assert "ulimit -n" in failed.reason
+    assert isinstance(saved, events.CheckpointSaved)
+    assert (failed.step, saved.step) == (2, 2 + RETRY_SAVE_STEPS)
+
+
 def is_full_at_the_end(mesh: Mesh, folder: str) -> str:
     run = Run(mesh, Path(folder), every_steps=1)
     run.disk.error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)) if mesh.rank == 0 else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 
 from phalanx.core.errors import EnvironmentProblem
@@ -33,3 +35,15 @@ def require_open_files(needed: int, what: str) -> None:
             f"ulimit -n is {limit}, and {what} needs about {needed} open files in a process",
             fix=f"raise the hard limit (ulimit -Hn) to {needed} or more",
         )
+
+
+def check_free_descriptors(count: int) -> None:
+    """Raise OSError (EMFILE or ENFILE) where this process cannot open `count` more files by now.
+    None is left open."""
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(count):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            # Without the file's name, which had no part in it.
+            raise OSError(error.errno, error.strerror) from None

@@ -31,6 +31,7 @@ from phalanx.checkpoint.writing.write import (
     write_checkpoint,
 )
 from phalanx.core.errors import CheckpointError, RunTakenError
+from phalanx.core.open_files import check_free_descriptors
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import LogicalShard
@@ -40,6 +41,8 @@ from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Event, Not
 
 # A rank that waits looks so long at its own thread before it hears of the others'.
 POLL_INTERVAL_S = 0.2
+# A connection to each, and as many while they are being made.
+_DESCRIPTORS_PER_PEER = 2
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ class AsyncCheckpointer:
         """
         # Opened at the first such save: a run whose saves all wait needs no second group.
         if self._thread_mesh is None:
-            self._thread_mesh = self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
+            self._thread_mesh = self._open_thread_mesh(step)
         snapshot: RankSnapshot | None = None
         blocks: dict[str, LogicalShard] = {}
         problem: CheckpointError | MemoryError | None = None
@@ -266,6 +269,19 @@ class AsyncCheckpointer:
         return RankSnapshot(
             step, self._staging.copy_shards(blocks), snapshot.aliases, snapshot.facts
         )
+
+    def _open_thread_mesh(self, step: int) -> Mesh:
+        """The mesh of the thread's collectives. Raises CheckpointError, on every rank, where one
+        cannot open as many files as its connections need."""
+        with (
+            self._emitting_save_failure(step),
+            run_on_all_ranks_or_raise(
+                self._mesh, self._storage.store.url, "connecting the ranks for saves"
+            ),
+        ):
+            # Before any rank waits for the others: gloo may abort a process that has none left.
+            check_free_descriptors(_DESCRIPTORS_PER_PEER * (self._mesh.world_size - 1))
+        return self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
 
     def _is_true_on_any_rank(self, flag: bool) -> bool:
         """True if `flag` is set on any rank.
