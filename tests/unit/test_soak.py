@@ -50,6 +50,7 @@ def test_each_fault_is_in_the_mix_or_left_out_with_a_reason() -> None:
     assert "weights differ" in left_out["nan"]
     assert "damaged checkpoint" in left_out["lose_shard"]
     assert "stage" in left_out["disk_full"]
+    assert "at a save" in left_out["no_descriptors"]
     assert "one attempt" in left_out["kill_recovering"]
     assert "resilience.check_memory_every=1" in left_out["flip_optimizer"]
     # Twenty seconds of it, and the next one may come after half of thirty.

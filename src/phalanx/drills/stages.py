@@ -1,9 +1,10 @@
-"""What some faults need around a run, and a drill builds for it: a small disk, limits of memory and
-of processors, a clock and a network of its own."""
+"""What some faults need around a run, and a drill builds for it: a small disk or one that fails,
+limits of memory and of processors, mounts, a clock and a network of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -12,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.drills.failing_disk import FailingDisk
 from phalanx.drills.stepped_clock import SteppedClock
 from phalanx.resilience.cpu_quota import CPU_QUOTA_VARIABLE
+from phalanx.resilience.own_mounts import OWN_MOUNTS_VARIABLE
 
 DISK_BYTES = 64 << 20
+# A run of a drill makes a few hundred files.
+NUM_INODES = 4000
+SHARED_MEMORY_BYTES = 64 << 20
 # Two ranks of a small job use less; one that asks for more and more is soon there.
 MEMORY_BYTES = 1 << 30
 _MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -54,17 +60,52 @@ def _find_reason_against_disk() -> str:
 
 
 @contextlib.contextmanager
-def _mounting_small_disk(folder: Path) -> Iterator[tuple[str, ...]]:
+def _mounting_small_disk(
+    folder: Path, options: str = f"size={DISK_BYTES}"
+) -> Iterator[tuple[str, ...]]:
     """Inside, `folder` is an empty file system of 64 MiB in memory."""
     folder.mkdir(parents=True)
     _run_or_raise(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
         "no small file system can be mounted",
     )
     try:
         yield ()
     finally:
         _run_quietly(["umount", "-l", str(folder)])
+
+
+def _mounting_disk_of_few_inodes(
+    folder: Path,
+) -> contextlib.AbstractContextManager[tuple[str, ...]]:
+    """As the small disk, with inodes for so many files."""
+    return _mounting_small_disk(folder, f"size={DISK_BYTES},nr_inodes={NUM_INODES}")
+
+
+@functools.cache
+def _find_reason_against_mounts() -> str:
+    if os.geteuid():
+        return "needs root, for mounts of the run's own"
+    missing = [name for name in ("unshare", "mount") if shutil.which(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)} (util-linux)"
+    # Root of a container may often not.
+    done = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
+    return "needs the right to make a mount namespace (CAP_SYS_ADMIN)" if done.returncode else ""
+
+
+@contextlib.contextmanager
+def _unsharing_mounts(folder: Path) -> Iterator[tuple[str, ...]]:
+    """What the run mounts, its own processes see and no others."""
+    yield ("env", f"{OWN_MOUNTS_VARIABLE}=1", "unshare", "--mount", "--propagation", "private")
+
+
+@contextlib.contextmanager
+def _mounting_small_shared_memory(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run gets a /dev/shm of its own, of 64 MiB."""
+    with _unsharing_mounts(folder) as prefix:
+        mount = f"mount -t tmpfs -o size={SHARED_MEMORY_BYTES} tmpfs /dev/shm"
+        yield (*prefix, "sh", "-c", f'{mount} && exec "$@"', "sh")
 
 
 def _find_reason_against_memory_limit() -> str:
@@ -123,6 +164,18 @@ def _stepping_clock(folder: Path) -> Iterator[tuple[str, ...]]:
     yield ("env", *(f"{name}={value}" for name, value in clock.environment.items()))
 
 
+def _find_reason_against_failing_disk() -> str:
+    return "" if shutil.which("cc") else "needs a C compiler (cc), for a disk that fails"
+
+
+@contextlib.contextmanager
+def _failing_disk(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The run's processes get a disk that a fault can have fail."""
+    folder.mkdir(parents=True)
+    disk = FailingDisk.build(folder)
+    yield ("env", *(f"{name}={value}" for name, value in disk.environment.items()))
+
+
 def _find_reason_against_network() -> str:
     if os.geteuid():
         return "needs root, to make a network namespace"
@@ -159,7 +212,11 @@ def _run_quietly(command: Sequence[str]) -> None:
 STAGES = {
     "small_disk": Stage(_find_reason_against_disk, _mounting_small_disk),
     "cpu_quota": Stage(_find_reason_against_cpu_quota, _making_cpu_quota),
+    "few_inodes": Stage(_find_reason_against_disk, _mounting_disk_of_few_inodes),
+    "own_mounts": Stage(_find_reason_against_mounts, _unsharing_mounts),
+    "small_shared_memory": Stage(_find_reason_against_mounts, _mounting_small_shared_memory),
     "memory_limit": Stage(_find_reason_against_memory_limit, _limiting_memory),
     "own_network": Stage(_find_reason_against_network, _making_network),
     "stepped_clock": Stage(_find_reason_against_clock, _stepping_clock),
+    "failing_disk": Stage(_find_reason_against_failing_disk, _failing_disk),
 }

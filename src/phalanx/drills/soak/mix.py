@@ -23,6 +23,7 @@ from phalanx.drills.trials import (
 from phalanx.resilience.checkpoint_damage import EXPECTATION as CHECKPOINT_DAMAGE
 from phalanx.resilience.expectation import Ending, Expectation
 
+FAILED_SAVE = "save failed"
 _MIN_GAP_STEPS = 40
 _JITTER = 0.25
 
@@ -109,6 +110,8 @@ def find_reason_against_mixing(fault: FaultFacts, shortest_gap_s: float) -> str:
         return "it leaves a damaged checkpoint behind, and no checkpoint of a soak may be one"
     if expectation.stage:
         return "needs a stage of its own around the run"
+    if expectation.verdict == FAILED_SAVE and not expectation.strikes_at_saves:
+        return "it is found at a save, and those of a soak are too rare for its bar"
     if any("attempt=" in text for text in expectation.also):
         return "its second fault strikes in one attempt only, which is another one in each soak"
     if expectation.lasts_s > shortest_gap_s:

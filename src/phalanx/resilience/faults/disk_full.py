@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from pathlib import Path
 
 from phalanx.core.files import create_regular_file
+from phalanx.resilience.after_steps import call_after_steps
 from phalanx.resilience.expectation import Expectation
 from phalanx.resilience.fault import FaultSite
 
@@ -39,12 +37,4 @@ def inject(site: FaultSite) -> None:
             while True:
                 file.write(bytes(1 << 16))
         file.truncate(max(0, file.tell() - LEFT_BYTES))
-    threading.Thread(target=_make_room_after_steps, args=(site, filler), daemon=True).start()
-
-
-def _make_room_after_steps(site: FaultSite, filler: Path) -> None:
-    assert site.trainer is not None, "the fault disk_full strikes a rank that trains"
-    last = site.trainer.state.step + NUM_FULL_STEPS
-    while site.trainer.state.step < last:
-        time.sleep(0.005)
-    filler.unlink()
+    call_after_steps(site, NUM_FULL_STEPS, filler.unlink)
