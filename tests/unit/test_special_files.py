@@ -350,6 +350,7 @@ OURS = {
     "launch/oom_kills.py": "reads /proc and the counts of cgroups",
     "launch/stuck_links.py": "reads /proc",
     "resilience/clock_step.py": "writes in place a clock that others have mapped",
+    "resilience/cpu_quota.py": "writes the limit of a cgroup that the drill has made",
     "resilience/failing_disk.py": "writes in place a file that others have mapped",
     "drills/stages.py": "writes the limit of a cgroup that it has made",
     "drills/stepped_clock.py": "writes in place a clock that others have mapped",
