@@ -17,6 +17,8 @@ from phalanx.observe.events import Event, RankSlow, RankSlowEnded
 
 # No part of a tenth of a second: of what goes on in step with that, always one half would be seen.
 LOOK_INTERVAL_S = 0.07
+# Once a rank was seen stopped: the next stop may be as short, and steps are.
+_CLOSE_LOOK_INTERVAL_S, _CLOSE_LOOKS_S = 0.015, 0.5
 # So long a stop belongs to the one before it, and so long without one a rank is not stopped by
 # turns any more.
 _STOPS_WINDOW_S = 3.0
@@ -35,11 +37,12 @@ STARVED = "it gets less of a processor than the others (other processes, or a qu
 
 @dataclass
 class _RankLooks:
-    """The looks at one rank. `stops`: for each look at which it was stopped, the time and the
-    processor seconds it had got by then; `run_s`, `delay_s` at the beginning of the window; `share`
-    (0 to 1) of the time it wanted to run in the last one; `factors` of the last windows."""
+    """The looks at one rank. `stops`: for each look at which it was stopped, the time, the
+    processor seconds it had got by then and the seconds since the look before; `run_s`, `delay_s`
+    at the beginning of the window; `share` (0 to 1) of the time it wanted to run in the last one;
+    `factors` of the last windows."""
 
-    stops: deque[tuple[float, float]] = field(default_factory=deque)
+    stops: deque[tuple[float, float, float]] = field(default_factory=deque)
     run_s: float = 0.0
     delay_s: float = 0.0
     share: float = 1.0
@@ -49,8 +52,15 @@ class _RankLooks:
 
     def count_stops(self) -> int:
         """Stops with a run between them."""
-        run_times = [run_s for _, run_s in self.stops]
+        run_times = [run_s for _, run_s, _ in self.stops]
         return len(set(run_times))
+
+    def measure_stopped_share(self) -> float:
+        """The part of the time from the first of the stops to the last for which it was stopped."""
+        seconds = self.stops[-1][0] - self.stops[0][0]
+        # Of the first it is not known since when.
+        stopped_s = sum(since_look_s for _, _, since_look_s in tuple(self.stops)[1:])
+        return min(0.99, stopped_s / seconds)
 
 
 class ProcessorWatch:
@@ -64,7 +74,8 @@ class ProcessorWatch:
     ) -> None:
         self._pids, self._read_step = tuple(pids), read_step
         self._looks = [_RankLooks() for _ in pids]
-        self.next_look_s = self._window_began_s = now_s
+        self.next_look_s = self._window_began_s = self._looked_s = now_s
+        self._close_until_s = now_s
         self._begin_windows(now_s)
 
     def look(self, now_s: float, *, goes_on: bool) -> list[Event]:
@@ -72,8 +83,9 @@ class ProcessorWatch:
         progress."""
         if now_s < self.next_look_s:
             return []
-        self.next_look_s = now_s + LOOK_INTERVAL_S
+        since_look_s, self._looked_s = now_s - self._looked_s, now_s
         if not goes_on:
+            self.next_look_s = now_s + LOOK_INTERVAL_S
             # A start is different on each rank, and in a hang the one that computes is not slow.
             self._begin_windows(now_s)
             for looks in self._looks:
@@ -83,10 +95,14 @@ class ProcessorWatch:
         for rank, pid in enumerate(self._pids):
             looks = self._looks[rank]
             if read_state_letter(pid) in STOPPED_LETTERS:
-                looks.stops.append((now_s, read_run_and_delay_s(pid)[0]))
+                if not looks.stops:
+                    self._close_until_s = now_s + _CLOSE_LOOKS_S
+                looks.stops.append((now_s, read_run_and_delay_s(pid)[0], since_look_s))
             while looks.stops and now_s - looks.stops[0][0] > _STOPS_WINDOW_S:
                 looks.stops.popleft()
             events += self._judge_stops(rank)
+        is_close = now_s < self._close_until_s
+        self.next_look_s = now_s + (_CLOSE_LOOK_INTERVAL_S if is_close else LOOK_INTERVAL_S)
         if now_s - self._window_began_s >= _SHARE_WINDOW_S:
             events += self._judge_shares(now_s - self._window_began_s)
             self._window_began_s = now_s
@@ -103,9 +119,9 @@ class ProcessorWatch:
         looks = self._looks[rank]
         is_slow = STOPPED_BY_TURNS in looks.slow_since
         if not is_slow and looks.count_stops() >= _MIN_STOPS:
-            seconds = looks.stops[-1][0] - looks.stops[0][0] + LOOK_INTERVAL_S
-            stopped = min(0.99, len(looks.stops) * LOOK_INTERVAL_S / seconds)
-            return [self._begin(rank, STOPPED_BY_TURNS, 1.0 / (1.0 - stopped))]
+            self._close_until_s = looks.stops[-1][0]
+            factor = 1.0 / (1.0 - looks.measure_stopped_share())
+            return [self._begin(rank, STOPPED_BY_TURNS, factor)]
         if is_slow and not looks.stops:
             return [self._end_slowness(rank, STOPPED_BY_TURNS)]
         return []
