@@ -50,7 +50,10 @@ def _build_error(
     run: RankRunInputs, meter: MemoryMeter, error: BaseException, model: ParallelModel | None
 ) -> OutOfMemoryError:
     where = describe_rank_position(read_last_position(black_box_path(run.run_dir, run.rank)))
-    asked = f"asked {find_memory_request(error, model).describe()}".rstrip()
+    asked = "asked"
+    # It needs a little memory itself: without it the error is still one of memory.
+    with contextlib.suppress(Exception):
+        asked = f"asked {find_memory_request(error, model).describe()}".rstrip()
     planned = sum(run.plan.memory_of_rank(run.rank).values())
     memory = meter.read_rank_memory()
     peak = memory.peak_bytes or memory.rss_bytes
