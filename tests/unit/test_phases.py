@@ -148,6 +148,18 @@ def test_listeners_hear_step_and_phase_on_entry() -> None:
     assert heard == [(7, "forward"), (7, "collective")]
 
 
+def test_a_listener_that_comes_later_hears_what_begins_from_then_on_of_other_threads_too() -> None:
+    heard: list[tuple[int, str]] = []
+    phases = PhaseTimer()
+    with phases("forward"):
+        pass
+    phases.add_listener(lambda step, name: heard.append((step, name)))
+    phases.step = 4
+    with phases("backward"), phases.for_thread(3)("ckpt_write"):
+        pass
+    assert heard == [(4, "backward"), (3, "ckpt_write")]
+
+
 def test_an_unknown_phase_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="lunch"), PhaseTimer()("lunch"):
         pass
