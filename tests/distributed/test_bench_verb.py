@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import DEADLINE_S, Done, descendants, environment, finish, run, start, wait_until
+from commands import Done, descendants, environment, finish, run, start, wait_until
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import ExitCode
 from phalanx.plan.profiles import PROFILE_SECTIONS, load_profile
@@ -49,9 +49,7 @@ def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
         env=environment(HOME=str(tmp_path / "home")),
     )
     # The command, the template, the server of ranks, and both ranks, which then measure.
-    wait_until(
-        lambda: len({each.pid for each in descendants()} - before) >= 5, deadline_s=DEADLINE_S
-    )
+    wait_until(lambda: len({each.pid for each in descendants()} - before) >= 5)
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.code == 130

@@ -145,7 +145,7 @@ def _is_mine(path: Path) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> float:
+def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> float:
     """Seconds until `condition` held."""
     started = time.monotonic()
     while not condition():

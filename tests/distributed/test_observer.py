@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from commands import (
-    DEADLINE_S,
     TINY,
     Done,
     environment,
@@ -127,7 +126,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
             )
         env = environment(TEST_WEBHOOK=receiver.url)
         process = start("train", *job, cwd=folder, env=env)
-        wait_until(lambda: any("SIGSTOP" in b["text"] for b in receiver.bodies), DEADLINE_S)
+        wait_until(lambda: any("SIGSTOP" in b["text"] for b in receiver.bodies))
         position = read_last_position(black_box_path(run_dir, 1))
         assert position is not None
         assert position.header is not None

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from commands import (
+    DEADLINE_S,
     TINY,
     Done,
     environment,
@@ -88,7 +89,7 @@ class LeftFiles:
 def family(pid: int, run_dir: Path) -> list[psutil.Process]:
     """The supervisor, all that hold something open below its run (two ranks), and who forked
     these: the server."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + DEADLINE_S
     while len(found := _family(pid, run_dir)) < 4:  # not all of them have started
         assert time.monotonic() < deadline, found
     return found

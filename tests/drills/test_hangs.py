@@ -31,6 +31,7 @@ from commands import (
 )
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.launch.paths import black_box_path
+from phalanx.launch.processor_watch import STOPPED_BY_TURNS
 from phalanx.observe.events import (
     HangFound,
     RankFailed,
@@ -442,9 +443,10 @@ def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, faul
     run_dir = folder / fault
     assert not events(run_dir, HangFound)
     assert not events(run_dir, RankFailed)
-    (slow, *_) = [e.event for e in events(run_dir, RankSlow) if e.event.step >= first]
+    # Other processes may take a processor from either rank, which is another verdict.
+    slow = next(e.event for e in events(run_dir, RankSlow) if e.event.why == STOPPED_BY_TURNS)
     assert slow.slow_rank == 1
-    assert slow.step <= first + SLACK * 20
+    assert first <= slow.step <= first + SLACK * 20
     assert slow.factor > 1.3
 
 

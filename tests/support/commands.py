@@ -196,7 +196,7 @@ def watching(process: subprocess.Popen[str]) -> Iterator[Watched]:
         process.communicate()
 
 
-def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0) -> float:
+def wait_until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> float:
     """Seconds until `condition` held."""
     began = time.monotonic()
     while not condition():
