@@ -43,7 +43,9 @@ from phalanx.observe.events import (
 
 HERE = Path(__file__).parent
 STEPS = 30
-LIMIT_S = 1.0
+# On a busy machine processes of a run, the one that tells of others among them, may have no
+# processor for a second.
+LIMIT_S, SHORT_LIMIT_S = 2.0, 1.0
 
 
 def arguments(name: str, *more: str, ranks: int = 2) -> list[str]:
@@ -236,16 +238,18 @@ def test_a_long_text_at_the_end_is_no_hang(folder: Path) -> None:
     text_s = 0.0
     num_tokens = 3_000
     # How many tokens take that long is a matter of the machine.
-    while text_s <= 2 * LIMIT_S:
+    while text_s <= 2 * SHORT_LIMIT_S:
         name = f"text of {num_tokens}"
-        done = train(folder, name, "train.steps=6", f"train.sample_tokens={num_tokens}")
+        more = ("train.steps=6", f"train.sample_tokens={num_tokens}")
+        done = train(folder, name, *more, f"resilience.hang_s={SHORT_LIMIT_S}")
         assert done.code == 0, done.err
         run_dir = folder / name
         assert not events(run_dir, HangFound)
-        # By its steps a rank may have been slow before.
-        assert not [e for e in events(run_dir, RankSlow) if e.event.why]
         (text,) = events(run_dir, TextGenerated)
         last_step_s = max(each.monotonic_s for each in events(run_dir, StepFinished))
+        # Before, other processes may have taken a processor from a rank.
+        slow_s = [each.monotonic_s for each in events(run_dir, RankSlow)]
+        assert max(slow_s, default=0.0) <= last_step_s + SHORT_LIMIT_S
         text_s = text.monotonic_s - last_step_s
         for rank in (0, 1):
             box = read_last_position(black_box_path(run_dir, rank))
