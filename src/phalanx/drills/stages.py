@@ -21,7 +21,8 @@ from phalanx.resilience.own_mounts import OWN_MOUNTS_VARIABLE
 DISK_BYTES = 64 << 20
 # A run of a drill makes a few hundred files.
 NUM_INODES = 4000
-SHARED_MEMORY_BYTES = 64 << 20
+# Ten times what the small job shares; to fill it counts in the time of detection.
+SHARED_MEMORY_BYTES = 16 << 20
 # Two ranks of a small job use less; one that asks for more and more is soon there.
 MEMORY_BYTES = 1 << 30
 _MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -102,7 +103,7 @@ def _unsharing_mounts(folder: Path) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _mounting_small_shared_memory(folder: Path) -> Iterator[tuple[str, ...]]:
-    """The run gets a /dev/shm of its own, of 64 MiB."""
+    """The run gets a /dev/shm of its own, of 16 MiB."""
     with _unsharing_mounts(folder) as prefix:
         mount = f"mount -t tmpfs -o size={SHARED_MEMORY_BYTES} tmpfs /dev/shm"
         yield (*prefix, "sh", "-c", f'{mount} && exec "$@"', "sh")
