@@ -107,6 +107,16 @@ class Plant:
         """A hash of all that the plant says."""
         return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
+    @property
+    def asks_tensor(self) -> bool:
+        """True if some tensor would be a wrong answer."""
+        return "*" not in self.tensors
+
+    @property
+    def asks_rank(self) -> bool:
+        """True if some rank would be a wrong answer: what is reduced is wrong on all of them."""
+        return bool(self.blamed)
+
     def names_tensor(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.tensors)
 

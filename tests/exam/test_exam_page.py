@@ -51,6 +51,22 @@ def test_blocks_have_every_plant() -> None:
     assert f"{len(plants)} of {len(plants)} plants sat, on " in blocks["sat"]
 
 
+def test_only_what_could_be_wrong_counts_as_right() -> None:
+    """Of the first any tensor and any rank are right; the second names one of each."""
+    anything, one = load_plant("factor_forgets_cp"), load_plant("rank_1_spoils_one_gradient")
+    assert (anything.asks_tensor, anything.asks_rank) == (False, False)
+    assert (one.asks_tensor, one.asks_rank) == (True, True)
+    sat = [
+        (plant, Score(plant.name, "found", tensor=True, rank=True, acted=True))
+        for plant in (anything, one)
+    ]
+    blocks = format_blocks(sat, [], [], curves={}, about="", seconds=0.0, num_plants=2)
+    assert "| 1/1 | 1/1 | 0 |" in blocks["totals"].splitlines()[-1]
+    first, second = blocks["plants"].splitlines()[-2:]
+    assert "| found |  |  | no |" in first
+    assert "| found | yes | yes | no |" in second
+
+
 @pytest.mark.parametrize(("asked", "layouts"), [(OWN_LAYOUTS, "..."), (ALL_LAYOUTS, "all")])
 def test_the_page_says_which_command_and_how_many_jobs(asked: str, layouts: str) -> None:
     plants = [load_plant("tp_norms_averaged"), load_plant("hf_embeddings_decay_under_tp")]

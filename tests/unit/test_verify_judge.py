@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import math
 import sys
 from dataclasses import replace
@@ -17,7 +18,11 @@ import phalanx.run.one_process.dropout_masks as masks
 import phalanx.run.one_process.plain_loss as plain_loss
 import phalanx.verify.reference as reference
 from models import CPU
-from phalanx.cli._verify_table import describe_not_judged, describe_refused_rows
+from phalanx.cli._verify_table import (
+    VerifyRowPrinter,
+    describe_not_judged,
+    describe_refused_rows,
+)
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
@@ -668,6 +673,22 @@ def test_what_rows_do_not_judge_is_told_once_for_each_part() -> None:
         "not judged in tp2, cp2, cp3 and 1 more: masks",
     ]
     assert describe_not_judged(rows[:1])[1] == "not judged in ddp: precision.compute=fp8"
+
+
+def test_a_row_of_json_says_all_that_nobody_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the terminal says once, of all rows, stands in each that was judged."""
+    selection = select_layout_cases(Job(), ["ddp"], ranks=2, steps=2, shrink=None)
+    assert len(selection.not_judged) > len(selection.left_out)
+    printer = VerifyRowPrinter(as_json=True)
+    printer.print_selection(selection)
+    judged = Row("ddp", {}, "small", "float64", True, {}, 1e-5, not_judged=("dropout",))
+    printer.print_row(judged)
+    printer.print_row(replace(judged, ok=None, not_judged=(), refused="no blocks"))
+    of_judged, of_refused = map(json.loads, capsys.readouterr().out.splitlines())
+    assert of_judged["not_judged"][0] == "dropout"
+    for line in selection.not_judged:
+        assert line.removeprefix("not judged: ") in of_judged["not_judged"]
+    assert of_refused["not_judged"] == []
 
 
 def test_a_layout_that_was_named_and_refused_is_no_success() -> None:

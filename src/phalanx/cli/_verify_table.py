@@ -59,6 +59,7 @@ class VerifyRowPrinter:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._shared_notes: tuple[str, ...] = ()
+        self._shared_not_judged: tuple[str, ...] = ()
         self._refused: list[Row] = []
         self._compared: list[Row] = []
         self._settings_printed: tuple[str, ...] = ()
@@ -66,6 +67,9 @@ class VerifyRowPrinter:
 
     def print_selection(self, selection: Selection) -> None:
         self._shared_notes = (*selection.notes, *selection.not_judged)
+        self._shared_not_judged = tuple(
+            line.removeprefix("not judged: ") for line in selection.not_judged
+        )
         self._settings_printed = selection.left_out
         self._already_printed = {(row.layout, row.dtype) for row in selection.refused_rows}
         if not self._as_json:
@@ -75,8 +79,12 @@ class VerifyRowPrinter:
 
     def print_row(self, row: Row) -> None:
         if self._as_json:
-            body = row.to_json()
-            print_json("verify-row", body | {"notes": [*row.notes, *self._shared_notes]})
+            shared = () if row.ok is None else self._shared_not_judged
+            lists = {
+                "notes": [*row.notes, *self._shared_notes],
+                "not_judged": list(dict.fromkeys((*row.not_judged, *shared))),
+            }
+            print_json("verify-row", row.to_json() | lists)
         elif row.ok is None:
             # Those of the selection are printed with it.
             if (row.layout, row.dtype) not in self._already_printed:

@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("tp4-chunks",),
-    cause=("chunk", "w"),
+    cause=("a chunk of the sequence has another's gradient",),
     tensors=("*.o.weight", "*.down.weight"),
     clean=("tp4",),
 )

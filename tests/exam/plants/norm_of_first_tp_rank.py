@@ -19,7 +19,7 @@ PLANT = Plant(
         ),
     ),
     shows=("tp4", "zero2-tp2"),
-    cause=("missing", "left out", "rank 0"),
+    cause=("only what rank 0 holds",),
     tensors=("",),
     clean=("zero3",),
 )

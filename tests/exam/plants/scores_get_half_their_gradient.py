@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero3-ep4", "ddp"),
-    cause=("router", "rank 1"),
+    cause=("rank 1", "half", "weights of rows"),
     tensors=("*.moe.router.weight",),
     job=("--model", "small-mixtral", "--shrink", "model.num_experts=4", "model.balance_loss=0.05"),
 )

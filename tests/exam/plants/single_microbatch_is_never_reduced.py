@@ -15,6 +15,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp-1-microbatch", "zero3-1-microbatch"),
-    cause=("reduc", "rank", "averag"),
+    cause=("never averaged", "not reduced"),
     clean=("ddp", "zero3"),
 )

@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("trainer-zero3",),
-    cause=("mask", "step", "resum"),
+    cause=("masks of another step",),
     job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
 )

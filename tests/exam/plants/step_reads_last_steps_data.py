@@ -14,5 +14,5 @@ PLANT = Plant(
         ),
     ),
     shows=("trainer-ddp",),
-    cause=("data", "batch", "targets", "sample"),
+    cause=("data of step 1", "another batch"),
 )
