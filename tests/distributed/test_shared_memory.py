@@ -374,7 +374,7 @@ def call_after_the_other_was_killed(rank: int, result: Path) -> None:
 def test_a_rank_that_was_killed_is_named_at_once(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     with pytest.raises(AssertionError, match="ended without a result"):
-        run_ranks(2, call_after_the_other_was_killed, tmp_path / "said")
+        run_ranks(2, call_after_the_other_was_killed, tmp_path / "said", patience_s=60.0)
     message, took_s = json.loads((tmp_path / "said").read_text())
     assert "rank 1 (process " in message
     assert "has died" in message

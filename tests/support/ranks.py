@@ -19,23 +19,29 @@ import torch
 import torch.distributed as dist
 
 DEADLINE_S = 120.0
+# For ranks to see the closed connection of one that failed, and to write their own reports.
+PATIENCE_S = 0.3
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = DEADLINE_S,
+    patience_s: float = PATIENCE_S,
 ) -> list[Any]:
     """`function(rank, *args)` in each of `num_ranks` ranks of one process group; their results in
     rank order.
 
-    Raises AssertionError with the first rank's traceback if any rank fails; no rank outlives the
-    call.
+    Raises AssertionError with the first rank's traceback if any rank fails, `patience_s` later at
+    most; no rank outlives the call.
     """
     with tempfile.TemporaryDirectory() as directory:
         pids = [
             _fork(rank, num_ranks, Path(directory), function, args) for rank in range(num_ranks)
         ]
         try:
-            _wait(pids, deadline_s)
+            _wait(pids, deadline_s, patience_s)
         finally:
             for pid in pids:
                 try:
@@ -87,8 +93,8 @@ def _fork(
         os._exit(code)
 
 
-def _wait(pids: list[int], deadline_s: float) -> None:
-    """Until all ranks ended, or one failed, or the deadline."""
+def _wait(pids: list[int], deadline_s: float, patience_s: float) -> None:
+    """Until all ranks ended, or one has failed and the others had their time, or the deadline."""
     left, until = set(pids), time.monotonic() + deadline_s
     while left and time.monotonic() < until:
         for pid in list(left):
@@ -96,10 +102,7 @@ def _wait(pids: list[int], deadline_s: float) -> None:
             if done:
                 left.discard(pid)
                 if status:
-                    time.sleep(
-                        0.3
-                    )  # the others see the closed connection and write their own reports
-                    return
+                    until = min(until, time.monotonic() + patience_s)
         time.sleep(0.005)
 
 
