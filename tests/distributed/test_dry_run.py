@@ -184,21 +184,15 @@ def follow_real_step(
             state = build_training_state(job, plan, mesh, phases)
             balance_routing(state.model.module)
             runner = DryStepRunner(job, plan, state, tracker, phases)
-            peaks_bytes = []
-            for step in range(1, 5 if has_buckets(plan) else 4):
+            for step in range(1, 4 if has_buckets(plan) else 3):
                 counter = C10dCallCounter()
                 with handling_c10d_calls(counter, HandlerDepth.WATCHES):
                     stats = runner.run(step, plan.num_microbatches)
-                if rank in list_compared_ranks(plan):
-                    timeline = build_memory_timeline(tracker.log, runner.first_moment)
-                    peaks_bytes.append(find_highest_point(timeline).total_bytes)
         if rank not in list_compared_ranks(plan):
             return None
         assert tracker.collectives is not None
-        # Threads that send hold a message for as long as they have no processor: on a busy machine
-        # several messages, in one step or another.
-        peak_bytes = min(peaks_bytes[-2:])
-        return tracker.collectives.counts, peak_bytes, stats, counter.counts
+        peak = find_highest_point(build_memory_timeline(tracker.log, runner.first_moment))
+        return tracker.collectives.counts, peak.total_bytes, stats, counter.counts
 
 
 def balance_routing(module: nn.Module) -> None:
