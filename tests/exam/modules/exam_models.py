@@ -1,6 +1,6 @@
 """Modules of a user's own that plants and tests need: with dropout, with BatchNorm, with a buffer
-that its forward changes, with a parameter without dimensions, with a layer before the blocks; images,
-and samples without targets."""
+that its forward changes, with a parameter without dimensions, with a layer before the blocks, with a
+layer that is called several times; images, and samples without targets."""
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,24 @@ class WithRedrawnWeights(WithDropout):
     def __init__(self):
         super().__init__()
         nn.init.normal_(self.embed.weight, std=0.1)
+
+
+class WithOneDropout(nn.Module):
+    """Calls one dropout layer before its blocks, between them and behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = (
+            nn.Embedding(256, 16),
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(2)),
+        )
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.drop(self.embed(tokens))
+        for block in self.blocks:
+            hidden = hidden + self.drop(torch.tanh(block(hidden)))
+        return self.head(hidden)
 
 
 class WithStem(nn.Module):
