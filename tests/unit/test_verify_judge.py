@@ -540,6 +540,50 @@ def test_an_evaluation_that_counts_other_targets_is_found() -> None:
     assert "in step" not in str(first)
 
 
+def test_what_a_step_has_left_in_gradients_is_called_so() -> None:
+    """Of a tensor whose error is a multiple of its gradient of the step before, on all ranks."""
+    kind = name_gradients_set(0)
+    seen = saw(tensors={kind: {"b": (1.0, 1.2, 0.6, 1.0)}}, left={kind: {"b": (1.0, 2.0, 4.0)}})
+    assert "b by 0.5 x its gradient of the step before" in first_of(seen, seen).cause
+    seen["left"][kind]["b"] = (1.0, 1.0, 4.0)
+    assert "step before" not in first_of(seen, seen).cause
+
+
+def test_only_fused_matrices_that_begin_otherwise_have_blocks_elsewhere() -> None:
+    tensors = {INITIAL_KIND: {"a": (1.0, 4.0, 3.5, 4.0)}}
+    assert "depend on the layout" in first_of(*[saw(tensors=tensors)] * 2).cause
+    boxes = {"a": [[[0], [2], 1], [[4], [2], 1]], "b": [[[0], [1], 1]]}
+    fused = [saw(tensors=tensors, boxes=boxes) for _ in range(2)]
+    assert "taken to lie elsewhere" in first_of(*fused).cause
+
+
+def test_few_rows_with_another_gradient_are_told() -> None:
+    kind = name_gradients_set(0)
+    seen = saw(
+        tensors={kind: {"a": (0.1, 4.0, 3.9, 4.0)}}, wrong_rows={kind: {"a": (40, 1, 1, 63)}}
+    )
+    assert "1 of 40 differ and are zero" in first_of(saw(), seen).cause
+    assert "row 63 the first" in first_of(saw(), seen).cause
+    seen["wrong_rows"][kind]["a"] = (40, 39, 0, 63)
+    assert "row" not in first_of(saw(), seen).cause
+
+
+def test_an_evaluation_says_what_is_in_training_mode_or_counted_otherwise() -> None:
+    first = first_of(saw(), saw(evaluation=2.6, training_in_evaluation=["blocks.1"]))
+    assert "training mode in an evaluation, blocks.1 the first" in first.cause
+    first = first_of(saw(), saw(evaluation=2.6, num_evaluated=20))
+    assert "without gradients" in first.cause
+    assert "counts 20 targets, not 10" in first.cause
+
+
+def test_a_loss_of_hidden_states_that_agree_is_wrong_by_itself() -> None:
+    """Where nothing was compared of them nothing is said of them."""
+    assert "each token agrees" in first_of(*[saw(losses=[3.1], num_outputs=4)] * 2).cause
+    assert "some rank, or of all" in first_of(*[saw(losses=[3.1])] * 2).cause
+    wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, "blocks.1", 0.1, 0, 0]])
+    assert "some rank, or of all" in first_of(wrong, saw(losses=[3.1], num_outputs=4)).cause
+
+
 def test_what_an_overflow_leaves_in_compression_is_found_on_its_ranks() -> None:
     fault = ("a", math.inf, "what was not sent is lost")
     first = first_of(saw(overflow_faults=[fault]), saw(overflow_faults=[fault]))

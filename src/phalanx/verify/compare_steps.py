@@ -42,6 +42,7 @@ from phalanx.verify.trace_facts import (
     name_gradients_set,
     name_weights_set,
 )
+from phalanx.verify.wrong_gradients import LeftDots, WrongRows, examine_wrong_gradients
 
 # One reads in place, one sends messages.
 NUM_STEPS_IN_CHUNKS = 2
@@ -73,8 +74,14 @@ class RankObservations:
     num_targets: list[int] = field(default_factory=list)
     evaluation: float = math.nan
     num_evaluated: int = 0
+    training_in_evaluation: list[str] = field(default_factory=list)
+    """Modules that are in training mode while the model evaluates."""
     local_means: list[list[float]] = field(default_factory=list)
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
+    left: dict[str, dict[str, LeftDots]] = field(default_factory=dict)
+    """Set -> name -> what a wrong gradient is off by, beside that of the step before."""
+    wrong_rows: dict[str, dict[str, WrongRows]] = field(default_factory=dict)
+    """Set -> name -> the rows in which a gradient is wrong."""
     held: dict[str, str] = field(default_factory=dict)
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(
         default_factory=dict
@@ -146,7 +153,11 @@ def train_beside_reference(
                 )
                 unclipped = unsent_errors.restore_full_gradients(facts.num_targets, unclipped)
                 observations.norms[-1] = _compute_gradient_norm(unclipped)
-            observations.tensors[kind] = compute_block_dots(trace, kind, unclipped)
+            dots_of = compute_block_dots(trace, kind, unclipped)
+            observations.tensors[kind] = dots_of
+            observations.left[kind], observations.wrong_rows[kind] = examine_wrong_gradients(
+                trace, number, unclipped, dots_of
+            )
             observations.digests[kind] = hash_block_bits(gradients)
             overwrite_step_gradients(applied, number, gradients)
             model.update(optimizer)
@@ -157,6 +168,9 @@ def train_beside_reference(
             (step - 1, name, off) for (step, name), off in watch.wrong.items()
         ]
     model.train(False)
+    observations.training_in_evaluation = [
+        full_name(name) for name, part in model.module.named_modules() if part.training
+    ]
     observations.evaluation, observations.num_evaluated = model.reduce_sums(
         model.evaluate(steps[-1], objective)
     )

@@ -41,6 +41,10 @@ WRONG_ATTENTION_CAUSE = (
     " a mask of documents or of a window is another one, or blocks of keys and of queries are put"
     " together wrongly"
 )
+WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE = (
+    "what the model's modules make of each token agrees on all ranks, and the loss of it does not:"
+    " logits of a chunk of tokens are left out or weigh otherwise, or masked targets count"
+)
 MIXED_ROWS_CAUSE = (
     "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
     " of a batch is not that of its parts, and changes with the number of ranks and of microbatches"
@@ -49,6 +53,10 @@ CHANGED_BUFFER_CAUSE = (
     "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its"
     " own: it follows rank 0's, one microbatch after the other (docs/own-code.md, other buffers);"
     " keep it out of forward"
+)
+WRONG_BLOCKS_CAUSE = (
+    "all that differ are of several blocks (fused matrices that tp cuts), and the others agree: a"
+    " block is taken to lie elsewhere in a rank's part, or its borders are others"
 )
 FILLED_PARTS_CAUSE = (
     "ranks build the module without memory and fill their parts, as training does for large models:"
@@ -127,6 +135,10 @@ class DifferenceDiagnosis:
         ]
         return min(outputs, key=lambda output: output[1])[2] if outputs else ""
 
+    def _are_outputs_compared(self) -> bool:
+        """True if what modules make of tokens was compared on every rank."""
+        return all(observation.get("num_outputs", 0) for observation in self._observations)
+
     def _explain_wrong_first_loss(self, loss: float, wrong_output: str) -> str:
         if self._trace.mixes_rows:
             return (
@@ -147,6 +159,8 @@ class DifferenceDiagnosis:
         if not self._factors.explain(factor, 0):
             if "att" in wrong_output.rpartition(".")[2]:
                 return WRONG_ATTENTION_CAUSE
+            if not wrong_output and self._are_outputs_compared():
+                return WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE
             return (
                 "it is no multiple of one process's that the layout's numbers explain: the forward"
                 " of some rank, or of all, computes something else"
@@ -216,6 +230,8 @@ class DifferenceDiagnosis:
         if not all(map(math.isfinite, squares)):
             return NOT_FINITE_CAUSE
         if label == "initial weight":
+            if self._are_all_of_several_blocks(off):
+                return WRONG_BLOCKS_CAUSE
             if any(observation.get("is_filled_in_parts") for observation in self._observations):
                 return FILLED_PARTS_CAUSE
             return "initial weights depend on the layout"
@@ -228,6 +244,16 @@ class DifferenceDiagnosis:
         if buffer := self.find_wrong_forward_buffer():
             return CHANGED_BUFFER_CAUSE.format(name=buffer)
         return self._gradients.explain(kind, name, off, ranks, step)
+
+    def _are_all_of_several_blocks(self, names: Sequence[str]) -> bool:
+        """True if each of `names` is of several blocks on every rank, as fused matrices are that tp
+        cuts, and the model has others, too."""
+        held = {name for observation in self._observations for name in observation["boxes"]}
+        return held > set(names) and all(
+            len(observation["boxes"].get(name, ())) > 1
+            for name in names
+            for observation in self._observations
+        )
 
     def _explain_wrong_buffer(self, kind: str, name: str) -> str:
         if name in self._trace.moved:
@@ -287,6 +313,29 @@ class DifferenceDiagnosis:
             "the optimizer was given one process's gradients and makes another update of them: its"
             " state, decay, borders of shards, or a part that is updated and does not reach the"
             " model"
+        )
+
+    def explain_wrong_evaluation(self, rank: int) -> str:
+        """The cause of the loss that an evaluation has on `rank`, of weights that agree."""
+        cause = (
+            "weights and buffers agree, so a forward without gradients does something else than"
+            " one with them"
+        )
+        for observation in self._observations:
+            for name in observation.get("training_in_evaluation", ()):
+                return (
+                    f"{cause}: modules are in training mode in an evaluation, {name or 'the model'}"
+                    " the first, and drop, or move statistics"
+                )
+        if self._observations[rank]["num_evaluated"] != self._trace.num_evaluated:
+            return f"{cause}: {self.explain_wrong_evaluated_targets(rank)}"
+        return cause
+
+    def explain_wrong_evaluated_targets(self, rank: int) -> str:
+        return (
+            f"an evaluation counts {self._observations[rank]['num_evaluated']} targets, not"
+            f" {self._trace.num_evaluated}: microbatches are left out, count twice or weigh alike"
+            " whatever they have, or ranks that read the same samples count each"
         )
 
     def explain_wrong_expert_load(self, load: Sequence[int], expected: Sequence[int]) -> str:

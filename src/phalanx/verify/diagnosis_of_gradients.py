@@ -18,6 +18,10 @@ LOST_KEY_GRADIENTS_CAUSE = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
     " rank's keys and values does not come back to it"
 )
+# A mistake of some tokens, or of the border of a part, is in few rows of a matrix.
+MAX_SHARE_OF_FEW_ROWS = 0.25
+# Of an error, and of the gradient of the step before.
+MIN_COSINE_OF_WHAT_IS_LEFT = 0.999
 # The cosine that rounding of a few dozen elements has by chance.
 MAX_CHANCE_COSINE = 0.4
 # float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
@@ -50,7 +54,8 @@ class GradientDiagnosis:
         """The cause of wrong gradients of tensors `off`, in forward order: that of `name`, which
         is wrong on `ranks`, is reported."""
         cause = (
-            self._explain_scaled_gradients(kind, off, step)
+            self._explain_what_is_left(kind, name, off)
+            or self._explain_scaled_gradients(kind, off, step)
             or self._experts.explain_wrong_gradients(kind, off, ranks)
             or self._explain_unreduced_gradient(kind, name)
             or self._explain_gradients_by_stage(kind, name, off)
@@ -60,6 +65,22 @@ class GradientDiagnosis:
             or self._explain_narrow_rounding(kind, off, ranks)
         )
         return cause or self._explain_by_first_wrong_tensor(kind, off, step)
+
+    def _explain_what_is_left(self, kind: str, name: str, off: Sequence[str]) -> str:
+        """The cause of a gradient that is off by a multiple of that of the step before; "" if it is
+        not."""
+        sums = [0.0] * 3
+        for observation in self._observations:
+            left = observation.get("left", {}).get(kind, {}).get(name, (0.0,) * 3)
+            sums = [total + part for total, part in zip(sums, left, strict=True)]
+        error, crossed, before = sums
+        if not crossed**2 > MIN_COSINE_OF_WHAT_IS_LEFT**2 * error * before:
+            return ""
+        return (
+            f"{len(off)} of {len(self._trace.order)} tensors differ, {name} by"
+            f" {format_factor(crossed / before)} its gradient of the step before: that is left in"
+            " gradients, which were not cleared"
+        )
 
     def _explain_by_first_wrong_tensor(self, kind: str, off: Sequence[str], step: int) -> str:
         """The cause of gradients whose numbers show nothing, by where the backward goes wrong."""
@@ -220,7 +241,7 @@ class GradientDiagnosis:
         if len(ranks) < len(self._compared.find_ranks_holding_parameter(name)):
             return (
                 f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
-                " stale"
+                f" stale{self._describe_wrong_rows(kind, name, ranks)}"
             )
         # A tensor of one element is a multiple on every rank: if each has another factor, that says
         # less than that they have parts of it.
@@ -237,6 +258,22 @@ class GradientDiagnosis:
                 name, factor
             ) or self._factors.describe_gradient(name, factor, step)
         return ""
+
+    def _describe_wrong_rows(self, kind: str, name: str, ranks: Sequence[int]) -> str:
+        """Say in which rows a matrix is wrong, where these are few on each of `ranks`; else ""."""
+        found = [self._observations[rank].get("wrong_rows", {}).get(kind, {}) for rank in ranks]
+        if not all(name in of_rank for of_rank in found):
+            return ""
+        num_rows, num_wrong, num_zero, _ = (
+            sum(numbers) for numbers in zip(*(of_rank[name] for of_rank in found), strict=True)
+        )
+        if not 0 < num_wrong <= MAX_SHARE_OF_FEW_ROWS * num_rows:
+            return ""
+        first = min(of_rank[name][3] for of_rank in found)
+        words = f", or few of its rows have another gradient: {num_wrong} of {num_rows} differ"
+        if num_zero == num_wrong:
+            words += " and are zero, as those of a padding token are"
+        return f"{words}, row {first} the first"
 
     def _explain_shared_blocks(self, off: Sequence[str]) -> str:
         """The cause of gradients that differ only where some ranks of tp hold a block alike; "" if

@@ -119,10 +119,9 @@ class LayoutRun:
         # step. All ranks have the same observations.
         if _is_any_loss_off(all_observations, trace, tolerance):
             first_outputs = outputs.find_first_wrong_output(trace.directory, tolerance)
-            for observed, firsts in zip(
-                all_observations, mesh.gather_json(first_outputs), strict=True
-            ):
-                observed["outputs"] = firsts
+            found = mesh.gather_json((first_outputs, outputs.num_compared))
+            for observed, (firsts, num_outputs) in zip(all_observations, found, strict=True):
+                observed["outputs"], observed["num_outputs"] = firsts, num_outputs
         return LayoutResult(
             all_observations,
             observations.apart,

@@ -65,10 +65,14 @@ class ReferenceOutputs(ForwardPhaseRecorder):
 
 
 class LayoutOutputs:
-    """The outputs of a layout's modules in training, of the rows and tokens of this rank."""
+    """The outputs of a layout's modules in training, of the rows and tokens of this rank.
+
+    `num_compared`: those that `find_first_wrong_output` found one process's of.
+    """
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
+        self.num_compared = 0
         self._parts: dict[tuple[str, str, int, int], torch.Tensor] = {}
         # What is compiled takes no hooks.
         if not model.plan.compile:
@@ -111,6 +115,7 @@ class LayoutOutputs:
             rows = reference_BT[first_row : first_row + len(local_BT)]
             if tokens is None or len(rows) != len(local_BT):
                 continue
+            self.num_compared += 1
             error_BT = (local_BT[:, : len(tokens)] - rows[:, tokens]).abs() / (scale or 1.0)
             # Not `error > tolerance`: NaN is above any.
             wrong = (~(error_BT <= tolerance)).nonzero()

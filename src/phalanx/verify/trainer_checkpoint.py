@@ -43,7 +43,7 @@ def _compare_weights(
     for name in weights.tensors:
         kind = WEIGHT if reader.has(read.step, f"{WEIGHT}/{name}") else BUFFER
         if reader.has(read.step, f"{kind}/{name}"):
-            dots = _compute_tensor_dots(weights, reader, name, f"{kind}/{name}", read.step)
+            dots = _compute_tensor_dots(weights, reader, name, f"{kind}/{name}", read)
             read.tensors.setdefault(kind, {})[name] = dots
     sizes = reader.recording_phase.get_step_record(read.step).sizes
     known = {*weights.tensors, *weights.manifest.aliases}
@@ -60,24 +60,26 @@ def _compare_optimizer_state(
         name, _, slot = stored.removeprefix(OPTIMIZER_TENSOR_PREFIX).rpartition("/")
         kind = f"{STATE}/{slot}"
         if reader.has(read.step, f"{kind}/{name}"):
-            dots = _compute_tensor_dots(tensors, reader, stored, f"{kind}/{name}", read.step)
+            dots = _compute_tensor_dots(tensors, reader, stored, f"{kind}/{name}", read)
             read.tensors.setdefault(kind, {})[name] = dots
 
 
 def _compute_tensor_dots(
-    tensors: FullTensorReader, reader: SecondLoopReader, stored: str, key: str, step: int
+    tensors: FullTensorReader, reader: SecondLoopReader, stored: str, key: str, read: ReadCheckpoint
 ) -> Dots:
     """The Dots of a tensor, added up over the ways in which it is read: whole, and a stack element
-    by element."""
+    by element; notes in `read` where these are not the same."""
     info = tensors.manifest.tensors[stored]
     readings = [tensors.load(stored)]
     if len(info.shape) >= NUM_STACK_DIMS:
         elements = [tensors.load_element(stored, number) for number in range(info.shape[0])]
         readings.append(np.stack(elements))
+        if not np.array_equal(readings[0], readings[1]):
+            read.unequal = (*read.unequal, stored)
     sums = [0.0] * 4
     for bits in readings:
         shard = _wrap_whole_tensor(stored, bits, info.dtype)
-        dots = compute_shard_dots(reader, shard, key, step)
+        dots = compute_shard_dots(reader, shard, key, read.step)
         sums = [total + part for total, part in zip(sums, dots, strict=True)]
     first, second, third, fourth = sums
     return first, second, third, fourth

@@ -77,8 +77,9 @@ class StateObservation(JsonRecord):
     `asked_step`: whose data the trainer asks for next; 0 after the last step.
 
     `tensors`: kind -> name -> Dots; `numbers`: name -> by how much a slot without dimensions is
-    off; `left`: name -> norm of a gradient that is there although no step has begun; `modes`: names
-    of modules that are not in the mode in which they began. `compression`: COMPRESSION/SLOT/NAME ->
+    off; `left`: name -> norm of a gradient that is there although no step has begun; `left_loads`:
+    router -> how many choices of experts are counted by then; `modes`: names of modules that are
+    not in the mode in which they began. `compression`: COMPRESSION/SLOT/NAME ->
     how far what compression keeps is from what it kept after the same step in an earlier attempt,
     relative to that; empty where none has been there.
     """
@@ -91,6 +92,7 @@ class StateObservation(JsonRecord):
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     left: dict[str, float] = field(default_factory=dict)
+    left_loads: dict[str, float] = field(default_factory=dict)
     modes: tuple[str, ...] = ()
     compression: dict[str, float] = field(default_factory=dict)
 
@@ -152,11 +154,13 @@ class RecordedNorms(JsonRecord):
 @dataclass
 class ReadCheckpoint(JsonRecord):
     """The newest checkpoint of a run, read whole by rank 0. `tensors`: kind -> name -> Dots of what
-    was read, of a stack once as a whole and once element by element; `missing`: names of the second
-    loop that it does not have; `error`: why it cannot be read."""
+    was read, of a stack once as a whole and once element by element; `unequal`: stacks of which
+    these are not the same; `missing`: names of the second loop that it does not have; `error`: why
+    it cannot be read."""
 
     step: int = 0
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
+    unequal: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     error: str = ""
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.expert.router_load import is_router
 from phalanx.parallel.step_stats import StepStats
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
@@ -118,6 +119,9 @@ class RunObserver:
                 norm = get_local_tensor(parameter.grad).norm().item()
                 if norm != 0:
                     observed.left[name] = norm
+        for name, part in self.module.named_modules():
+            if is_router(part) and part.load.counts_E is not None:  # type: ignore[union-attr]
+                observed.left_loads[full_name(name)] = float(part.load.counts_E.sum())  # type: ignore[union-attr,operator]
         self._compare_compression_state(observed, step)
         modes = {name: part.training for name, part in self.module.named_modules()}
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])

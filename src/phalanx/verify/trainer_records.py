@@ -238,4 +238,9 @@ class ReadCheckpointComparator:
                     f"{subject} other values than the run had after step {read.step}: of another"
                     " step, or pieces in other places of the tensor"
                 )
+                if name in read.unequal:
+                    cause = (
+                        f"{subject} another one matrix by matrix, as exports read those of experts,"
+                        " than as a whole: its pieces are put together wrongly"
+                    )
                 yield make_tensor_difference(label, name, read.step, error, 0, "", cause)

@@ -61,6 +61,13 @@ class StateComparator:
                 yield make_tensor_difference(
                     "gradient", name, step, observed.left[name], rank, "", cause
                 )
+        for rank, observed in enumerate(ranks):
+            for name, number in observed.left_loads.items():
+                cause = (
+                    f"{number:g} choices of experts are counted before the next step has begun: an"
+                    " evaluation, or a step that was skipped, is left in the loads that move biases"
+                )
+                yield make_tensor_difference("load of experts", name, step, number, rank, "", cause)
         yield from _find_missing_buffers(ranks, record)
         for kind in _list_tensor_kinds(ranks):
             yield from self._compare_tensors(kind, ranks, record, restored, attempts, is_evaluated)

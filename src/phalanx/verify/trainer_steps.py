@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from phalanx.verify.factors import format_factor
 from phalanx.verify.row import Difference
-from phalanx.verify.trainer_cases import REPEATED_STEP
+from phalanx.verify.trainer_cases import OVERFLOW_STEP, REPEATED_STEP
 from phalanx.verify.trainer_errors import (
     ErrorRecord,
     make_number_difference,
@@ -55,6 +56,7 @@ class StepComparator:
         for name, (error, rank) in off.items():
             held_blocks = attempts[rank].held.get(name, "")
             cause = self._explain_wrong_gradients(sums, reference)
+            cause += _describe_repetition(reference.step, attempt)
             yield make_tensor_difference(
                 "gradient", name, reference.step, error, rank, held_blocks, cause
             )
@@ -95,8 +97,7 @@ class StepComparator:
             self._errors.note("norm", error)
             if not error <= self._errors.tolerance:
                 cause = "gradients before clipping are others, of equal weights and data"
-                if step == REPEATED_STEP and not attempt.why_not_repeated:
-                    cause += ": the step is repeated, for it was not finite the first time"
+                cause += _describe_repetition(step, attempt)
                 yield make_number_difference("gradient norm", step, error, cause, rank)
         if observed.reason not in ACCEPTED_SKIP_REASONS[reference.skipped]:
             cause = (
@@ -121,7 +122,7 @@ class StepComparator:
         )
         if attempt.name and step == attempt.first_step:
             cause += f", for it begins anew where the run is {attempt.name}"
-        return cause
+        return cause + _describe_repetition(step, attempt)
 
     def _compare_updates(
         self, observed: StepObservation, reference: SecondLoopStep, rank: int
@@ -164,7 +165,14 @@ class StepComparator:
         if is_parallel and abs(ratio - 1) > EQUAL_RATIO_TOLERANCE:
             clipped = "clipped" if reference.is_clipped else "left as they are"
             return (
-                f"all gradients are {ratio:.3g} times as large as they should be, {clipped} by the"
+                f"all gradients are {format_factor(ratio)} what they should be, {clipped} by the"
                 " norm: clipping"
             )
         return "the norm before clipping is right, and the gradients that are applied are others"
+
+
+def _describe_repetition(step: int, attempt: AttemptObservation) -> str:
+    """What a cause says besides of the step that is computed twice; "" of all others."""
+    if step not in (OVERFLOW_STEP, REPEATED_STEP) or attempt.why_not_repeated:
+        return ""
+    return ": the step is repeated, for it was not finite the first time"

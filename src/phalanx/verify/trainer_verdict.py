@@ -155,10 +155,11 @@ class RunComparator:
         states = {rank: of_rank.states for rank, of_rank in enumerate(ranks)}
         for index, observed in enumerate(attempt.states):
             of_ranks = [states[rank][index] for rank in range(len(ranks))]
+            began = attempt.name if index == 0 else ""
+            # Before the evaluation: it reads the weights.
+            yield from self._states.compare(of_ranks, record, began, ranks)
             if observed.step:
                 yield from self._compare_evaluation(attempt, record.get_step_record(observed.step))
-            began = attempt.name if index == 0 else ""
-            yield from self._states.compare(of_ranks, record, began, ranks)
             following = observed.step + 1
             if all(following in of_rank for of_rank in steps.values()):
                 step_ranks = [of_rank[following] for of_rank in steps.values()]

@@ -364,10 +364,7 @@ class LayoutComparator:
         tolerance = self._trace.scalar_tolerance("evaluation", self._tolerance)
         if errors[worst] > tolerance:
             ranks = tuple(rank for rank, error in enumerate(errors) if error > tolerance)
-            cause = (
-                "weights and buffers agree, so a forward without gradients does something else than"
-                " one with them"
-            )
+            cause = self._diagnosis.explain_wrong_evaluation(worst)
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
         yield from self._compare_evaluated_targets()
@@ -383,11 +380,7 @@ class LayoutComparator:
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
         if errors[worst]:
             ranks = tuple(rank for rank, error in enumerate(errors) if error)
-            cause = (
-                f"an evaluation counts {self._observations[worst]['num_evaluated']} targets, not"
-                f" {expected}: microbatches are left out or count twice, or ranks that read the"
-                " same samples count each"
-            )
+            cause = self._diagnosis.explain_wrong_evaluated_targets(worst)
             yield Difference(EVALUATED_TARGETS, "", step, errors[worst], worst, ranks, "", cause)
 
     def _compare_overflow(self) -> Iterator[Difference]:

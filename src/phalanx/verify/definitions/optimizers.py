@@ -4,6 +4,7 @@ rows of the trainer compare it in float64 alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -33,30 +34,54 @@ def find_wrong_updates(job: Job) -> Iterator[Difference]:
     rule = OptimizerDefinition(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
     module = _make_module()
     before = {name: p.detach().double() for name, p in module.named_parameters()}
-    expected = {name: tensor.clone() for name, tensor in before.items()}
-    states = {name: rule.start(tensor) for name, tensor in expected.items()}
     optimizer = build_optimizer(module, optim.model_copy(update={"lr": RATE}))
     for gradients in _list_gradients(module):
         for name, parameter in module.named_parameters():
             parameter.grad = gradients[name].clone()
-            rule.update(
-                expected[name],
-                gradients[name].double(),
-                states[name],
-                rate=RATE,
-                # Norms, biases and other vectors do not.
-                decays=parameter.ndim > 1,
-            )
         optimizer.step()
+    expected = _update_by_definition(rule, before)
     for name, parameter in module.named_parameters():
-        largest = float((expected[name] - before[name]).abs().max())
-        error = float((parameter.detach().double() - expected[name]).abs().max()) / largest
+        after = parameter.detach().double()
+        error = _compute_error(after, expected[name], before[name])
         if not error <= TOLERANCE:
             cause = (
                 f"{optim.kind} moves float32 weights otherwise than its definition with the job's"
                 " numbers does, by gradients from 1e-12 to 1"
             )
+            for words, other in _list_usual_mistakes(rule, before):
+                if _compute_error(after, other[name], before[name]) <= TOLERANCE:
+                    cause += f", as if {words}"
+                    break
             yield make_difference("update of", name, error, cause)
+
+
+def _update_by_definition(
+    rule: OptimizerDefinition, before: dict[str, torch.Tensor], *, vectors_decay: bool = False
+) -> dict[str, torch.Tensor]:
+    """The parameters of `_make_module` after the updates of all its gradients."""
+    expected = {name: tensor.clone() for name, tensor in before.items()}
+    states = {name: rule.start(tensor) for name, tensor in expected.items()}
+    for gradients in _list_gradients(_make_module()):
+        for name, tensor in expected.items():
+            # Norms, biases and other vectors do not decay.
+            decays = vectors_decay or tensor.ndim > 1
+            rule.update(tensor, gradients[name].double(), states[name], rate=RATE, decays=decays)
+    return expected
+
+
+def _compute_error(after: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> float:
+    """The largest error of an element, relative to the largest movement of one."""
+    return float((after - expected).abs().max()) / float((expected - before).abs().max())
+
+
+def _list_usual_mistakes(
+    rule: OptimizerDefinition, before: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """What is usually wrong, in words, and where parameters would be then."""
+    yield "nothing decayed", _update_by_definition(replace(rule, weight_decay=0.0), before)
+    yield "vectors decayed, too", _update_by_definition(rule, before, vectors_decay=True)
+    if rule.momentum and rule.kind == "sgd":
+        yield "there were no momentum", _update_by_definition(replace(rule, momentum=0.0), before)
 
 
 def _make_module() -> nn.Module:
