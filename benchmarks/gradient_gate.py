@@ -23,15 +23,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
-import phalanx
-from phalanx.mesh.mesh import open_mesh
-from phalanx.nn.build import build_model, build_objective
-from phalanx.optim.build import build_optimizer
-from phalanx.parallel.parallelize import parallelize
-from phalanx.parallel.step_stats import LocalLoss
+from replica_replay import Block
 
-NUM_PAST_STEPS, NUM_RANKS, SEQ_LEN, BATCH = 128, 2, 128, 4
+NUM_PAST_STEPS, NUM_RANKS, SEQ_LEN, BATCH = 128, 2, 64, 4
+VOCAB = 256
 BITS = range(23, 30)
 GATES = ("norm of all", "norms of tensors", "largest of tensors")
 
@@ -113,45 +110,38 @@ def flip_elements(
 
 def train(num_steps: int, flips_per_step: int, seed: int) -> tuple[NDArray[np.float64], list[Flip]]:
     """([steps, ranks, 1 + 2 x tensors]: norm of all, norms and largest of tensors; flips)."""
-    job = phalanx.load_job(
-        None, ["model.dim=64", "model.num_layers=2", "model.num_heads=4", "model.ffn_dim=160"]
-    )
-    plan = phalanx.make_plan(job, num_ranks=1, vocab_size=256)
     tokens, chance = read_tokens(), np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    model = Block(VOCAB)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     rows, flips = [], []
-    with open_mesh(plan.layout, device="cpu") as mesh:
+    for step in range(num_steps):
         # One process computes what each rank would, one after another.
-        model = parallelize(build_model(job, plan.model_shape), plan, mesh, seed=seed)
-        optimizer, objective = build_optimizer(model, job.optim), build_objective(job)
-        for step in range(num_steps):
-            gradients, sums = [], []
-            for _ in range(NUM_RANKS):
-                optimizer.zero_grad(set_to_none=True)
-                sums.append(model.forward_backward([draw_batch(tokens, chance)], objective))
-                gradients.append(
-                    [
-                        p.grad.numpy().reshape(-1).copy()
-                        for p in model.parameters()
-                        if p.requires_grad
-                    ]
-                )
-            rows.append([measure_gradients(own) for own in gradients])
-            if step >= NUM_PAST_STEPS:
-                flips += flip_elements(step, gradients, chance, flips_per_step)
-            for parameter, *own in zip(model.parameters(), *gradients, strict=True):
-                parameter.grad.copy_(torch.from_numpy(sum(own)).reshape(parameter.shape))
-            loss = torch.stack([each.loss_sum for each in sums]).sum()
-            targets = torch.stack([each.num_targets for each in sums]).sum()
-            model.reduce_and_clip(LocalLoss(loss, targets), max_norm=1.0)
-            model.update(optimizer)
+        gradients = [compute_gradients(model, draw_batch(tokens, chance)) for _ in range(NUM_RANKS)]
+        rows.append([measure_gradients(own) for own in gradients])
+        if step >= NUM_PAST_STEPS:
+            flips += flip_elements(step, gradients, chance, flips_per_step)
+        for parameter, *own in zip(model.parameters(), *gradients, strict=True):
+            total = sum(own) / (BATCH * SEQ_LEN)
+            parameter.grad = torch.from_numpy(total).reshape(parameter.shape)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
     return np.array(rows), flips
 
 
-def draw_batch(tokens: NDArray[np.uint8], chance: np.random.Generator) -> dict[str, torch.Tensor]:
+def compute_gradients(model: Block, tokens: torch.Tensor) -> list[NDArray[np.float32]]:
+    """As ranks reduce them: of the sum of the losses, divided by the number of ranks."""
+    model.zero_grad()
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    loss = functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    (loss / NUM_RANKS).backward()
+    return [each.grad.numpy().reshape(-1).copy() for each in model.parameters()]
+
+
+def draw_batch(tokens: NDArray[np.uint8], chance: np.random.Generator) -> torch.Tensor:
     starts = chance.integers(len(tokens) - SEQ_LEN - 1, size=BATCH)
-    rows = np.stack([tokens[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int64)
-    batch = torch.from_numpy(rows)
-    return {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
+    rows = np.stack([tokens[start : start + SEQ_LEN + 1] for start in starts])
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def measure_gradients(own: list[NDArray[np.float32]]) -> list[float]:

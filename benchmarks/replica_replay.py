@@ -41,13 +41,13 @@ class Flip:
 class Block(nn.Module):
     """A decoder of one block."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(VOCAB, DIM), nn.RMSNorm(DIM)
+        self.embed, self.norm = nn.Embedding(vocab_size, DIM), nn.RMSNorm(DIM)
         self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
         self.up = nn.Linear(DIM, 4 * DIM, bias=False)
         self.down = nn.Linear(4 * DIM, DIM, bias=False)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head = nn.Linear(DIM, vocab_size, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
