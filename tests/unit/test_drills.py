@@ -316,6 +316,12 @@ def test_a_save_that_was_open_at_the_fault_is_not_there_yet() -> None:
     late = make_record(4.5, saved[:1])
     assert late.count_steps_of_open_save(STRIKE_AT_5, 2) == 1
     assert late.count_steps_of_open_save(STRIKE_AT_5, 10) == 0
+    # A supervisor is killed in step 5: the ranks do two steps more before they see it.
+    steps = [finished(s, 4.0 + s / 10, rank=r) for s in (5, 6, 7) for r in (0, 1)]
+    again = [finished(s, 20.0 + s, rank=r, attempt=1) for s in (5, 6, 7, 8) for r in (0, 1)]
+    left = make_record(4.5, [*saved[:1], *steps, *again])
+    assert left.count_steps_of_open_save(STRIKE_AT_5, 2) == 1
+    assert left.count_steps_of_open_save(STRIKE_AT_5, 2, ranks_leave_later=True) == 3
     shape = DrillShape(2, 40, 10)
     wanted = load_fault("kill").expectation
     bars = build_bars(wanted, rank=1, shape=shape, step_p99_s=2.0, open_save_steps=3)

@@ -106,9 +106,12 @@ class RunRecord:
             return math.nan
         return max(first_s.values()) - strike.monotonic_s
 
-    def count_steps_of_open_save(self, strike: Strike, save_every: int) -> int:
+    def count_steps_of_open_save(
+        self, strike: Strike, save_every: int, *, ranks_leave_later: bool = False
+    ) -> int:
         """Steps from the newest one that was to be saved to the struck one, if its checkpoint was
-        not committed yet when the fault struck; 0 if it was."""
+        not committed yet when the fault struck; 0 if it was. `ranks_leave_later`: those count, too,
+        that ranks did until they left."""
         due = strike.step // save_every * save_every
         saved = [
             each.event.step
@@ -117,7 +120,12 @@ class RunRecord:
         ]
         if max(saved, default=0) >= due:
             return 0
-        return strike.step - due
+        last = strike.step
+        if ranks_leave_later:
+            attempt = self.find_attempt(strike.rank, strike.monotonic_s)
+            done = [_step(each) for each in self.finished_steps if each.attempt == attempt]
+            last = max((last, *done))
+        return last - due
 
     def count_lost_steps(self) -> int:
         """Steps that were done, and done again: of the rank that did most of them."""

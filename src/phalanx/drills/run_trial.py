@@ -161,7 +161,9 @@ class TrialRunner:
         open_save_steps = 0
         if record.strikes:
             open_save_steps = record.count_steps_of_open_save(
-                record.strikes[0], self.shape.save_every_steps
+                record.strikes[0],
+                self.shape.save_every_steps,
+                ranks_leave_later=expectation.ending is Ending.RESUMES,
             )
         bars = build_bars(
             expectation,
