@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from commands import environment, finish, run, run_all, start, survivors, wait_until
+from commands import TINY, environment, finish, run, run_all, start, survivors, wait_until
 from phalanx.core.errors import ExitCode
 from phalanx.plan.nvidia import list_visible_gpus
 from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
@@ -147,6 +147,26 @@ def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(
     for row in rows:
         assert set(row) >= {"schema", "layout", "model", "ok", "errors", "first"}
         assert (row["ok"], row["model"], row["first"]["what"]) == (False, "own:build", "loss")  # type: ignore[index]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by_rank", [0, 1])
+def test_a_suspected_run_is_judged_at_its_own_layout(by_rank: int, tmp_path: Path) -> None:
+    """Two ranks of ZeRO-3 trained; of one that computes something else the run itself said
+    nothing."""
+    own(tmp_path)
+    model = ("model.kind=own:build", f"model.args={{by_rank = {by_rank}}}")
+    layout = ("parallel.ranks=2", "parallel.dp_shard=2", "run.dir=suspected")
+    trained = run(
+        "train", *(key for key in TINY if "model." not in key), *model, *layout, cwd=tmp_path
+    )
+    assert trained.code == 0, trained.err
+    done = run("verify", "--job", "suspected", "--json", cwd=tmp_path)
+    assert done.code == (11 if by_rank else 0), done.err
+    rows = rows_of(done.out)
+    assert {row["layout"] for row in rows} == {"asked"}
+    assert all(row["parallel"]["dp_shard"] == 2 for row in rows)  # type: ignore[index]
+    assert {row["ok"] for row in rows} == {not by_rank}
 
 
 def test_dropout_that_each_rank_draws_is_switched_off_and_said(tmp_path: Path) -> None:
