@@ -148,7 +148,9 @@ def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_
     assert "another job has this run: process" in done.err
     assert "--fallback" not in done.out + done.err
     assert len(done.err.splitlines()) == 1
-    assert before.list_changed() == []
+    # A write of its own that was under way when it was stopped ends when it wakes up, in a save that
+    # is never committed.
+    assert [name for name in before.list_changed() if ".partial/" not in name] == []
 
 
 @pytest.mark.parametrize("who", ["nobody", pytest.param("ranks", marks=pytest.mark.long)])
