@@ -56,7 +56,9 @@ class CheckedTokenArray(Protocol):
 class DamagedTokensError(DataError):
     """Tokens are not what was written; `row` of those that were asked for."""
 
-    row = 0
+    def __init__(self, damage: DataError, row: int) -> None:
+        super().__init__(damage.what, where=damage.where, why=damage.why, fix=damage.fix)
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,7 @@ class TokenSequence:
                     try:
                         array.require_sound_chunk(chunk)
                     except DataError as error:
-                        damaged = DamagedTokensError(
-                            error.what, where=error.where, why=error.why, fix=error.fix
-                        )
-                        damaged.row = row
-                        raise damaged from None
+                        raise DamagedTokensError(error, row) from None
                     sound.add((number, chunk))
 
     def document_ids(self, starts: Int64s, length: int) -> Int64s:
