@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from models import CPU
@@ -10,6 +11,13 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.synthetic_batches import MAX_DOCUMENTS, make_synthetic_batch
+from phalanx.verify.batches import (
+    STEP_WITH_CHUNKS_WITHOUT_TARGETS,
+    choose_loss_chunk_tokens,
+    make_global_microbatches,
+)
+from phalanx.verify.cases import make_verified_job
+from phalanx.verify.row import NUM_STEPS
 
 LENGTH = 64
 
@@ -67,3 +75,17 @@ def test_targets_without_masks_are_those_that_masks_left() -> None:
     kept[0, 0] = False
     assert 0 < int(kept.sum()) < kept.numel()
     assert torch.equal(masked["targets"][kept], whole["targets"][kept])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_middle_chunk_of_logits_without_targets(seed: int) -> None:
+    job = make_verified_job(Job.model_validate({"run": {"seed": seed}}), 4)
+    plan = make_plan(job, cluster=CPU, vocab_size=50, num_ranks=4)
+    microbatches = make_global_microbatches(job, plan, None, num_steps=NUM_STEPS)[
+        STEP_WITH_CHUNKS_WITHOUT_TARGETS
+    ]
+    # Ranks have 2, 4 and all 8 rows where data parallelism is 4, 2 and 1.
+    for batch, num_rows in zip(microbatches, (2, 4, 8), strict=True):
+        targets = batch["targets"][:num_rows].flatten()
+        chunks = targets.split(choose_loss_chunk_tokens(len(targets)))
+        assert [bool((chunk != IGNORE_INDEX).any()) for chunk in chunks] == [True, False, True]

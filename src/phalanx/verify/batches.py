@@ -18,11 +18,15 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_synthetic_batch
-from phalanx.verify.cases import NUM_MICROBATCHES
+from phalanx.verify.cases import NUM_MICROBATCHES, ROWS_PER_RANK
 
 STEP_WITHOUT_TARGETS = 1
 # No target of it is masked, as in pretraining: gradients then need no factor.
 STEP_WITHOUT_MASKED_TARGETS = 2
+# The logits of a microbatch are computed in so many chunks of tokens: a first, a middle and a last
+# one. In this step the middle one has no target.
+NUM_LOSS_CHUNKS = 3
+STEP_WITH_CHUNKS_WITHOUT_TARGETS = 3
 
 
 def make_global_microbatches(
@@ -65,7 +69,43 @@ def make_global_microbatches(
             )
     if has_step_without_targets(job, plan, num_steps):
         steps[STEP_WITHOUT_TARGETS][1]["targets"].fill_(IGNORE_INDEX)
+        for step in steps[STEP_WITH_CHUNKS_WITHOUT_TARGETS:][:1]:
+            for number, batch in enumerate(step):
+                _mask_middle_chunk(batch["targets"], ROWS_PER_RANK << number)
     return [list[Batch](step) for step in steps]
+
+
+def choose_loss_chunk_tokens(num_tokens: int) -> int:
+    """The tokens of a chunk of logits where a rank has `num_tokens`: NUM_LOSS_CHUNKS chunks take
+    them all, the last of which has fewer."""
+    return num_tokens // NUM_LOSS_CHUNKS + 1
+
+
+def _mask_middle_chunk(targets: torch.Tensor, num_rows: int) -> None:
+    """Mask the targets [rows, tokens] of the second chunk of each rank that has `num_rows` rows.
+
+    The first chunk keeps its own: a rank may have the rows of several.
+    """
+    for rows in targets.split(num_rows):
+        tokens = rows.view(-1)
+        chunk = choose_loss_chunk_tokens(len(tokens))
+        tokens[chunk : 2 * chunk] = IGNORE_INDEX
+
+
+def describe_targets_of_step(microbatches: Sequence[Batch]) -> str:
+    """What no usual step has, of the targets in `microbatches`; "" for a usual step."""
+    masks = [batch["targets"] == IGNORE_INDEX for batch in microbatches if "targets" in batch]
+    if not masks:
+        return ""
+    if any(bool(mask.all()) for mask in masks):
+        return "a microbatch without targets"
+    if not any(bool(mask.any()) for mask in masks):
+        return "no target that is masked"
+    tokens = masks[0][:ROWS_PER_RANK].flatten()
+    chunks = tokens.split(choose_loss_chunk_tokens(len(tokens)))
+    if [bool(chunk.all()) for chunk in chunks] == [False, True, False]:
+        return "a chunk of logits whose targets are all masked, between two others"
+    return ""
 
 
 def has_step_without_targets(job: Job, plan: Plan, num_steps: int) -> bool:

@@ -103,6 +103,11 @@ class DifferenceDiagnosis:
                 return cause
         if step == 0:
             return self._explain_wrong_first_loss(loss, wrong_output)
+        if special := self._trace.describe_first_special_step(step):
+            return (
+                f"all before it agrees, and it is the first step that has {special}: what is"
+                " computed otherwise for that is wrong; or it saw other weights: a stale copy"
+            )
         return (
             "all before it agrees, so it saw other weights: a stale copy, or a forward that changes"
             " its own"

@@ -85,6 +85,12 @@ class GradientDiagnosis:
     def _explain_by_first_wrong_tensor(self, kind: str, off: Sequence[str], step: int) -> str:
         """The cause of gradients whose numbers show nothing, by where the backward goes wrong."""
         num_tensors = len(self._trace.order)
+        if special := self._trace.describe_first_special_step(step):
+            return (
+                f"{len(off)} of {num_tensors} tensors differ, and in the steps before all agree:"
+                f" this is the first step that has {special}, and what is computed otherwise for"
+                " that is wrong"
+            )
         if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
             return LOST_KEY_GRADIENTS_CAUSE
         if self._layout.is_plainly_data_parallel and self._do_gradients_beyond_agree(kind, off):

@@ -40,6 +40,7 @@ from phalanx.plan.rule_checks import (
 from phalanx.verify.bands import describe_error_bands, summarize_error_bands
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
+    choose_loss_chunk_tokens,
     make_global_microbatches,
     move_steps_to_device,
     select_rank_rows,
@@ -82,8 +83,6 @@ from phalanx.verify.verdict import LayoutComparator
 MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 # Times, of one block: in training and evaluation, with and without gradients, for each module.
 MAX_RECOMPILES = 64
-# Of the logits of a microbatch: a first, a middle and a last one.
-NUM_LOSS_CHUNKS = 3
 # A quarter of a model, which a stage or a rank of tp may hold, still fills several.
 MAX_BUCKETS_OF_MODEL = 32
 FP8_NOTE = (
@@ -355,7 +354,7 @@ def _choose_block_sizes(dtype: str, plan: Plan, *, fills_parts: bool = False) ->
     )
     num_tokens = plan.micro_batch_size * plan.seq_len // plan.layout.cp
     # No more turns than that, which take collectives with tp; the last one has fewer tokens.
-    chunk = num_tokens // NUM_LOSS_CHUNKS + 1
+    chunk = choose_loss_chunk_tokens(num_tokens)
     if chunk > 1:
         sizes = replace(sizes, loss_chunk_tokens=chunk)
     usual = BlockSizes()

@@ -27,6 +27,7 @@ from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.adapted_module import compare_adapted_module_once
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
+    describe_targets_of_step,
     join_steps,
     resplit_steps_into_microbatches,
     truncate_sequences,
@@ -269,7 +270,8 @@ class _ReferenceWriter:
         randomized = self._set_starting_weights(module, rounding_dtype)
         routes, outputs = ReferenceRouting(module, self.forced), ReferenceOutputs(module)
         arithmetic = RouterArithmetic(module, self.job, self.plan, self.dtype)
-        writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
+        special = [describe_targets_of_step(step) for step in self.steps]
+        writer = TraceWriter(self.directory, self.dtype, module, initial, randomized, special)
         train_in_one_process(
             module,
             self.loss_sum,

@@ -123,12 +123,14 @@ class TraceWriter:
         module: nn.Module,
         initial: Mapping[str, torch.Tensor],
         randomized: tuple[str, ...],
+        special: Sequence[str],
     ) -> None:
-        """`initial`: the parameters before those in `randomized` were made random."""
+        """`initial`: the parameters before those in `randomized` were made random. `special`: of
+        each step, what no usual one has."""
         # A group that crashed may have begun.
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._dtype, self._module = directory, dtype, module
-        self._randomized = randomized
+        self._randomized, self._special = randomized, special
         self._steps: list[TraceStep] = []
         self._sizes = {INITIAL_KIND: _save_tensors(directory / INITIAL_KIND, initial)}
         self._compute_norms_by_name: dict[str, dict[str, float]] = {}
@@ -144,7 +146,11 @@ class TraceWriter:
             gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
         kind = name_gradients_set(number)
         self._sizes[kind] = _save_tensors(self._directory / kind, gradients)
-        self._steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
+        self._steps.append(
+            TraceStep(
+                step.loss, step.num_targets, step.grad_norm, step.max_norm, self._special[number]
+            )
+        )
         self._lr = step.lr
 
     def on_update(self, number: int) -> None:

@@ -63,6 +63,8 @@ class TraceStep:
     num_targets: int
     grad_norm: float
     max_norm: float | None
+    special: str = ""
+    """What no usual step has, of its targets; "" for a usual step."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,13 @@ class Trace:
     @property
     def num_steps(self) -> int:
         return len(self.steps)
+
+    def describe_first_special_step(self, step: int) -> str:
+        """What of its targets the step has that no step before it has; "" for nothing."""
+        special = self.steps[step].special
+        if special in [before.special for before in self.steps[:step]]:
+            return ""
+        return special
 
     @property
     def rounding_dtype(self) -> str:

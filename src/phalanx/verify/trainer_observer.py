@@ -120,8 +120,10 @@ class RunObserver:
                 if norm != 0:
                     observed.left[name] = norm
         for name, part in self.module.named_modules():
-            if is_router(part) and part.load.counts_E is not None:  # type: ignore[union-attr]
-                observed.left_loads[full_name(name)] = float(part.load.counts_E.sum())  # type: ignore[union-attr,operator]
+            if is_router(part):
+                load: Any = part.load
+                if load.counts_E is not None:
+                    observed.left_loads[full_name(name)] = float(load.counts_E.sum())
         self._compare_compression_state(observed, step)
         modes = {name: part.training for name, part in self.module.named_modules()}
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
