@@ -16,6 +16,7 @@ from phalanx.launch.hang_kinds import (
     GIL_HELD,
     GONE,
     LEFT_EARLY,
+    MIN_UNTOLD_S,
     SPINNING,
     WAITING_ELSEWHERE,
     HangEvidence,
@@ -100,6 +101,7 @@ def judge(
     finished: frozenset[int] = frozenset(),
     limit: HangLimit = STEP_LIMIT,
     left: frozenset[int] = frozenset(),
+    untold_s: float = MIN_UNTOLD_S,
 ) -> tuple[str, tuple[int, ...]]:
     states, quiets = {}, {}
     for rank, (place, looks) in enumerate((first, second)):
@@ -107,7 +109,8 @@ def judge(
         states[rank] = RankState(rank, place, status)
         quiets[rank] = looks
     shares = {0: 1.0, 1: 1.0}
-    evidence = HangEvidence(states, quiets, shares, finished, silent_s, limit, NOW_S, left)
+    untold = {rank: untold_s for rank, looks in quiets.items() if looks.has_ended}
+    evidence = HangEvidence(states, quiets, shares, finished, silent_s, limit, NOW_S, left, untold)
     culprits = find_culprits(evidence)
     return culprits.kind, culprits.ranks
 
@@ -121,6 +124,17 @@ def test_a_rank_that_has_ended_explains_all_others() -> None:
     assert judge((silent, ASLEEP), (BEHIND, ended)) == (GONE, (1,))
     # One that was started anew since then is another process.
     assert judge((WAITS, ASLEEP), (BEHIND, quiet("ZZSSSSSS"))) == (WAITING_ELSEWHERE, (1,))
+
+
+def test_a_rank_that_has_ended_is_not_gone_before_the_server_could_tell() -> None:
+    """At the end of a healthy run on a busy machine the server, which reaps, has no processor."""
+    ended = quiet("SSZZZZZZ")
+    done = frozenset({0, 1})
+    for finished in (frozenset[int](), done):
+        for first in ((WAITS, ASLEEP), (BEHIND, quiet("TTTTTTTT")), (BEHIND, ended)):
+            early = judge(first, (BEHIND, ended), finished=finished, untold_s=MIN_UNTOLD_S / 2)
+            assert early == ("", ())
+    assert judge((BEHIND, ended), (BEHIND, ended), finished=done) == (GONE, (0, 1))
 
 
 def test_a_stopped_process_is_frozen() -> None:

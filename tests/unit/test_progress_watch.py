@@ -14,7 +14,7 @@ import pytest
 
 from commands import wait_until
 from phalanx.core.black_box import BlackBox
-from phalanx.launch.hang_kinds import FROZEN
+from phalanx.launch.hang_kinds import FROZEN, GONE, MIN_UNTOLD_S
 from phalanx.launch.hang_limits import HangSettings
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
@@ -40,6 +40,26 @@ for step in sys.stdin:
     box.write(int(step), "record")
     print(flush=True)
 """
+# A server with a rank that trains and ends, and that it does not ask about, as it stands still.
+SERVER_OF_ENDED_RANK = """
+import os, signal, sys
+from pathlib import Path
+from phalanx.core.black_box import BlackBox
+rank = os.fork()
+if rank == 0:
+    box = BlackBox(Path(sys.argv[1]))
+    for step in range(1, 9):
+        box.write(step, "record")
+    os._exit(0)
+os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+processor = int(sys.argv[2])
+os.sched_setaffinity(0, {processor})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+print(rank, flush=True)
+while True:
+    pass
+"""
+SPINS = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
 @pytest.fixture
@@ -116,3 +136,38 @@ def test_a_machine_that_stood_still_makes_no_limit_longer(tmp_path: Path) -> Non
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of waits for a processor")
+def test_a_rank_that_has_ended_is_gone_where_its_server_is_stopped_and_not_where_it_is_starved(
+    tmp_path: Path,
+) -> None:
+    """The server wants the processor that another program has, and later is stopped. The seconds of
+    the watch are made up."""
+    processor = str(min(os.sched_getaffinity(0)))
+    spinning = subprocess.Popen([sys.executable, "-c", SPINS, processor])
+    command = [sys.executable, "-c", SERVER_OF_ENDED_RANK, str(black_box_path(tmp_path, 0))]
+    server = subprocess.Popen([*command, processor], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        rank = int(server.stdout.readline())
+        wait_until(lambda: os.sched_getaffinity(spinning.pid) == {int(processor)})
+        watch = ProgressWatch(tmp_path, HangSettings(LIMIT_S))
+        began_s = now_s = time.monotonic()
+        watch.begin_attempt([rank], now_s, server.pid)
+        while now_s < began_s + 10 * LIMIT_S:
+            now_s += 0.6
+            assert watch.poll(now_s, finished=(0,)) is None
+        server.send_signal(signal.SIGSTOP)
+        os.waitpid(server.pid, os.WUNTRACED)
+        stopped_s, verdict = now_s, None
+        while verdict is None and now_s < stopped_s + 60.0:
+            now_s += 0.6
+            verdict = watch.poll(now_s, finished=(0,))
+        assert verdict is not None
+        assert (verdict.kind, verdict.culprits) == (GONE, (0,))
+        assert now_s - stopped_s <= 2 * MIN_UNTOLD_S
+    finally:
+        for process in (spinning, server):
+            process.kill()
+            process.communicate()

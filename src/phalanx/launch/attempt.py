@@ -187,7 +187,7 @@ class AttemptWatch:
                 self._pids = report.pids
                 self._oom.begin(self._pids)
                 if self._progress is not None:
-                    self._progress.begin_attempt(self._pids, time.monotonic())
+                    self._progress.begin_attempt(self._pids, time.monotonic(), self._server.pid)
                 self._listener.emit_ranks_started(self._pids)
             case ForkFailed():
                 self.end.start_error = report.report

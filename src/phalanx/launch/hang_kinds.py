@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from phalanx.core.black_box_reader import LastPosition, RecordedCollective
 from phalanx.launch.hang_limits import LONG_LIMIT_S, HangLimit
@@ -42,6 +42,8 @@ _SILENT_PULSE_SHARE = 0.6
 _MIN_SILENT_PULSE_S = 0.9
 # Of a rank that was not seen at work yet: on a machine that others use it gets less than a core.
 _CPU_SHARE_UNKNOWN = 0.5
+# A server that has a processor tells of a rank's end within milliseconds.
+MIN_UNTOLD_S = 2.0
 _WAITING_PHASES = ("collective", "pipeline")
 
 
@@ -51,7 +53,8 @@ class HangEvidence:
 
     `usual_cpu_share`: cores that the training thread of each rank used while the run went on.
     `finished`: ranks that said that their work is done. `left`: those of them whose processes have
-    ended as they should. `now_s`: monotonic seconds.
+    ended as they should. `untold_s`: of ranks that have ended without a word of the server, for how
+    long it could have told. `now_s`: monotonic seconds.
     """
 
     states: Mapping[int, RankState]
@@ -62,6 +65,7 @@ class HangEvidence:
     limit: HangLimit
     now_s: float
     left: frozenset[int] = frozenset()
+    untold_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,12 @@ def find_culprits(evidence: HangEvidence) -> Culprits:
 
 def _judge_ended_ranks(evidence: HangEvidence) -> Culprits | None:
     """The ranks whose processes have ended, of which the process that started them should have told
-    at once and has not; None where there are none."""
-    gone = [rank for rank, quiet in evidence.quiet.items() if quiet.has_ended]
-    return Culprits(GONE, tuple(sorted(gone))) if gone else None
+    at once and has not; none yet where it may still do so, and None where no rank has ended."""
+    ended = [rank for rank, quiet in evidence.quiet.items() if quiet.has_ended]
+    gone = [rank for rank in ended if evidence.untold_s.get(rank, 0.0) >= MIN_UNTOLD_S]
+    if ended and not gone:
+        return Culprits("", (), "a rank has ended, and the server had no time yet to tell so")
+    return _name_if_any(GONE, gone)
 
 
 def _judge_stopped_ranks(evidence: HangEvidence) -> Culprits | None:

@@ -52,6 +52,7 @@ from phalanx.launch.stack_groups import (
     group_stacks,
 )
 from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
+from phalanx.launch.untold_ends import UntoldEnds
 from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
 from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus, is_process_there
@@ -105,8 +106,9 @@ class ProgressWatch:
         self._processors = ProcessorWatch((), 0.0)
         self.begin_attempt((), 0.0)
 
-    def begin_attempt(self, pids: Sequence[int], now_s: float) -> None:
-        """Begin to watch the processes `pids`, by rank, which were just started."""
+    def begin_attempt(self, pids: Sequence[int], now_s: float, server_pid: int = 0) -> None:
+        """Begin to watch the processes `pids`, by rank, which were just started by the process
+        `server_pid`, their parent."""
         for event in self._processors.end():
             self._emit(event)
         self._pids = tuple(pids)
@@ -114,6 +116,7 @@ class ProgressWatch:
         self._positions = {}
         self._left: frozenset[int] = frozenset()
         self._quiet = {rank: QuietTime() for rank in range(len(pids))}
+        self._untold_ends = UntoldEnds(server_pid)
         self._usual_cpu_share: dict[int, float] = {}
         self._work: WorkSigns | None = None
         self._progress_s = self._sampled_s = self._polled_s = now_s
@@ -150,9 +153,10 @@ class ProgressWatch:
         silent_s = now_s - self._progress_s - self._unseen_s
         # The workers of a loader are looked at when it becomes interesting.
         self._sample_ranks(with_helpers=silent_s >= limit.quiet_s / 2)
+        untold_s = self._look_at_untold_ends(now_s)
         if silent_s < limit.quiet_s:
             return None
-        return self._judge(limit, silent_s, now_s, finished)
+        return self._judge(limit, silent_s, now_s, finished, untold_s)
 
     def find_next_look_s(self) -> float:
         """Monotonic seconds at which the ranks should be looked at again."""
@@ -241,6 +245,12 @@ class ProgressWatch:
             if sample is not None:
                 self._quiet[rank].add(sample)
 
+    def _look_at_untold_ends(self, now_s: float) -> dict[int, float]:
+        """For each rank that has ended, how long the server could have told so and has not."""
+        ended = [rank for rank, quiet in self._quiet.items() if quiet.has_ended]
+        untold = [rank for rank in ended if rank not in self._left]
+        return self._untold_ends.look(untold, now_s - self._all_unseen_s)
+
     def _judge_step(self, now_s: float, finished: Collection[int]) -> HangVerdict | None:
         """The verdict on ranks that go on and do not end their step."""
         if finished or len(self._positions) < len(self._pids):
@@ -259,7 +269,12 @@ class ProgressWatch:
         )
 
     def _judge(
-        self, limit: HangLimit, silent_s: float, now_s: float, finished: Collection[int]
+        self,
+        limit: HangLimit,
+        silent_s: float,
+        now_s: float,
+        finished: Collection[int],
+        untold_s: Mapping[int, float],
     ) -> HangVerdict | None:
         states = self._build_states(silent_s)
         culprits = find_culprits(
@@ -272,6 +287,7 @@ class ProgressWatch:
                 limit,
                 now_s,
                 self._left,
+                untold_s,
             )
         )
         if not culprits.kind and not culprits.why.startswith("all ranks have posted"):
@@ -355,7 +371,7 @@ class ProgressWatch:
         if kind == LINK_CUT:
             return "; what is sent over its connections is repeated and does not arrive"
         if kind == GONE:
-            return "; the process that started the ranks has not told so: it is stopped, or busy"
+            return "; the process that started the ranks has not told so: it is stopped, or waits"
         if kind == LEFT_EARLY:
             return "; it says that its work is done"
         return ""
