@@ -91,3 +91,15 @@ PREEMPTION = Expectation(
     # A run may finish before it hears of the signal.
     settling_steps=20,
 )
+# The disk, or what it is written through, refuses a save and then works again: the run tells so,
+# trains on, and saves later. `stage` and `says` are the fault's own.
+REFUSED_SAVE = Expectation(
+    verdict="save failed",
+    detected_s=None,
+    detected_steps=10,
+    trained_again_s=None,
+    may_lose_steps=False,
+    names_rank=False,
+    phases=("data",),
+    settling_steps=14,
+)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 from phalanx.resilience.after_steps import call_after_steps
-from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.expectation import REFUSED_SAVE
 from phalanx.resilience.failing_disk import fail_writes_below
 from phalanx.resilience.fault import FaultSite
 
-EXPECTATION = Expectation(
-    verdict="save failed",
-    detected_s=None,
-    detected_steps=10,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="failing_disk",
-    settling_steps=14,
-    says="Input/output error",
-)
+EXPECTATION = replace(REFUSED_SAVE, stage="failing_disk", says="Input/output error")
 NUM_FAILING_STEPS = 12
 CHECKPOINTS_FOLDER = "checkpoints"
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from phalanx.core.files import create_regular_file
 from phalanx.resilience.after_steps import call_after_steps
-from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.expectation import REFUSED_SAVE
 from phalanx.resilience.fault import FaultSite
 
-EXPECTATION = Expectation(
-    verdict="save failed",
-    detected_s=None,
-    detected_steps=10,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="small_disk",
-    settling_steps=14,
-)
+EXPECTATION = replace(REFUSED_SAVE, stage="small_disk")
 NUM_FULL_STEPS = 12
 FILLER_NAME = "filler"
 # A checkpoint must not fit; an event must.

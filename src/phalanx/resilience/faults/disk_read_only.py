@@ -3,23 +3,14 @@ written again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.resilience.after_steps import call_after_steps
-from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.expectation import REFUSED_SAVE
 from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.own_mounts import make_read_only, make_writable
 
-EXPECTATION = Expectation(
-    verdict="save failed",
-    detected_s=None,
-    detected_steps=10,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="own_mounts",
-    settling_steps=14,
-    says="Read-only file system",
-)
+EXPECTATION = replace(REFUSED_SAVE, stage="own_mounts", says="Read-only file system")
 NUM_READ_ONLY_STEPS = 12
 
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 
 from phalanx.resilience.after_steps import call_after_steps
-from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.expectation import REFUSED_SAVE
 from phalanx.resilience.fault import FaultSite
 
-EXPECTATION = Expectation(
-    verdict="save failed",
-    detected_s=None,
-    detected_steps=10,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    settling_steps=14,
-    says="ulimit -n",
-)
+EXPECTATION = replace(REFUSED_SAVE, says="ulimit -n")
 NUM_STEPS_WITHOUT = 12
 
 

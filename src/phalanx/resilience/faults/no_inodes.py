@@ -6,26 +6,16 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.files import create_regular_file
 from phalanx.resilience.after_steps import call_after_steps
-from phalanx.resilience.expectation import Expectation
+from phalanx.resilience.expectation import REFUSED_SAVE
 from phalanx.resilience.fault import FaultSite
 
-EXPECTATION = Expectation(
-    verdict="save failed",
-    detected_s=None,
-    detected_steps=10,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="few_inodes",
-    settling_steps=14,
-    says="no inodes left",
-)
+EXPECTATION = replace(REFUSED_SAVE, stage="few_inodes", says="no inodes left")
 NUM_STEPS_WITHOUT = 12
 # More a disk of a drill has not, and no machine should be asked for by one.
 MAX_FILLERS = 10_000
