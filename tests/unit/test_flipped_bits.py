@@ -104,6 +104,10 @@ def test_bits_that_are_seen(tmp_path: Path) -> None:
         weight = find_largest_parameter(trainer.state.model.module).detach()
         moment = find_largest_optimizer_tensor(trainer.state.optimizer)
         seen["gradient"] = find_seen_gradient_bits(trainer)
+        parameter = find_largest_parameter(trainer.state.model.module)
+        num_updates = trainer.state.optimizer.state[parameter]["step"]
+        assert num_updates.numel() == 1
+        seen["count of updates, in memory"] = find_seen_memory_bits(trainer, num_updates)
         seen["weight, in memory"] = find_seen_memory_bits(trainer, weight)
         seen["moment, in memory"] = find_seen_memory_bits(trainer, moment)
         seen["weight, of replicas"] = find_seen_replica_bits(weight)

@@ -35,9 +35,15 @@ class MemoryChecks:
         if not before or self.digested_step != self._state.step:
             return []
         after = self._digest_state()
-        changed = [name for name in before if name in after]
-        same = torch.stack([before[name] == after[name] for name in changed]).tolist()
-        return [name for name, is_same in zip(changed, same, strict=True) if not is_same]
+        is_same: dict[str, bool] = {}
+        # Counts of steps are in the host's memory, also where the weights are on a GPU.
+        for device in {digest.device for digest in before.values()}:
+            names = [name for name, digest in before.items() if digest.device == device]
+            names = [name for name in names if name in after and after[name].device == device]
+            if names:
+                flags = torch.stack([before[name] == after[name] for name in names])
+                is_same.update(zip(names, flags.tolist(), strict=True))
+        return [name for name in before if not is_same.get(name, True)]
 
     def _digest_state(self) -> dict[str, torch.Tensor]:
         digests: dict[str, torch.Tensor] = {}
@@ -46,6 +52,6 @@ class MemoryChecks:
             name = full_name(raw_name)
             digests[name] = compute_bit_digest(get_local_tensor(parameter.detach()))
             for slot, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                if isinstance(value, torch.Tensor):
                     digests[f"{name} {slot}"] = compute_bit_digest(get_local_tensor(value))
         return digests
