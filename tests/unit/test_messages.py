@@ -35,6 +35,7 @@ from phalanx.launch.messages import (
     PreloadModules,
     RankExited,
     RanksForked,
+    RanksNotForked,
     RankWaits,
     SendSignalToRanks,
     ServerExited,
@@ -83,15 +84,15 @@ ORDERS_TO_SERVER: list[ServerOrder] = [
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
     ),
     StartRanks(3, 8, "package.module:main", {}, "training", kept=(0, 1), kept_from=(0, 2)),
-    SendSignalToRanks(15),
-    WriteStacksToLogs((0, 3)),
-    KillRanks(),
-    KillRanks((1, 3)),
-    KillStore(),
+    SendSignalToRanks(2, 15),
+    WriteStacksToLogs(2, (0, 3)),
+    KillRanks(2),
+    KillRanks(2, (1, 3)),
+    KillStore(2),
 ]
 REPORTS_OF_SERVER: list[ServerReport] = [
     RanksForked(0, (11, 12)),
-    ForkFailed(FAILED),
+    RanksNotForked(0, FAILED),
     EndRecorded(1, 0, EndRecord(1, FAILED)),
     EndRecorded(1, 1, EndRecord(0)),
     EventRefused(0, '{"event": "note"}'),
@@ -143,7 +144,7 @@ def test_descriptors_come_with_their_message() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ({"type": "Reboot"}, "'Reboot' is none of RanksForked, ForkFailed"),
+        ({"type": "Reboot"}, "'Reboot' is none of RanksForked, RanksNotForked"),
         ({"type": "KillRanks"}, "'KillRanks' is none of"),  # an order is no report
         ({"import_s": 1.0}, "None is none of"),
         ([], "None is none of"),

@@ -20,11 +20,11 @@ from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
-    ForkFailed,
     KillRanks,
     KillStore,
     RankExited,
     RanksForked,
+    RanksNotForked,
     RankWaits,
     SendSignalToRanks,
     ServerReport,
@@ -162,7 +162,9 @@ class AttemptWatch:
                     "a checkpoint is there: the ranks save and leave, and phalanx starts all of"
                     " them that the job asks for"
                 )
-                self._server.link.send(SendSignalToRanks(LEAVE_FOR_MORE_RANKS_SIGNAL))
+                self._server.link.send(
+                    SendSignalToRanks(self.end.number, LEAVE_FOR_MORE_RANKS_SIGNAL)
+                )
             self._look_for_hang()
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
@@ -183,14 +185,14 @@ class AttemptWatch:
         """Take note of a report. Late reports of an earlier attempt are ignored."""
         number = self.end.number
         match report:
-            case RanksForked():
+            case RanksForked(attempt) if attempt == number:
                 self._pids = report.pids
                 self._oom.begin(self._pids)
                 if self._progress is not None:
                     self._progress.begin_attempt(self._pids, time.monotonic(), self._server.pid)
                 self._listener.emit_ranks_started(self._pids)
-            case ForkFailed():
-                self.end.start_error = report.report
+            case RanksNotForked(attempt, error) if attempt == number:
+                self.end.start_error = error
             case StoreExited(attempt, code) if attempt == number:
                 self._handle_store_loss(f"exit status {code}")
             case EventRefused():
@@ -251,7 +253,7 @@ class AttemptWatch:
         if self._stop.signal is None:
             self._stop.signal = signal.Signals(number)
             self._deadline.begin_grace(time.monotonic())
-            self._server.link.send(SendSignalToRanks(self._stop.signal_to_ranks))
+            self._server.link.send(SendSignalToRanks(self.end.number, self._stop.signal_to_ranks))
             self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
@@ -274,7 +276,7 @@ class AttemptWatch:
         else:
             self.end.hang = hang
             self._deadline.note_failure(time.monotonic())
-        self._server.link.send(KillRanks(hang.culprits))
+        self._server.link.send(KillRanks(self.end.number, hang.culprits))
         self._listener.emit_hang_found(hang)
 
     def _find_next_deadline(self) -> float:
@@ -288,7 +290,7 @@ class AttemptWatch:
             return
         if self._is_store_needed and self._deadline.waits_for_survivors():
             self._is_store_needed = False
-            self._server.link.send(KillStore())
+            self._server.link.send(KillStore(self.end.number))
         self._look_for_processor_lack(now)
         if math.isinf(self._killed_at) and now >= self._deadline.compute_s():
             if self._inspect_silent_ranks_once(now):
@@ -296,7 +298,7 @@ class AttemptWatch:
             self._killed_at = now
             self.end.grace_over = self._deadline.is_grace_over(now)
             at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
-            self._server.link.send(KillRanks(tuple(sorted(at_work))))
+            self._server.link.send(KillRanks(self.end.number, tuple(sorted(at_work))))
         # The server does not answer.
         elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
             self._server.kill()
@@ -340,5 +342,5 @@ class AttemptWatch:
                 self.end.silent_places[rank] = last_seen
         self._has_asked_for_stacks = True
         self._deadline.postpone(now + WRITE_STACKS_WINDOW_S)
-        self._server.link.send(WriteStacksToLogs(tuple(self.end.silent)))
+        self._server.link.send(WriteStacksToLogs(self.end.number, tuple(self.end.silent)))
         return bool(self.end.silent)

@@ -49,9 +49,10 @@ class RefusedEvent:
 
 @dataclass(frozen=True)
 class WaitingForAttempt:
-    """A rank that lost another one waits for the next attempt, with the state after `held_step` in
-    memory; -1: it holds none."""
+    """A rank that lost another one in `attempt` waits for the next one, with the state after
+    `held_step` in memory; -1: it holds none."""
 
+    attempt: int
     held_step: int
 
 
@@ -83,10 +84,11 @@ class EndWriter:
         self.record = record
         self._write_line(_END_RECORD_CODEC.encode(record))
 
-    def write_waiting(self, held_step: int) -> None:
-        """Say that this rank waits for the next attempt, whose end will be another record."""
+    def write_waiting(self, attempt: int, held_step: int) -> None:
+        """Say that this rank has left `attempt` and waits for the next one, whose end will be
+        another record."""
         self.record = None
-        self._write_line(_END_RECORD_CODEC.encode(WaitingForAttempt(held_step)))
+        self._write_line(_END_RECORD_CODEC.encode(WaitingForAttempt(attempt, held_step)))
 
     def _write_line(self, encoded: bytes) -> None:
         line = memoryview(encoded)

@@ -1,5 +1,8 @@
 """Messages between the supervisor and the processes that it starts: orders go to the template,
-which forks servers, and to the server, which forks ranks; reports come from them."""
+which forks servers, and to the server, which forks ranks; reports come from them.
+
+What concerns the ranks carries the number of their attempt, and is ignored in another one.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ class StartRanks:
 class SendSignalToRanks:
     """Send a signal to all ranks."""
 
+    attempt: int
     signal: int
 
 
@@ -73,6 +77,7 @@ class SendSignalToRanks:
 class WriteStacksToLogs:
     """Have these ranks write their stacks to their logs."""
 
+    attempt: int
     ranks: tuple[int, ...]
 
 
@@ -80,6 +85,7 @@ class WriteStacksToLogs:
 class KillRanks:
     """Kill the ranks that still run; with `ranks` these alone."""
 
+    attempt: int
     ranks: tuple[int, ...] | None = None
 
 
@@ -87,6 +93,8 @@ class KillRanks:
 class KillStore:
     """Kill the store of the attempt, whose ranks will not all meet: those that wait in it notice at
     once."""
+
+    attempt: int
 
 
 # --- reports of the template ---
@@ -123,8 +131,7 @@ class ServerForked:
 
 @dataclass(frozen=True)
 class ForkFailed:
-    """The server, or with a report of the server the ranks, cannot be forked; none of them is
-    left."""
+    """The server cannot be forked."""
 
     report: ErrorReport
 
@@ -149,6 +156,14 @@ class RanksForked:
 
 
 @dataclass(frozen=True)
+class RanksNotForked:
+    """The ranks cannot be forked; none of them is left."""
+
+    attempt: int
+    report: ErrorReport
+
+
+@dataclass(frozen=True)
 class EndRecorded:
     """A rank has said how it ended. Its process may go on for a while."""
 
@@ -167,8 +182,8 @@ class EventRefused:
 
 @dataclass(frozen=True)
 class RankWaits:
-    """A rank that lost another one has left its groups, and waits for the next attempt; it holds
-    the state after `held_step`, -1: none."""
+    """A rank that lost another one has left its groups of `attempt`, by its own word, and waits for
+    the next one; it holds the state after `held_step`, -1: none."""
 
     attempt: int
     rank: int
@@ -204,7 +219,7 @@ TemplateReport: TypeAlias = (
 )
 ServerOrder: TypeAlias = StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks | KillStore
 ServerReport: TypeAlias = (
-    RanksForked | ForkFailed | EndRecorded | EventRefused | RankWaits | RankExited | StoreExited
+    RanksForked | RanksNotForked | EndRecorded | EventRefused | RankWaits | RankExited | StoreExited
 )
 SUPERVISOR_TO_TEMPLATE_CODEC: JsonLineCodec[TemplateOrder] = JsonLineCodec(get_args(TemplateOrder))
 TEMPLATE_TO_SUPERVISOR_CODEC: JsonLineCodec[TemplateReport] = JsonLineCodec(

@@ -74,8 +74,11 @@ class _SupervisedRankLink:
     def wait_for_next_attempt(self, held_step: int) -> JsonObject | None:
         if not self._end.is_rank_process:
             return None
-        self._end.write_waiting(held_step)
+        left = self.task.ranks.attempt
+        self._end.write_waiting(left, held_step)
         order = self._orders.wait()
+        while order is not None and order.attempt <= left:
+            order = self._orders.wait()
         if order is None:
             return None
         ranks = RankEnv(

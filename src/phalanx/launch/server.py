@@ -30,11 +30,11 @@ from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
-    ForkFailed,
     KillRanks,
     KillStore,
     RankExited,
     RanksForked,
+    RanksNotForked,
     RankWaits,
     SendSignalToRanks,
     ServerOrder,
@@ -103,22 +103,31 @@ class RankServer:
         return 0
 
     def _execute_order(self, order: ServerOrder) -> None:
+        """Do what an order says, if it is of this attempt."""
+        if not self._is_for_these_ranks(order):
+            return
         match order:
             case StartRanks():
                 self._fork_attempt_ranks(order)
-            case SendSignalToRanks(number):
+            case SendSignalToRanks(_, number):
                 for pid in self._attempt.ranks:
                     os.kill(pid, number)
-            case WriteStacksToLogs(ranks):
+            case WriteStacksToLogs(_, ranks):
                 for pid, rank in self._attempt.ranks.items():
                     if rank in ranks:
                         os.kill(pid, STACKS_SIGNAL)
-            case KillRanks(ranks):
+            case KillRanks(_, ranks):
                 self._kill_ranks(ranks)
             case KillStore():
                 self._kill_store_process()
             case _:
                 assert_never(order)
+
+    def _is_for_these_ranks(self, order: ServerOrder) -> bool:
+        """False for an order of an earlier attempt, whose ranks are gone or others now."""
+        if isinstance(order, StartRanks):
+            return order.attempt > self._attempt.number
+        return order.attempt == self._attempt.number
 
     def _fork_attempt_ranks(self, order: StartRanks) -> None:
         self._attempt = self._leave_attempt(order)
@@ -144,7 +153,7 @@ class RankServer:
             problem = EnvironmentProblem(
                 "the ranks cannot be started", why=os.strerror(error.errno or 0)
             )
-            self._link.send(ForkFailed(build_error_report(problem)))
+            self._link.send(RanksNotForked(self._attempt.number, build_error_report(problem)))
             return
         pid_of_rank = {rank: pid for pid, rank in self._attempt.ranks.items()}
         pids = tuple(pid_of_rank[rank] for rank in sorted(pid_of_rank))
@@ -205,7 +214,7 @@ class RankServer:
             self._link.send(EndRecorded(self._attempt.number, rank, record))
         waiting = reader.take_waiting()
         if waiting is not None:
-            self._link.send(RankWaits(self._attempt.number, rank, waiting.held_step))
+            self._link.send(RankWaits(waiting.attempt, rank, waiting.held_step))
 
     def _fork_child_process(self, run: Callable[[], int]) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its
