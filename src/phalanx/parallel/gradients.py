@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,19 @@ def require_dense_gradients(module: nn.Module) -> None:
             continue
         if layer.weight.requires_grad:
             raise _refuse_sparse_gradient(f"{full_name(name)}.weight")
+
+
+@contextmanager
+def naming_sparse_gradients(module: nn.Module) -> Iterator[None]:
+    """Raises LayoutError in place of what a backward raises that met a sparse gradient, as
+    `F.embedding(..., sparse=True)` makes it: DDP says only which type it did not expect."""
+    try:
+        yield
+    except RuntimeError as error:
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise _refuse_sparse_gradient(full_name(name)) from error
+        raise
 
 
 def _refuse_sparse_gradient(name: str) -> LayoutError:

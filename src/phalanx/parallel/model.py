@@ -24,6 +24,7 @@ from phalanx.parallel.direct import DirectExecutor
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import Batch, Executor, Objective
 from phalanx.parallel.expert.router_load import ReducedRouterLoads, RouterStepLoad
+from phalanx.parallel.gradients import naming_sparse_gradients
 from phalanx.parallel.loss_forward import MicrobatchLossForward, gather_logits
 from phalanx.parallel.operator_calls import OperatorCost
 from phalanx.parallel.pipeline.executor import PipelineExecutor
@@ -250,7 +251,8 @@ class ParallelModel:
             losses.append(loss)
 
         with self._context.traffic.counting_step_traffic():
-            self._executor.forward_backward(microbatches, objective, self.step, add)
+            with naming_sparse_gradients(self.module):
+                self._executor.forward_backward(microbatches, objective, self.step, add)
             with self.phases("prepare"):
                 self._interceptor.end_step()
                 # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP
