@@ -106,6 +106,44 @@ def test_tokens_of_the_text_of_a_finished_run_are_progress(
     assert (verdicts[0].kind, verdicts[0].culprits) == (FROZEN, (1,))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is in /proc")
+@pytest.mark.parametrize("loss", ["removed", "no room"])
+def test_a_rank_whose_box_has_no_file_is_watched_on(tmp_path: Path, loss: str) -> None:
+    """Someone removes the box of a healthy rank, or the disk refused it; later the rank stops. The
+    seconds of the watch are made up."""
+    path = black_box_path(tmp_path, 0)
+    if loss == "no room":
+        path.parent.write_text("no folder of boxes can be made here")
+    command = [sys.executable, "-c", WRITES_WHEN_TOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        watch = ProgressWatch(tmp_path, HangSettings())
+        now_s = time.monotonic()
+        watch.begin_attempt([process.pid], now_s)
+        for step in range(1, 31):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"%d\n" % step)
+            process.stdin.flush()
+            process.stdout.readline()
+            if step == 15 and loss == "removed":
+                path.unlink()
+            now_s += 0.6
+            assert watch.poll(now_s) is None
+        assert watch.positions[0].step == 30
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        stopped_s, verdict = now_s, None
+        while verdict is None and now_s < stopped_s + 60.0:
+            now_s += 0.6
+            verdict = watch.poll(now_s)
+        assert verdict is not None
+        assert (verdict.kind, verdict.culprits) == (FROZEN, (0,))
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_machine_that_stood_still_makes_no_limit_longer(tmp_path: Path) -> None:
     """Steps of 0.6 s, one of which nobody saw for 20 s (all processes were paused, the watch with
     them); then the rank stops. The seconds of the watch are made up."""

@@ -22,6 +22,9 @@ from phalanx.core.call_site import CallSite, CallSiteFinder
 from phalanx.core.files import open_regular_file_for_append
 from phalanx.core.process_stat import read_start_ticks
 
+# The name of a box that no disk has room for.
+BOX_IN_MEMORY = "phalanx-black-box"
+
 
 @dataclass(frozen=True)
 class RankIdentity:
@@ -348,8 +351,7 @@ def read_boot_id() -> str:
 
 
 def _map_new_file(path: Path, num_bytes: int) -> mmap.mmap:
-    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses
-    them.
+    """Map `num_bytes` zeros of a new file; memory without a file where the disk refuses them.
 
     The zeros are written: a page of a file that only was made longer has no room on a full disk,
     and the first write to its mapping would kill the process (SIGBUS).
@@ -363,4 +365,21 @@ def _map_new_file(path: Path, num_bytes: int) -> mmap.mmap:
             file.flush()
             return mmap.mmap(file.fileno(), num_bytes)
     except OSError:
+        return _map_memory(num_bytes)
+
+
+def _map_memory(num_bytes: int) -> mmap.mmap:
+    """Map memory that whoever looks for BOX_IN_MEMORY finds among what this process has open, where
+    the system has such."""
+    try:
+        descriptor = os.memfd_create(BOX_IN_MEMORY)
+    except (OSError, AttributeError):
         return mmap.mmap(-1, num_bytes)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        # The map has a descriptor of its own.
+        return mmap.mmap(descriptor, num_bytes)
+    except OSError:
+        return mmap.mmap(-1, num_bytes)
+    finally:
+        os.close(descriptor)

@@ -172,6 +172,8 @@ class AttemptWatch:
             self._server.kill()
             self.end.waiting.clear()
             self.end.server_loss = self._server.describe_exit()
+        if self._progress is not None:
+            self.end.last_seen = self._progress.positions
         return self.end
 
     def _has_attempt_ended(self) -> bool:
@@ -189,7 +191,9 @@ class AttemptWatch:
                 self._pids = report.pids
                 self._oom.begin(self._pids)
                 if self._progress is not None:
-                    self._progress.begin_attempt(self._pids, time.monotonic(), self._server.pid)
+                    self._progress.begin_attempt(
+                        self._pids, time.monotonic(), self._server.pid, number
+                    )
                 self._listener.emit_ranks_started(self._pids)
             case RanksNotForked(attempt, error) if attempt == number:
                 self.end.start_error = error

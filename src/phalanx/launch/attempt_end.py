@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.core.black_box_reader import LastPosition
@@ -43,6 +44,9 @@ class AttemptEnd:
     its absence alone."""
     silent_places: dict[int, LastPosition] = field(default_factory=dict)
     """The places of these ranks then: the question for their stacks may wake them."""
+    last_seen: Mapping[int, LastPosition] = field(default_factory=dict)
+    """The places of ranks at the last look while they ran, for those whose box is not there any
+    more."""
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""

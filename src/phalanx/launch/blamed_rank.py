@@ -77,11 +77,16 @@ def read_step_and_phase(last_seen: LastPosition | None) -> tuple[int, str]:
     return last_seen.step, last_seen.phase
 
 
+def read_black_box(rank: int, end: AttemptEnd, run_dir: Path) -> LastPosition | None:
+    """The place where a rank was last seen; None where nothing is known of it."""
+    return read_last_position(black_box_path(run_dir, rank)) or end.last_seen.get(rank)
+
+
 def read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastPosition]:
     """The place where each rank was last seen, as far as its black box says."""
     last_seen_of: dict[int, LastPosition] = {}
     for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
-        last_seen = read_last_position(black_box_path(run_dir, rank))
+        last_seen = read_black_box(rank, end, run_dir)
         if last_seen is not None:
             last_seen_of[rank] = last_seen
     # As they were before their stacks were asked for, which may have woken them.

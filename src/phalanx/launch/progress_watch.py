@@ -13,11 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.black_box_reader import (
-    BlackBoxVersionError,
-    LastPosition,
-    read_last_position,
-)
+from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition
 from phalanx.core.units import format_seconds
 from phalanx.launch.ask_stacks import ask_for_stacks
 from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
@@ -42,6 +38,7 @@ from phalanx.launch.hang_limits import (
     StepDurations,
     choose_limit,
 )
+from phalanx.launch.open_boxes import read_position_of_rank
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.processor_watch import ProcessorWatch
 from phalanx.launch.rank_activity import QuietTime, sample_process
@@ -102,16 +99,19 @@ class ProgressWatch:
         self._run_dir, self._settings, self._emit = run_dir, settings, emit
         self._durations, self._endless = StepDurations(), EndlessStepWatch()
         self._pids: tuple[int, ...] = ()
+        self._attempt = 0
         self._positions: dict[int, LastPosition] = {}
         self._processors = ProcessorWatch((), 0.0)
         self.begin_attempt((), 0.0)
 
-    def begin_attempt(self, pids: Sequence[int], now_s: float, server_pid: int = 0) -> None:
-        """Begin to watch the processes `pids`, by rank, which were just started by the process
-        `server_pid`, their parent."""
+    def begin_attempt(
+        self, pids: Sequence[int], now_s: float, server_pid: int = 0, attempt: int = 0
+    ) -> None:
+        """Begin to watch the processes `pids`, by rank, which were just started, or kept, for
+        `attempt` by the process `server_pid`, their parent."""
         for event in self._processors.end():
             self._emit(event)
-        self._pids = tuple(pids)
+        self._pids, self._attempt = tuple(pids), attempt
         self._processors = ProcessorWatch(pids, now_s, self._read_step)
         self._positions = {}
         self._left: frozenset[int] = frozenset()
@@ -158,6 +158,11 @@ class ProgressWatch:
             return None
         return self._judge(limit, silent_s, now_s, finished, untold_s)
 
+    @property
+    def positions(self) -> Mapping[int, LastPosition]:
+        """What each rank of this attempt has written, at the last look."""
+        return dict(self._positions)
+
     def find_next_look_s(self) -> float:
         """Monotonic seconds at which the ranks should be looked at again."""
         if not self._pids or not self._settings.is_on:
@@ -183,15 +188,13 @@ class ProgressWatch:
         return 0 if position is None else max(position.step, 0)
 
     def _read_positions(self) -> None:
-        for rank in range(len(self._pids)):
+        for rank, pid in enumerate(self._pids):
+            path = black_box_path(self._run_dir, rank)
             try:
-                position = read_last_position(black_box_path(self._run_dir, rank))
+                position = read_position_of_rank(path, pid, self._attempt)
             except BlackBoxVersionError:
                 continue
-            # A box of the process that was there before.
-            if position is None or position.header is None:
-                continue
-            if position.header.pid == self._pids[rank]:
+            if position is not None:
                 self._positions[rank] = position
 
     def _has_progressed(self, now_s: float) -> bool:

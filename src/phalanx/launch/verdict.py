@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import ExitCode
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
@@ -16,13 +15,14 @@ from phalanx.launch.blamed_rank import (
     BlamedRank,
     format_rank_list,
     hint_at_out_of_memory,
+    read_black_box,
     read_black_boxes,
     read_step_and_phase,
 )
 from phalanx.launch.dead_process import blame_exit_without_record, blame_nonzero_exit_code
 from phalanx.launch.hang_kinds import FROZEN
 from phalanx.launch.log_excerpts import read_abort_reason, read_main_thread_stack
-from phalanx.launch.paths import black_box_path, rank_log_path
+from phalanx.launch.paths import rank_log_path
 from phalanx.launch.positions import (
     describe_rank_position,
     describe_waits_at_end,
@@ -62,7 +62,7 @@ def _explain_failure_of_rank(rank: int, end: AttemptEnd, run_dir: Path) -> RankF
     if report is not None and report.of_rank >= 0:
         # All ranks raise it: the first to do so is not to blame.
         rank = report.of_rank
-    blamed = BlamedRank(rank, end, run_dir, read_last_position(black_box_path(run_dir, rank)))
+    blamed = BlamedRank(rank, end, run_dir, read_black_box(rank, end, run_dir))
     if report is not None:
         return explain_error_report(blamed, report)
     if rank in end.records:
