@@ -14,6 +14,7 @@ from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.kill_deadline import (
     CAUSE_WINDOW_S,
     EXIT_AFTER_FAILED_STOP_S,
+    EXIT_AFTER_KILL_TIMEOUT_S,
     EXIT_AFTER_REPORT_WINDOW_S,
     SUSPECT_WINDOW_S,
     WAIT_FOR_ATTEMPT_LIMIT_S,
@@ -80,6 +81,25 @@ def test_time_without_a_processor_does_not_count_up_to_a_limit(tmp_path: Path) -
     assert ranks.compute_delay_s() == pytest.approx(WAIT_FOR_ATTEMPT_WINDOW_S + 4.0)
     ranks.deadline.note_processor_lack(400.0)
     assert ranks.compute_delay_s() == pytest.approx(WAIT_FOR_ATTEMPT_LIMIT_S)
+
+
+def test_a_server_without_a_processor_has_longer_to_tell_that_ranks_are_killed(
+    tmp_path: Path,
+) -> None:
+    """Killed too early it takes the survivors along, and what they hold."""
+    ranks = TwoRanks(tmp_path, keeps_ranks=True)
+    ranks.lose(1, signal.SIGKILL)
+    ranks.deadline.note_processor_lack(4.0)
+    assert not ranks.deadline.has_killed
+    ranks.deadline.note_kill(NOW_S)
+    # What it was without before the order was of another deadline.
+    for lack_s in (0.0, 5.0):
+        ranks.deadline.note_processor_lack(4.0 + lack_s)
+        due_s = ranks.deadline.compute_server_due_s()
+        assert due_s == pytest.approx(NOW_S + EXIT_AFTER_KILL_TIMEOUT_S + lack_s)
+    ranks.deadline.note_processor_lack(400.0)
+    due_s = ranks.deadline.compute_server_due_s()
+    assert due_s == pytest.approx(NOW_S + WAIT_FOR_ATTEMPT_LIMIT_S)
 
 
 def test_a_stop_ends_with_its_grace_or_soon_after_a_failure(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ from phalanx.launch.wire import MessageChannel
 Order = TypeVar("Order")
 Report = TypeVar("Report")
 DEADLINE_CHECK_INTERVAL_S = 0.1
-EXIT_AFTER_KILL_TIMEOUT_S = 2.0
 # For ranks that said nothing to write their stacks, before they are killed.
 WRITE_STACKS_WINDOW_S = 0.5
 
@@ -123,7 +122,6 @@ class AttemptWatch:
         self._num_ranks, self._spec = num_ranks, spec
         self._server, self._waiter, self._stop = server, waiter, stop
         self._deadline = KillDeadline(self.end, num_ranks, spec, stop)
-        self._killed_at = math.inf
         self._has_asked_for_stacks = False
         self._is_store_needed = True
         self._killed_as_hung: set[int] = set()
@@ -284,9 +282,9 @@ class AttemptWatch:
         self._listener.emit_hang_found(hang)
 
     def _find_next_deadline(self) -> float:
-        if math.isinf(self._killed_at):
-            return self._deadline.compute_s()
-        return self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S
+        if self._deadline.has_killed:
+            return self._deadline.compute_server_due_s()
+        return self._deadline.compute_s()
 
     def _kill_ranks_past_deadline(self) -> None:
         now = time.monotonic()
@@ -296,20 +294,22 @@ class AttemptWatch:
             self._is_store_needed = False
             self._server.link.send(KillStore(self.end.number))
         self._look_for_processor_lack(now)
-        if math.isinf(self._killed_at) and now >= self._deadline.compute_s():
+        if self._deadline.has_killed:
+            # The server does not answer.
+            if now >= self._deadline.compute_server_due_s():
+                self._server.kill()
+        elif now >= self._deadline.compute_s():
             if self._inspect_silent_ranks_once(now):
                 return
-            self._killed_at = now
+            self._deadline.note_kill(now)
             self.end.grace_over = self._deadline.is_grace_over(now)
             at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
             self._server.link.send(KillRanks(self.end.number, tuple(sorted(at_work))))
-        # The server does not answer.
-        elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
-            self._server.kill()
 
     def _look_for_processor_lack(self, now: float) -> None:
-        """Have the survivors of a failure get the time in which they had no processor on top."""
-        if not self._deadline.waits_for_survivors():
+        """Have the survivors of a failure, and then the server, get the time in which they had no
+        processor on top."""
+        if not (self._deadline.waits_for_survivors() or self._deadline.has_killed):
             return
         at_work = [
             pid

@@ -14,6 +14,9 @@ from phalanx.launch.stop_request import StopRequest
 # leave their groups and wait for the next attempt. Time in which one of them wanted a processor and
 # had none does not count, up to the second of these, which is by the clock.
 WAIT_FOR_ATTEMPT_WINDOW_S, WAIT_FOR_ATTEMPT_LIMIT_S = 3.0, 30.0
+# After the order to kill ranks: how long the server may take to tell of their ends. It may be
+# without a processor for as long as ranks may.
+EXIT_AFTER_KILL_TIMEOUT_S = 2.0
 # After the first failure: how long others may take to report theirs, while only consequences are
 # known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
@@ -40,6 +43,12 @@ class KillDeadline:
         self._failed_s = self._reported_s = self._grace_until_s = math.inf
         self._not_before_s = -math.inf
         self._lack_s = 0.0
+        self._killed_s, self._lack_at_kill_s = math.inf, 0.0
+
+    @property
+    def has_killed(self) -> bool:
+        """True once the server was told to kill the ranks."""
+        return not math.isinf(self._killed_s)
 
     @property
     def has_failed(self) -> bool:
@@ -71,15 +80,25 @@ class KillDeadline:
         self._not_before_s = until_s
 
     def note_processor_lack(self, total_s: float) -> None:
-        """Since the first failure, ranks that have not noticed it, or not left, were without a
-        processor for so long."""
+        """Since the first failure, ranks that have not noticed it, or not left, or the server were
+        without a processor for so long."""
         self._lack_s = total_s
+
+    def note_kill(self, now_s: float) -> None:
+        """The server is told to kill the ranks that remain."""
+        self._killed_s, self._lack_at_kill_s = now_s, self._lack_s
 
     def compute_s(self) -> float:
         """The time at which remaining ranks must be killed, as things stand."""
         failed_s = min(self._failed_s, self._reported_s + EXIT_AFTER_REPORT_WINDOW_S)
         due_s = min(self._grace_until_s, failed_s + self._compute_delay_after_failure_s())
         return max(self._not_before_s, due_s)
+
+    def compute_server_due_s(self) -> float:
+        """The time at which the server must be killed, which has not told that the ranks are."""
+        lack_s = self._lack_s - self._lack_at_kill_s
+        may_take_s = min(EXIT_AFTER_KILL_TIMEOUT_S + lack_s, WAIT_FOR_ATTEMPT_LIMIT_S)
+        return self._killed_s + may_take_s
 
     def waits_for_survivors(self) -> bool:
         """True once a rank has failed by itself, where the others are kept."""
