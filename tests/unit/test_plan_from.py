@@ -4,13 +4,14 @@ layouts that `--autotune` runs."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.profiles import make_profile
 
-from phalanx.core.errors import LayoutError, UsageError
+from phalanx.core.errors import ExitCode, LayoutError, UsageError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
@@ -23,9 +24,11 @@ from phalanx.plan.calibrated.step import (
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.stored_plan import StoredPlanError, parse_stored_plan
 from phalanx.run import autotune
 from phalanx.run.plan_from import GROUPS, extrapolate_plan_from_run, load_job_file_or_job_of_run
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 CPU = Cluster("cpu", 2, 2**36)
 SMALL = (
     "model.dim=128",
@@ -129,12 +132,131 @@ def test_steps_of_another_attempt_are_steps_of_their_own(tmp_path: Path) -> None
     assert result.run.step_s == pytest.approx(once.run.step_s)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_run_whose_plan_is_damaged_is_refused_in_words(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "is no JSON"), ("[]", "holds no plan"), ("{}", "the plan has no job_digest")],
+)
+def test_a_run_whose_plan_is_damaged_is_refused_in_words(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     plan = write_run(tmp_path / "run", slower=1.0)
     (tmp_path / "run" / "plan.json").write_text(text)
-    with pytest.raises(UsageError, match=r"no plan of a run"):
+    with pytest.raises(StoredPlanError, match=problem):
         extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("schema", "phalanx.plan-search/1", "is a phalanx.plan-search/1, and no plan of a run"),
+        ("num_microbatches", None, "the plan has no num_microbatches"),
+        ("micro_batch_size", "4", "micro_batch_size is '4'"),
+        ("seq_len", -128, "seq_len is -128"),
+        ("capacity_bytes", 2.5, "capacity_bytes is 2.5"),
+        ("precision", 16, "precision is 16"),
+        ("compile", "no", "compile is 'no'"),
+        ("peak_lr", float("nan"), "peak_lr is nan"),
+        ("layout.tp", 2, "world_size is 2, and the layout has 4 ranks"),
+        ("layout.dp_replicate", 0, "dp_replicate is 0"),
+        ("layout.rows", 2, "the plan cannot be used"),
+        ("micro_batch_size", 1, "global_batch_size is 8, and 1 microbatches of 1"),
+        ("shape.dim", -128, "shape.dim is -128, and less than 0"),
+        ("shape.dim", None, "the plan cannot be used"),
+        ("shape.rope_theta", float("inf"), "shape.rope_theta is inf"),
+        ("parallel.tp", 0, "the plan cannot be used"),
+        ("alternatives.0.predicted_bytes.parameters", -1, "less than 0"),
+        ("alternatives.0.predicted_bytes.parameters", "few", "no whole number"),
+        ("alternatives.0.total_bytes", 7, "is 7, and its predicted_bytes add up to"),
+        ("alternatives.0.layout", None, "the plan has no layout"),
+        ("alternatives", [], "0 of its alternatives are chosen"),
+        ("alternatives", [3], "an alternative has no predicted_bytes"),
+        ("alternatives", {}, "alternatives is {}"),
+    ],
+)
+def test_a_run_whose_plan_was_edited_is_refused_with_the_key(
+    tmp_path: Path, key: str, value: Any, problem: str
+) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    edit_json(tmp_path / "run" / "plan.json", key, value)
+    with pytest.raises(StoredPlanError, match=re.escape(problem)) as caught:
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+    assert caught.value.exit_code == ExitCode.JOB
+    assert "\n" not in str(caught.value)
+
+
+def edit_json(path: Path, key: str, value: Any) -> None:
+    """Puts `value` where the dotted `key` leads to; None takes the key away."""
+    body = json.loads(path.read_text())
+    *way, last = key.split(".")
+    part = body
+    for name in way:
+        part = part[int(name)] if isinstance(part, list) else part[name]
+    if value is None:
+        del part[last]
+    else:
+        part[last] = value
+    path.write_text(json.dumps(body))
+
+
+def test_a_plan_of_another_batch_than_the_job_is_refused(tmp_path: Path) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    edit_json(tmp_path / "run" / "plan.json", "global_batch_size", 16)
+    edit_json(tmp_path / "run" / "plan.json", "micro_batch_size", 8)
+    with pytest.raises(StoredPlanError, match="is 16, and the run's job says 8"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ('"step_s":', '"step_s":-', "has step_s -"),
+        ('"step_s":', '"step_s":NaN,"old":', "has step_s nan"),
+        ('"forward":', '"forward":-', "has phases_s.forward -"),
+        ('"cpu_s":0.0', '"cpu_s":-1.0', "has cpu_s -1.0"),
+    ],
+)
+def test_a_run_with_durations_that_no_clock_says_is_refused(
+    tmp_path: Path, before: str, after: str, problem: str
+) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    for path in (tmp_path / "run" / "events").iterdir():
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(StoredPlanError, match=f"step 1 of rank 0 {re.escape(problem)}"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_lost_files_is_refused(tmp_path: Path, rank: int) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    for path in (tmp_path / "run" / "events").glob(f"rank-{rank:04d}-*"):
+        path.unlink()
+    with pytest.raises(StoredPlanError, match=f"rank {rank} has no step on record"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+    (tmp_path / "run" / "plan.json").unlink()
+    with pytest.raises(StoredPlanError, match=r"the run has no plan\.json"):
+        load_job_file_or_job_of_run(tmp_path / "run", None, [])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.zero_stage=3", "train.micro_batch_size=2"],
+        ["parallel.pp=2", "train.micro_batch_size=1"],
+        ["parallel.tp=2", "train.recompute=full"],
+        ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=64"],
+        ["model.preset=vit-l16"],
+    ],
+)
+def test_every_plan_is_read_as_it_was_written(overrides: list[str]) -> None:
+    plan = plan_of(*overrides)
+    assert parse_stored_plan(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*GOLDEN.glob("plans-*/*.json"), *GOLDEN.glob("*/run/plan.json")]), ids=str
+)
+def test_plans_of_earlier_releases_are_read(path: Path) -> None:
+    parse_stored_plan(json.loads(path.read_text()))
 
 
 def test_waiting_for_other_ranks_is_not_taken_for_messages(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from phalanx.plan.calibrated.step import (
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.profiles import MachineProfile, find_profile_of_cluster
+from phalanx.plan.stored_plan import StoredPlanError, parse_stored_plan
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # The first steps take memory, open connections and choose kernels.
@@ -169,11 +170,13 @@ def load_job_file_or_job_of_run(
     run_dir: Path, job_file: str | None, overrides: Sequence[str]
 ) -> Job:
     """The job in `job_file`, else that of the run; with overrides. Raises UsageError where there is
-    no run."""
-    if not (run_dir / "job.json").is_file() or not (run_dir / "plan.json").is_file():
-        raise UsageError(
-            "no run is there", where=str(run_dir), fix="give a directory that phalanx train wrote"
-        )
+    no run, StoredPlanError where it has lost one of its files."""
+    where = str(run_dir)
+    missing = [name for name in ("job.json", "plan.json") if not (run_dir / name).is_file()]
+    if len(missing) > 1:
+        raise UsageError("no run is there", where=where, fix="give one that phalanx train wrote")
+    if missing:
+        raise StoredPlanError(f"the run has no {missing[0]}", where=where, fix="give another run")
     if job_file is not None:
         return load_job(job_file, overrides)
     return load_job_json(run_dir / "job.json", overrides)
@@ -182,8 +185,8 @@ def load_job_file_or_job_of_run(
 def extrapolate_plan_from_run(run_dir: Path, plan: Plan) -> PlanFromRun:
     """The time and memory of `plan` by what the run in `run_dir` measured.
 
-    Raises UsageError for a run with too few steps, LayoutError for a profile that lacks what is
-    needed.
+    Raises UsageError for a run with too few steps, StoredPlanError for one whose records no run
+    wrote so, LayoutError for a profile that lacks what is needed.
     """
     run_plan = _read_plan_of_run(run_dir)
     measured = read_recorded_steps(run_dir, run_plan)
@@ -232,14 +235,23 @@ def _find_peak_bytes_of_neediest_rank(plan: Plan) -> int:
 
 
 def _read_plan_of_run(run_dir: Path) -> Plan:
-    """The plan that a run has on record. Raises UsageError where it cannot be read."""
+    """The plan that a run has on record. Raises StoredPlanError where it cannot be read, or is not
+    that of the run's job."""
     path = run_dir / "plan.json"
     try:
-        return Plan.from_json(read_json(path))
+        plan = parse_stored_plan(read_json(path))
     except OSError as error:
-        raise UsageError(f"the plan cannot be read: {error.strerror}", where=str(path)) from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UsageError("no plan of a run", where=str(path), fix="give another run") from None
+        problem = f"the plan cannot be read: {error.strerror}"
+    except ValueError as error:
+        problem = f"the plan cannot be read: it is no JSON ({error!s:.80})"
+    except StoredPlanError as error:
+        problem = error.what
+    else:
+        batch = load_job_json(run_dir / "job.json").train.global_batch_size
+        if plan.global_batch_size == batch:
+            return plan
+        problem = f"global_batch_size is {plan.global_batch_size}, and the run's job says {batch}"
+    raise StoredPlanError(problem, where=str(path), fix="give another run")
 
 
 def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
@@ -273,12 +285,40 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
 def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, dict[int, list[StepFinished]]]:
     """By attempt the steps on record, with what each rank says of them."""
     by_attempt: dict[int, dict[int, list[StepFinished]]] = {}
+    silent_ranks = []
     for rank in range(num_ranks):
+        num_steps = 0
         for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
             if isinstance(envelope.event, StepFinished):
+                _require_possible_seconds(envelope.event, rank, run_dir)
                 by_step = by_attempt.setdefault(envelope.attempt, {})
                 by_step.setdefault(envelope.event.step, []).append(envelope.event)
+                num_steps += 1
+        if not num_steps:
+            silent_ranks.append(rank)
+        if silent_ranks and rank > 0:
+            break
+    if silent_ranks and by_attempt:
+        raise StoredPlanError(
+            f"rank {silent_ranks[0]} has no step on record, and others have",
+            where=str(run_dir / "events"),
+            fix="give another run",
+        )
     return by_attempt
+
+
+def _require_possible_seconds(event: StepFinished, rank: int, run_dir: Path) -> None:
+    """Raise StoredPlanError for durations that no clock says."""
+    seconds = {"step_s": event.step_s, "cpu_s": event.cpu_s}
+    seconds |= {f"phases_s.{phase}": phase_s for phase, phase_s in event.phases_s.items()}
+    for name, duration_s in seconds.items():
+        if not 0 <= duration_s < math.inf or not event.step_s:
+            raise StoredPlanError(
+                f"step {event.step} of rank {rank} has {name} {duration_s}",
+                where=str(run_dir / "events"),
+                why="no clock says so",
+                fix="give another run",
+            )
 
 
 def _find_largest_memory_ratio(run_dir: Path, num_ranks: int) -> float | None:

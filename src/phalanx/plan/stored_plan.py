@@ -1,0 +1,148 @@
+"""`parse_stored_plan`: a plan that a run has on record, checked as input: a disk, another program
+or a person may have changed it.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.plan.plan import Plan
+
+SCHEMA_PREFIX = "phalanx.plan/"
+KEYS_OF_EVERY_PLAN = (
+    *(field.name for field in fields(Plan) if field.default is field.default_factory is MISSING),
+    *("alternatives", "reasons", "warnings", "recompute"),
+)
+TYPE_OF_KEY: Mapping[str, type] = {
+    **dict.fromkeys(("layout", "shape"), dict),
+    **dict.fromkeys(("alternatives", "reasons", "warnings"), list),
+    **dict.fromkeys(("job_digest", "device", "precision", "recompute"), str),
+    "compile": bool,
+}
+COUNTS_OF_STEP = ("global_batch_size", "micro_batch_size", "num_microbatches", "seq_len")
+COUNTS = ("vocab_size", "num_params", "capacity_bytes")
+# Seconds, bytes, degrees and sizes are not below 0; a loss beyond the ideal is a difference.
+PARTS_WITHOUT_NEGATIVES = (
+    *(*COUNTS_OF_STEP, *COUNTS, "world_size", "layout", "alternatives", "memory", "pipeline"),
+    *("peak_lr", "flops_per_token", "hardware_flops_per_token", "peak_flops_per_s", "step_time"),
+    *("shape",),
+)
+KEYS_WITH_NEGATIVES = ("matmul loss", "measured")
+
+
+class StoredPlanError(PhalanxError):
+    """A stored plan that no run wrote so."""
+
+    exit_code = ExitCode.JOB
+
+
+def parse_stored_plan(body: Any) -> Plan:
+    """The plan that `Plan.to_json` gave `body`. Raises StoredPlanError, with the key, for what that
+    cannot have given."""
+    _require(isinstance(body, dict), "it holds no plan")
+    schema = body.get("schema", SCHEMA_PREFIX)
+    _require(
+        isinstance(schema, str) and schema.startswith(SCHEMA_PREFIX),
+        f"it is a {schema!s:.60}, and no plan of a run",
+    )
+    missing = [key for key in KEYS_OF_EVERY_PLAN if key not in body]
+    _require(not missing, f"the plan has no {', '.join(missing)}")
+    _check_types(body)
+    _check_numbers(body)
+    try:
+        plan = Plan.from_json(body)
+        _ = plan.model_shape  # read here, where what it lacks is said in words
+    except KeyError as error:
+        raise StoredPlanError(f"the plan has no {error.args[0]}") from None
+    except (ValueError, TypeError, AttributeError, PhalanxError) as error:
+        raise StoredPlanError(f"the plan cannot be used: {error!s:.200}") from None
+    _check_agreement(plan, body)
+    return plan
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise StoredPlanError(problem)
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    for key, kind in TYPE_OF_KEY.items():
+        _require(type(body[key]) is kind, f"{key} is {body[key]!r:.60}, and no {kind.__name__}")
+    for keys, least in ((COUNTS_OF_STEP, 1), (COUNTS, 0)):
+        for key in keys:
+            is_count = type(body[key]) is int and body[key] >= least
+            words = f"{key} is {body[key]!r:.60}, and no whole number of at least {least}"
+            _require(is_count, words)
+    for candidate in body["alternatives"]:
+        has_bytes = isinstance(candidate, dict) and isinstance(
+            candidate.get("predicted_bytes"), dict
+        )
+        _require(has_bytes, "an alternative has no predicted_bytes")
+        for category, num_bytes in candidate["predicted_bytes"].items():
+            _require(
+                type(num_bytes) is int,
+                f"predicted_bytes.{category!s:.40} is {num_bytes!r:.60}, and no whole number",
+            )
+
+
+def _check_numbers(body: Mapping[str, Any]) -> None:
+    """Raise StoredPlanError for a number that is none, and for one below 0 where none is."""
+    for path, value in _iterate_numbers(body, ()):
+        words = f"{'.'.join(path)} is {value!r:.60}"
+        _require(math.isfinite(value), f"{words}, and no number")
+        may_be_negative = path[0] not in PARTS_WITHOUT_NEGATIVES or any(
+            key in KEYS_WITH_NEGATIVES for key in path
+        )
+        _require(value >= 0 or may_be_negative, f"{words}, and less than 0")
+
+
+def _iterate_numbers(
+    value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], float | int]]:
+    """(keys that lead to it, number) of each number in a value of JSON."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _iterate_numbers(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _iterate_numbers(item, (*path, str(index)))
+    elif type(value) in (int, float):
+        yield path, value
+
+
+def _check_agreement(plan: Plan, body: Mapping[str, Any]) -> None:
+    """Raise StoredPlanError where what is stored twice, or follows from the rest, disagrees."""
+    layout = plan.layout
+    stored_ranks = body.get("world_size", layout.world_size)
+    _require(
+        stored_ranks == layout.world_size,
+        f"world_size is {stored_ranks!r:.60}, and the layout has {layout.world_size} ranks",
+    )
+    batch = plan.micro_batch_size * plan.num_microbatches * layout.data_parallel_size
+    _require(
+        batch == plan.global_batch_size,
+        f"global_batch_size is {plan.global_batch_size}, and {plan.num_microbatches} microbatches"
+        f" of {plan.micro_batch_size} on {layout.data_parallel_size} data-parallel ranks make"
+        f" {batch}",
+    )
+    chosen = [candidate for candidate in plan.alternatives if candidate.chosen]
+    _require(len(chosen) == 1, f"{len(chosen)} of its alternatives are chosen, and not one")
+    for candidate, stored in zip(plan.alternatives, body["alternatives"], strict=True):
+        total = stored.get("total_bytes", candidate.total_bytes)
+        _require(
+            total == candidate.total_bytes,
+            f"total_bytes of {candidate.name!s:.40} is {total!r:.60}, and its predicted_bytes add"
+            f" up to {candidate.total_bytes}",
+        )
+    if plan.pipeline is not None:
+        memory = plan.pipeline.rank_memory
+        _require(
+            plan.pipeline.num_ranks == layout.pp and len(memory) in (0, layout.pp),
+            f"the pipeline has {plan.pipeline.num_ranks} ranks, and the layout pp={layout.pp}",
+        )
