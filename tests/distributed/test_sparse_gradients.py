@@ -1,9 +1,11 @@
 """Sparse gradients of a call, which no list of modules tells of: ranks that reduce whole gradients
-refuse them by the parameter's name."""
+refuse them by the parameter's name, and add them up where they accumulate over microbatches.
+
+Reference: the same lookup with dense gradients.
+"""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,35 +20,52 @@ OBJECTIVE = causal_cross_entropy(16)
 LAYOUTS = {"zero1": {"dp_shard": 2, "zero_stage": 1}, "ddp": {"dp_replicate": 2}}
 
 
-class SparseLookup(nn.Module):
-    def __init__(self) -> None:
+class Lookup(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
         super().__init__()
-        self.rows = nn.Parameter(torch.ones(VOCAB, 8))
+        self.sparse = sparse
+        self.rows = nn.Parameter(torch.linspace(-1.0, 1.0, VOCAB * 8).view(VOCAB, 8))
         self.out = nn.Linear(8, VOCAB)
+        nn.init.constant_(self.out.weight, 0.1)
+        nn.init.zeros_(self.out.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.out(nn.functional.embedding(inputs, self.rows, sparse=True))
+        return self.out(nn.functional.embedding(inputs, self.rows, sparse=self.sparse))
 
 
-def train_one_step(rank: int, num_microbatches: int) -> dict[str, str]:
-    """What a rank is refused with, by layout."""
-    found = {}
+def train_one_step(rank: int, num_microbatches: int, sparse: bool) -> dict[str, torch.Tensor | str]:
+    """By layout the rows after a step, or what a rank is refused with."""
+    found: dict[str, torch.Tensor | str] = {}
     for name, axes in LAYOUTS.items():
         a_plan = plan(2, num_microbatches, **axes)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
-            model = parallelize(SparseLookup(), a_plan, mesh)
+            model = parallelize(Lookup(sparse=sparse), a_plan, mesh)
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
             batch = {key: global_batches(1)[0][key] for key in ("inputs", "targets")}
             mine = share(batch, rank, 2, num_microbatches)
             try:
                 model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE))
+                model.update(sgd)
             except LayoutError as error:
                 found[name] = str(error)
+            else:
+                found[name] = model.module.rows.detach().clone()
     return found
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_sparse_gradient_of_a_call_is_refused_by_name(num_microbatches: int) -> None:
-    for found in run_ranks(2, train_one_step, num_microbatches):
+def test_a_sparse_gradient_of_a_call_is_refused_by_name() -> None:
+    for found in run_ranks(2, train_one_step, 1, True):
         assert set(found) == set(LAYOUTS)
         for line in found.values():
-            assert "the gradient of rows is sparse: ranks reduce dense ones" in line
+            assert "the gradient of rows is sparse: ranks reduce dense ones" in str(line)
+
+
+def test_sparse_gradients_of_several_microbatches_add_up_to_dense_ones() -> None:
+    expected, found = (run_ranks(2, train_one_step, 3, sparse) for sparse in (False, True))
+    start = Lookup(sparse=False).rows
+    for of_rank, dense in zip(found, expected, strict=True):
+        assert set(of_rank) == set(LAYOUTS)
+        for name, rows in of_rank.items():
+            assert isinstance(rows, torch.Tensor), rows
+            torch.testing.assert_close(rows, dense[name])
+            assert not torch.equal(rows, start)
