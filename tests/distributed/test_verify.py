@@ -571,7 +571,7 @@ EXPECTED = {
         ("zero1",),
         "update",
         "embed.weight",
-        "1 updates agree",
+        "1 update agrees",
     ),
     weights_by_rank: (EVERY, "initial weight", "embed.weight", "depend on the layout"),
 }

@@ -464,6 +464,28 @@ def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
 
 
+def test_the_mistake_that_makes_a_wrong_update_is_told_with_its_ranks() -> None:
+    def cause(*mistakes: str | None) -> str:
+        """Of ranks with these mistakes; None: a rank whose update is right."""
+        off = {WEIGHTS: scale_tensors(1.5)}
+        seen = [
+            saw()
+            if mistake is None
+            else saw(tensors=off, mistakes_of_updates={WEIGHTS: {"b": mistake}})
+            for mistake in mistakes
+        ]
+        first = first_of(*seen)
+        assert (first.what, first.name) == ("update", "b")
+        return str(first.cause)
+
+    assert cause("x were lost", "x were lost").endswith("another update of them: as if x were lost")
+    assert cause(None, "x were lost").endswith("only on rank 1: as if x were lost")
+    assert cause("x were lost", "y were 2 x").endswith(
+        "on rank 0 as if x were lost; on rank 1 as if y were 2 x"
+    )
+    assert cause("", "").endswith("the update is 1.5 x that of one process")
+
+
 def test_buffers_are_compared_after_the_weights() -> None:
     trace = traced(sizes={**TRACE.sizes, name_buffers_set(0): {"running": 3.0}})
     boxes = {"a": [[[0], [4], 1]], "b": [[[0], [1], 1]], "running": [[[0], [9], 1]]}

@@ -32,6 +32,7 @@ from phalanx.verify.dropout_watch import DropoutMaskChecker
 from phalanx.verify.kept_errors import CompressionResiduals
 from phalanx.verify.outputs import FirstOutput
 from phalanx.verify.overflowed_gradients import OverflowFault, find_overflow_faults
+from phalanx.verify.plain.training import OptimizerDefinition
 from phalanx.verify.sent_gradients import SentFault, SentGradientChecker
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
 from phalanx.verify.trace_facts import (
@@ -42,6 +43,7 @@ from phalanx.verify.trace_facts import (
     name_gradients_set,
     name_weights_set,
 )
+from phalanx.verify.update_hypotheses import UpdateExaminer
 from phalanx.verify.wrong_gradients import LeftDots, WrongRows, examine_wrong_gradients
 
 # One reads in place, one sends messages.
@@ -86,6 +88,9 @@ class RankObservations:
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(
         default_factory=dict
     )
+    mistakes_of_updates: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Set of weights -> name -> the mistake that makes its wrong update, to be read after "as
+    if"."""
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -112,9 +117,11 @@ def train_beside_reference(
     trace: Trace,
     build_optimizer: Callable[[float], torch.optim.Optimizer],
     *,
+    rule: OptimizerDefinition | None = None,
     seed: int = 0,
 ) -> RankObservations:
-    """Train `steps` (this rank's microbatches of each) as the reference did, and compare.
+    """Train `steps` (this rank's microbatches of each) as the reference did, and compare. `rule`:
+    the definition of the optimizer, None for a user's own.
 
     Collective.
     """
@@ -125,6 +132,7 @@ def train_beside_reference(
     watch = DropoutMaskChecker(model.module, seed, **share) if trace.dropped else None
     load_starting_weights_of_trace(model, trace)
     optimizer = build_optimizer(applied.lr)
+    examiner = UpdateExaminer(trace, applied, rule, model.mesh.world_size)
     # Once: the places of what is updated stay where they are.
     places = model.trained_shards()
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
@@ -161,7 +169,7 @@ def train_beside_reference(
             observations.digests[kind] = hash_block_bits(gradients)
             overwrite_step_gradients(applied, number, gradients)
             model.update(optimizer)
-            _observe_update(observations, model, trace, number)
+            _observe_update(observations, model, trace, number, examiner)
     observations.sent_faults = sent_gradients.faults
     if watch is not None:
         observations.wrong_masks = [
@@ -215,7 +223,11 @@ def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservat
 
 
 def _observe_update(
-    observations: RankObservations, model: ParallelModel, trace: Trace, number: int
+    observations: RankObservations,
+    model: ParallelModel,
+    trace: Trace,
+    number: int,
+    examiner: UpdateExaminer,
 ) -> None:
     """Weights and buffers after the update of a step."""
     shards = model.shards()
@@ -225,7 +237,10 @@ def _observe_update(
     for kind in kinds:
         # Of weights how they moved: what an update did is not lost in what they were.
         since = BEGIN_KIND if kind == name_weights_set(number) else None
-        observations.tensors[kind] = compute_block_dots(trace, kind, shards, since=since)
+        dots_of = compute_block_dots(trace, kind, shards, since=since)
+        observations.tensors[kind] = dots_of
+        if since is not None:
+            observations.mistakes_of_updates[kind] = examiner.examine(number, shards, dots_of)
         if number == trace.num_steps - 1:
             shards_of_kind = {name: shards[name] for name in trace.sizes[kind] if name in shards}
             observations.digests[kind] = hash_block_bits(shards_of_kind)

@@ -13,10 +13,11 @@ from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_gradients import GradientDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
-from phalanx.verify.factors import FactorExplainer, format_factor, is_nearly_equal
+from phalanx.verify.diagnosis_of_updates import UpdateDiagnosis
+from phalanx.verify.factors import FactorExplainer, is_nearly_equal
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
-from phalanx.verify.trace_facts import name_buffers_set, name_weights_set
+from phalanx.verify.trace_facts import name_buffers_set
 
 FEW_DIGITS_CAUSE = (
     "phalanx.nn's router, in one process too, has other scores than a plain implementation makes of"
@@ -82,6 +83,7 @@ class DifferenceDiagnosis:
         self._stages: StageDiagnosis | None = None
         if layout.pipeline is not None:
             self._stages = StageDiagnosis(compared, layout.pipeline)
+        self._updates = UpdateDiagnosis(compared)
         self._norms = NormDiagnosis(compared, self._factors, self._stages)
         self._gradients = GradientDiagnosis(
             compared, layout, self._factors, self._experts, self._stages
@@ -243,7 +245,7 @@ class DifferenceDiagnosis:
         if label == "buffer":
             return self._explain_wrong_buffer(kind, name)
         if label == "update":
-            return self._explain_wrong_update(name, step, ranks)
+            return self._updates.explain(name, step, ranks)
         if label == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
         if buffer := self.find_wrong_forward_buffer():
@@ -271,54 +273,6 @@ class DifferenceDiagnosis:
         if len({self._compared.squared_tensor_error(kind, name, rank) for rank in holders}) == 1:
             cause = EQUAL_BUFFERS_CAUSE
         return self._experts.explain_wrong_router_bias(name) or cause
-
-    def _explain_wrong_update(self, name: str, step: int, ranks: Sequence[int]) -> str:
-        """The cause of wrong weights after an update whose gradients were one process's, to the
-        bit."""
-        if self._trace.has_no_gradient(name):
-            return (
-                "in one process it has no gradient and stays; here it is updated (decay, say):"
-                " freeze it"
-            )
-        kind = name_weights_set(step)
-        factors = [self._compared.find_multiple_of_reference(kind, [name], rank) for rank in ranks]
-        stays = [rank for rank in ranks if not self._compared.has_weight_moved(kind, name, rank)]
-        if stays:
-            where = f"rank {', '.join(map(str, stays))}"
-            return f"it is not updated on {where}, and stays as it was: a stale part"
-        stays = [rank for rank in ranks if self._compared.has_weight_partly_moved(kind, name, rank)]
-        if stays:
-            where = f"rank {', '.join(map(str, stays))}"
-            return (
-                f"some of its elements on {where} are not updated, and the others are: borders of"
-                " shards are off, or what other ranks update does not reach the model: stale rows"
-            )
-        holders = self._compared.find_ranks_holding_parameter(name)
-        if len(ranks) < len(holders):
-            where = f"rank {', '.join(map(str, ranks))}"
-            if step > 0:
-                return (
-                    f"{step} updates agree, and then one does not, only on {where}: the optimizer's"
-                    " state there (moments, the count of steps) is not that of one process, or its"
-                    " part is stale"
-                )
-            return (
-                f"only on {where}: its part is stale, or is updated otherwise than that of the"
-                " other ranks"
-            )
-        if step == 0 and factors and factors[0] is not None:
-            return f"the update is {format_factor(factors[0])} that of one process"
-        if step > 0:
-            return (
-                f"{step} updates agree, and then one does not: the optimizer's state (moments, the"
-                " count of steps) or its learning rate is not that of one process, or an update is"
-                " left out or made twice"
-            )
-        return (
-            "the optimizer was given one process's gradients and makes another update of them: its"
-            " state, decay, borders of shards, or a part that is updated and does not reach the"
-            " model"
-        )
 
     def explain_wrong_evaluation(self, rank: int) -> str:
         """The cause of the loss that an evaluation has on `rank`, of weights that agree."""

@@ -24,6 +24,7 @@ from phalanx.verify.begin import replace_learning_rate
 from phalanx.verify.compare_steps import RankObservations, train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import LayoutOutputs
+from phalanx.verify.plain.training import PLAIN_OPTIMIZERS, OptimizerDefinition
 from phalanx.verify.reduction_types import (
     ReductionTypes,
     RotaryTableTypes,
@@ -31,6 +32,7 @@ from phalanx.verify.reduction_types import (
 )
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
+from phalanx.verify.trainer_reference import make_optimizer_definition
 
 
 @dataclass
@@ -80,6 +82,7 @@ class LayoutRun:
                 steps,
                 trace,
                 lambda lr: self._build_watched_optimizer(model, lr, reductions),
+                rule=self._find_optimizer_definition(),
                 seed=self.job.run.seed,
             )
         # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
@@ -90,6 +93,12 @@ class LayoutRun:
                 "has_rotary_tables": tables.is_judged,
             }
             return self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
+
+    def _find_optimizer_definition(self) -> OptimizerDefinition | None:
+        """None for an optimizer of the user's own."""
+        if self.job.optim.kind not in PLAIN_OPTIMIZERS:
+            return None
+        return make_optimizer_definition(self.job.optim)
 
     def _build_watched_optimizer(
         self, model: ParallelModel, lr: float, reductions: ReductionTypes

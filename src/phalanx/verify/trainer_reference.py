@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Optim
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -154,7 +154,7 @@ class _ReferenceWriter:
             held_out=sources,
             evaluated=EVALUATED_STEPS,
             schedule=make_rate_schedule(self.job),
-            rule=_make_optimizer_rule(self.job),
+            rule=make_optimizer_definition(self.job.optim),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
             step_factors=choose_step_factors(self.job, self.plan),
@@ -164,8 +164,9 @@ class _ReferenceWriter:
         return train_by_definition(module, self._loss_sum, run, around=around)
 
 
-def _make_optimizer_rule(job: Job) -> OptimizerDefinition:
-    optim, decay = job.optim, job.optim.weight_decay
+def make_optimizer_definition(optim: Optim) -> OptimizerDefinition:
+    """The definition of one of phalanx's optimizers, with the numbers of [optim]."""
+    decay = optim.weight_decay
     if decay == "auto":
         decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
     return OptimizerDefinition(optim.kind, decay, optim.betas, optim.eps, optim.momentum)

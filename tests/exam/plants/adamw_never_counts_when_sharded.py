@@ -17,6 +17,6 @@ PLANT = Plant(
         ),
     ),
     shows=("zero1", "zero3"),
-    cause=("optimizer",),
+    cause=("were 1 in place of 2",),
     clean=("ddp", "tp4"),
 )

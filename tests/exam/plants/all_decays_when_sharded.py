@@ -15,7 +15,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero1", "zero3"),
-    cause=("optimizer", "decay"),
+    cause=("as if this tensor decayed",),
     tensors=("embed.weight", "*norm.weight", "*.bias"),
     clean=("ddp",),
 )

@@ -15,7 +15,7 @@ PLANT = Plant(
         ),
     ),
     shows=("tp4", "zero3-tp2"),
-    cause=("optimizer", "decay"),
+    cause=("as if this tensor decayed",),
     tensors=("embed.weight",),
     clean=("zero3",),
 )

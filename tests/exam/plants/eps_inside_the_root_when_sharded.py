@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("zero3",),
-    cause=("optimizer",),
+    cause=("eps were 1e-06 in place of 1e-08",),
     clean=("ddp",),
 )

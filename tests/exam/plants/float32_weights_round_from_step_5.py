@@ -17,5 +17,5 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("updates agree, and then one does not",),
+    cause=("rounded to bfloat16",),
 )

@@ -20,7 +20,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero1", "zero3"),
-    cause=("optimizer",),
+    cause=("were 1 in place of 2",),
     clean=("ddp", "tp2"),
     num_ranks=2,
     job=("--model", f"hf:{CONFIG}", "data.seq_len=16"),

@@ -18,7 +18,7 @@ PLANT = Plant(
         ),
     ),
     shows=("tp2",),
-    cause=("optimizer", "decay"),
+    cause=("as if this tensor decayed",),
     tensors=("model.embed_tokens.weight",),
     clean=("zero3",),
     num_ranks=2,

@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),
-    cause=("optimizer",),
+    cause=("betas were swapped",),
     clean=("zero3",),
 )

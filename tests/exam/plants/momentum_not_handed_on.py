@@ -13,7 +13,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero2", "zero3"),
-    cause=("optimizer",),
+    cause=("its momentum were lost",),
     clean=("ddp",),
     job=("--shrink", "optim.kind=sgd", "optim.momentum=0.9"),
 )

@@ -16,7 +16,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero3", "ddp", "tp4"),
-    cause=("optimizer",),
+    cause=("its first moment (momentum) were lost",),
     tensors=("blocks.0.attention.v.weight",),
     blamed=(1,),
 )

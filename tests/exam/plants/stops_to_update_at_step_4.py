@@ -13,5 +13,5 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("stale", "not updated", "update", "did not move"),
+    cause=("this update were left out",),
 )

@@ -15,5 +15,5 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("update", "optimizer", "stale"),
+    cause=("made twice",),
 )

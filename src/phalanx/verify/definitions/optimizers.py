@@ -15,7 +15,7 @@ from phalanx.verify.definitions.check import make_difference
 from phalanx.verify.plain.training import OptimizerDefinition
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import explain_no_trainer_run
-from phalanx.verify.trainer_reference import WEIGHT_DECAY_OF_OPTIMIZER
+from phalanx.verify.trainer_reference import make_optimizer_definition
 
 JUDGED = "updates of float32 weights by the job's optimizer, beside its definition in float64"
 RATE, NUM_STEPS, WIDTH = 0.01, 4, 16
@@ -28,10 +28,8 @@ def find_wrong_updates(job: Job) -> Iterator[Difference]:
     none for an optimizer of the user's own."""
     if explain_no_trainer_run(job):
         return
-    optim, decay = job.optim, job.optim.weight_decay
-    if decay == "auto":
-        decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
-    rule = OptimizerDefinition(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
+    optim = job.optim
+    rule = make_optimizer_definition(optim)
     module = _make_module()
     before = {name: p.detach().double() for name, p in module.named_parameters()}
     optimizer = build_optimizer(module, optim.model_copy(update={"lr": RATE}))
