@@ -546,7 +546,7 @@ EXPECTED = {
         ("zero1", "zero2", "zero3"),
         "update",
         "embed.weight",
-        "was given one process's gradients",
+        "as if this tensor decayed (by 0.1)",
     ),
     shard_borders_by_the_floor: (
         ("zero1", "zero2", "zero3"),
@@ -571,7 +571,7 @@ EXPECTED = {
         ("zero1",),
         "update",
         "embed.weight",
-        "1 update agrees",
+        "1 update agrees, and then one does not: as if in some of its elements it took the gradient",
     ),
     weights_by_rank: (EVERY, "initial weight", "embed.weight", "depend on the layout"),
 }

@@ -39,14 +39,13 @@ class UpdateDiagnosis:
             )
         where = ""
         if 0 < len(ranks) < len(self._compared.find_ranks_holding_parameter(name)):
-            where = f" only on {_list_ranks(ranks)}"
+            where = f", only on {_list_ranks(ranks)}"
         mistake = self._describe_mistake(kind, name, ranks)
         if step > 0:
             verbs = "agrees" if step == 1 else "agree"
             begin = f"{plural(step, 'update')} {verbs}, and then one does not"
-            if where:
-                begin += f",{where}"
-            return f"{begin}: {mistake or _describe_unknown_later_mistake(is_local=bool(where))}"
+            unknown = _describe_unknown_later_mistake(is_local=bool(where))
+            return f"{begin}{where}: {mistake or unknown}"
         if mistake:
             return (
                 "the optimizer was given one process's gradients and makes another update of"
@@ -54,8 +53,8 @@ class UpdateDiagnosis:
             )
         if where:
             return (
-                f"{where.strip()}: its part is stale, or is updated otherwise than that of the"
-                " other ranks"
+                f"only on {_list_ranks(ranks)}: its part is stale, or is updated otherwise than"
+                " that of the other ranks"
             )
         factors = [self._compared.find_multiple_of_reference(kind, [name], rank) for rank in ranks]
         if factors and factors[0] is not None:

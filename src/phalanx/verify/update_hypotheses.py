@@ -101,7 +101,7 @@ class UpdateExaminer:
         rounding = torch.finfo(dtype).eps * (before.abs() + 16 * (expected - before).abs())
         is_wrong = (actual - expected).abs() > 4 * rounding
         everywhere = torch.arange(len(actual))
-        for where, words in ((everywhere, ""), (everywhere[is_wrong], " in some of its elements")):
+        for where, words in ((everywhere, ""), (everywhere[is_wrong], "in some of its elements ")):
             chosen = where[:: max(1, len(where) // MAX_ELEMENTS)]
             if len(chosen) < MIN_ELEMENTS:
                 continue
@@ -110,7 +110,7 @@ class UpdateExaminer:
                 self._rule, elements, actual[chosen], expected[chosen], dtype=dtype
             )
             if mistake:
-                return mistake + words
+                return words + mistake
         return ""
 
 
