@@ -10,7 +10,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.resilience.guards import LossSpikeGuard, SkippedStepsGuard
-from phalanx.train.invariants import OnCorruption
+from phalanx.train.corruption import OnCorruption
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from phalanx.core.errors import NumericsError
 from phalanx.core.phases import WORLD_AXIS
-from phalanx.core.roll_back import RollBack, RollBackRequest, UnequalSteps
+from phalanx.core.roll_back import UnequalSteps
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import InvariantChecked, ReplicasReplayed
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.step_stats import LocalLoss, StepStats
+from phalanx.train.corruption import NO_MAJORITY
 from phalanx.train.count_checks import (
     count_targets_and_tokens,
     find_router_load_mismatches,
     is_rank_counting_its_samples,
     map_routers_by_name,
 )
+from phalanx.train.invariant_tallies import MAX_NAMED_PARAMETERS, InvariantTallies
 from phalanx.train.memory_checks import MemoryChecks
 from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
@@ -36,32 +36,8 @@ from phalanx.train.step_replay import (
 from phalanx.train.weight_blocks import HeldBlocks
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
-OnCorruption: TypeAlias = Literal["warn", "rollback", "stop"]
-
-MAX_NAMED_PARAMETERS = 20
 NUM_BATCH_COUNT_FLAGS = 2
 """Numbers that `RunInvariants.count_batch_for_reduction` adds to the flags of a step."""
-
-
-NUM_CORRUPTION_FLAGS = 4
-"""Numbers of `RunInvariants.build_corruption_flags`."""
-NO_MAJORITY = 1.0
-"""The first of them where replicas differ and no single rank is in the minority."""
-
-
-@dataclass
-class _InvariantCheckCounts:
-    """The checks of one invariant so far."""
-
-    name: str
-    num_checks: int = 0
-    num_failed: int = 0
-    first_failed_step: int = 0
-    last_step: int = 0
-    looked_at: str = ""
-    not_looked_at: list[str] = field(default_factory=list)
-    # The tensors and ranks of the last failure: the same again is not told again.
-    last_failure: object = None
 
 
 class RunInvariants:
@@ -81,7 +57,7 @@ class RunInvariants:
     ) -> None:
         self._job, self._state, self._bus, self._objective = job, state, bus, objective
         self._mesh = state.model.mesh
-        self._tallies: dict[str, _InvariantCheckCounts] = {}
+        self._tallies = InvariantTallies(bus)
         self._routers = map_routers_by_name(state.model.module)
         self._weights: WeightChecks | None = None
         self._check_interval, self._last_step = job.observe.invariants_every, job.train.steps
@@ -203,20 +179,7 @@ class RunInvariants:
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
         self._check_and_record_weights(self._weights.take_weight_findings())
-        for tally in self._tallies.values():
-            self._bus.emit(
-                InvariantChecked(
-                    step=tally.last_step,
-                    name=tally.name,
-                    ok=tally.num_failed == 0,
-                    is_summary=True,
-                    num_checks=tally.num_checks,
-                    num_failed=tally.num_failed,
-                    first_failed_step=tally.first_failed_step,
-                    looked_at=tally.looked_at,
-                    not_looked_at=list(tally.not_looked_at),
-                )
-            )
+        self._tallies.emit_summary()
 
     def _is_check_due(self, step: int) -> bool:
         return step in (self._first_step, self._last_step) or step % self._check_interval == 0
@@ -235,7 +198,7 @@ class RunInvariants:
             self._found_unequal = step, digest_rank_weights(findings.digests)
         if self._before is not None and step == self._before.last_step:
             self._emit_replay(self._before, findings)
-        self._record_and_emit_check(
+        self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="replicas_equal",
@@ -250,7 +213,7 @@ class RunInvariants:
         )
         foreign = sum(findings.num_foreign.values())
         ranks = sorted({*findings.missing.ranks, *findings.num_foreign})
-        self._record_and_emit_check(
+        self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="optimizer_parameters",
@@ -271,7 +234,7 @@ class RunInvariants:
                 f"{plural(num_still, 'tensor')} without a gradient, or with one whose update is"
                 " near the rounding of its elements"
             )
-        self._record_and_emit_check(
+        self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="parameters_moved",
@@ -308,16 +271,16 @@ class RunInvariants:
             return
         expected = self._counts[0]
         if math.isnan(expected):
-            self._record_check_not_possible(
+            self._tallies.record_not_possible(
                 step, "targets_counted", "only the objective knows which of the data are targets"
             )
             return
         looked_at = "targets of the batch, counted in the data, and those of the loss"
         if facts.num_targets == expected:
             # In every step, and so without an event that nobody gets.
-            self._record_passed_check("targets_counted", step, looked_at)
+            self._tallies.record_passed("targets_counted", step, looked_at)
             return
-        self._record_and_emit_check(
+        self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="targets_counted",
@@ -341,12 +304,12 @@ class RunInvariants:
                 " experts per token, or a batch that does not tell its tokens"
             )
         if not findings.num_compared:
-            self._record_check_not_possible(step, "expert_loads", *not_looked_at)
+            self._tallies.record_not_possible(step, "expert_loads", *not_looked_at)
             return
         expected = actual = math.nan
         if findings.wrong:
             expected, actual = findings.expected, findings.actual
-        self._record_and_emit_check(
+        self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="expert_loads",
@@ -358,101 +321,6 @@ class RunInvariants:
                 not_looked_at=not_looked_at,
             )
         )
-
-    def _record_check_not_possible(self, step: int, name: str, *reasons: str) -> None:
-        tally = self._tallies.setdefault(name, _InvariantCheckCounts(name))
-        tally.last_step, tally.not_looked_at = step, list(reasons)
-
-    def _record_passed_check(self, name: str, step: int, looked_at: str) -> None:
-        tally = self._tallies.setdefault(name, _InvariantCheckCounts(name))
-        tally.num_checks += 1
-        tally.last_step, tally.looked_at, tally.last_failure = step, looked_at, None
-        tally.not_looked_at = []
-
-    def _record_and_emit_check(self, result: InvariantChecked) -> None:
-        """Count a check, and emit it if it failed otherwise than the one before."""
-        tally = self._tallies.setdefault(result.name, _InvariantCheckCounts(result.name))
-        tally.num_checks += 1
-        tally.last_step, tally.looked_at = result.step, result.looked_at
-        tally.not_looked_at = result.not_looked_at
-        if result.ok:
-            tally.last_failure = None
-            return
-        tally.num_failed += 1
-        tally.first_failed_step = tally.first_failed_step or result.step
-        failure = (result.tensors, result.ranks)
-        if failure != tally.last_failure:
-            tally.last_failure = failure
-            self._bus.emit(
-                replace(
-                    result,
-                    num_checks=tally.num_checks,
-                    num_failed=tally.num_failed,
-                    first_failed_step=tally.first_failed_step,
-                    tensors=result.tensors[:MAX_NAMED_PARAMETERS],
-                    num_tensors=len(result.tensors),
-                )
-            )
-
-
-def act_on_corruption(
-    flags: Sequence[float],
-    step: int,
-    on_corruption: OnCorruption,
-    gather_unequal_steps: Callable[[int], UnequalSteps],
-) -> None:
-    """Do, on all ranks, what the job says if rank 0 has found that replicas differ or memory has
-    changed. `flags`: the sums over ranks of `build_corruption_flags`. `gather_unequal_steps` is
-    called on all ranks where the run goes back and no majority names a rank.
-
-    Raises RollBackRequest to go back, NumericsError (exit 8) to stop.
-    """
-    corruption = _find_corruption(flags, step)
-    if corruption is None or on_corruption == "warn":
-        return
-    if on_corruption == "rollback":
-        if flags[0] == NO_MAJORITY and not flags[2]:
-            unequal = gather_unequal_steps(corruption.not_after_step)
-            corruption = replace(corruption, unequal=unequal)
-        raise RollBackRequest(corruption)
-    whose = f"rank {corruption.rank}: " if corruption.rank >= 0 else ""
-    raise NumericsError(
-        f"step {step}: {whose}{corruption.why}",
-        why='resilience.on_corruption = "stop"',
-        fix=(
-            f"continue from a checkpoint not after step {max(corruption.not_after_step, 0)}: remove"
-            " the later ones, and run again with --resume"
-        ),
-    )
-
-
-def _find_corruption(flags: Sequence[float], step: int) -> RollBack | None:
-    code, equal_step, num_changed, sum_of_ranks = flags
-    if num_changed:
-        return RollBack(
-            kind="corruption",
-            step=step,
-            # What was saved of that step may have been written after it had changed.
-            not_after_step=step - 2,
-            why=(
-                f"the state of {plural(int(num_changed), 'rank')} has changed between the updates"
-                f" of steps {step - 1} and {step}"
-            ),
-            rank=int(sum_of_ranks) if num_changed == 1 else -1,
-        )
-    if not code:
-        return None
-    rank = int(code) - 2
-    whose = "replicas hold other bits than each other"
-    if rank >= 0:
-        whose = "it holds other bits than the other replicas"
-    return RollBack(
-        kind="corruption",
-        step=step,
-        not_after_step=int(equal_step),
-        why=f"{whose}, which were equal in step {int(equal_step)}",
-        rank=max(rank, -1),
-    )
 
 
 def _describe_compared_blocks(held: HeldBlocks) -> str:

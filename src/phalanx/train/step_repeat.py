@@ -12,7 +12,7 @@ from phalanx.parallel.block_norms import BlockNormRequest
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.step_stats import LocalLoss, StepStats
 from phalanx.train.backward_watch import BackwardWatch
-from phalanx.train.invariants import OnCorruption
+from phalanx.train.corruption import OnCorruption
 from phalanx.train.nonfinite import NonFiniteFinder
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState

@@ -31,6 +31,7 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestCheckpointRecorder
 from phalanx.train.block_norms import BlockNormRecorder
+from phalanx.train.corruption import NUM_CORRUPTION_FLAGS, OnCorruption, act_on_corruption
 from phalanx.train.evaluation import (
     EvalScore,
     Evaluation,
@@ -38,12 +39,7 @@ from phalanx.train.evaluation import (
     read_evaluation_history,
 )
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.invariants import (
-    NUM_CORRUPTION_FLAGS,
-    OnCorruption,
-    RunInvariants,
-    act_on_corruption,
-)
+from phalanx.train.invariants import RunInvariants
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.old_trainer_call import accept_deprecated_trainer_arguments
 from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
