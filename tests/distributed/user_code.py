@@ -124,6 +124,33 @@ def noisy(vocab_size: int = 257) -> nn.Module:
     return Noisy(vocab_size)
 
 
+class Bend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Bent(Bigram):
+    """With blocks of which a compiler makes the fewest kernels."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.blocks = nn.ModuleList([Bend(), Bend()])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def bent(vocab_size: int = 257) -> nn.Module:
+    return Bent(vocab_size)
+
+
 def stand_still() -> None:
     """A fault: what this thread does, a write say, never ends."""
     threading.Event().wait()
