@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_verify_trainer import check_all_is_judged
 
 from models import CPU
 from phalanx.core.errors import CheckpointError
@@ -58,7 +59,7 @@ def refuse() -> None:
 
 def make_case(init_from: str | None) -> tuple[Job, VerifyCase]:
     sections = {"model": {"init_from": init_from}, "data": {"seq_len": 16}}
-    job = make_verified_job(shrink_job(Job.model_validate(sections), num_blocks=2)[0], NUM_RANKS)
+    job = make_verified_job(shrink_job(Job.model_validate(sections), num_blocks=1)[0], NUM_RANKS)
     made = make_trainer_cases(make_trainer_job(job), num_ranks=NUM_RANKS, cluster=CPU, shape=None)
     (case,) = (
         VerifyCase("float64", case.name, case.parallel, case.plan, case.other_name, case.other_plan)
@@ -98,6 +99,7 @@ def test_weights_are_taken_as_they_are_saved(judged: tuple[Path, Row]) -> None:
     _, row = judged
     assert row.ok, row.first
     assert TAKEN_WEIGHTS_JUDGED in row.judged
+    check_all_is_judged(row)
 
 
 @pytest.mark.long
