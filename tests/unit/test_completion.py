@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from commands import COLD, PHALANX, SLACK, environment, run
 from cpu_time import measure_cpu_s
 from phalanx.job.schema import Job, Optim
-
-SLACK = 3.0
-PHALANX = [sys.executable, "-m", "phalanx"]
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +32,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(folder: Path, **variables: str) -> str:
-    env = {**os.environ, **variables}
-    done = subprocess.run(PHALANX, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    return done.stdout
+def ask(folder: Path, command: Sequence[str] = PHALANX, **variables: str) -> str:
+    done = run(cwd=folder, env=environment(**variables), command=command)
+    assert done.err == ""
+    return done.out
 
 
-def bash(folder: Path, *words: str) -> list[str]:
+def bash(folder: Path, *words: str, command: Sequence[str] = PHALANX) -> list[str]:
     """What bash is offered for the last of `words`; it splits at "=", as COMP_WORDBREAKS says."""
     split = [part for word in words for part in word.replace("=", "\n=\n").split("\n")]
     if split[-1] == "" and len(split) > 1 and split[-2] == "=":
         split.pop()  # the cursor is behind the equals sign: that is the word
     out = ask(
         folder,
+        command,
         _PHALANX_COMPLETE="complete_bash",
         COMP_WORDS="\n".join(("phalanx", *split)),
         COMP_CWORD=str(len(split)),
@@ -130,7 +129,7 @@ def test_zsh_and_fish_see_the_whole_word(folder: Path) -> None:
 def test_bash_takes_the_script(folder: Path) -> None:
     """The script that --show-completion prints, run by bash itself, completes a command line."""
     script = subprocess.run(
-        [*PHALANX, "--show-completion", "bash"],
+        [*COLD, "--show-completion", "bash"],
         env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
         capture_output=True,
         text=True,
@@ -140,7 +139,7 @@ def test_bash_takes_the_script(folder: Path) -> None:
         f"phalanx() {{ {sys.executable} -m phalanx; }}; export -f phalanx",
         script.replace(
             "_PHALANX_COMPLETE=complete_bash $1",
-            f"_PHALANX_COMPLETE=complete_bash {' '.join(PHALANX)}",
+            f"_PHALANX_COMPLETE=complete_bash {' '.join(COLD)}",
         ),
         "COMP_WORDS=(phalanx train optim.schedule = w); COMP_CWORD=4",
         "_phalanx_completion phalanx",
@@ -164,4 +163,4 @@ def test_completion_is_quick_and_imports_nothing_heavy(folder: Path) -> None:
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
-    assert measure_cpu_s(lambda: bash(folder, "train", "optim.")) < 0.4 * SLACK
+    assert measure_cpu_s(lambda: bash(folder, "train", "optim.", command=COLD)) < 0.4 * SLACK

@@ -297,12 +297,12 @@ def test_what_is_refused(
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
-def slow_corpus(folder: Path) -> Path:
-    """A dozen shards of 1 MiB: enough to be caught in the middle."""
+def slow_corpus(folder: Path, num_files: int = 4) -> Path:
+    """A dozen shards of 1 MiB, with four files: enough to be caught in the middle."""
     folder.mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(library.glob("[a-k]*.py")))
-    for number in range(4):
+    for number in range(num_files):
         (folder / f"{number}.txt").write_bytes(text)
     return folder
 
@@ -356,7 +356,7 @@ def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal
 
 def test_progress_on_a_terminal(made: Path, texts: Path, tmp_path: Path) -> None:
     """A bar on standard error, taken away at the end; without colours if NO_COLOR is set."""
-    slow_corpus(tmp_path / "corpus")
+    slow_corpus(tmp_path / "corpus", num_files=2)
     ours, theirs = pty.openpty()
     command = [
         *PHALANX,
