@@ -517,8 +517,6 @@ def test_a_port_that_is_taken(home: Home) -> None:
         f"port {port} on 127.0.0.1 cannot be listened on (address in use); choose another"
         in done.problem
     )
-    # The rank imports torch before it listens.
-    assert done.wall_s < 10 * SLACK
     assert not (home.folder / "run").exists()
 
 
@@ -538,21 +536,18 @@ def test_ranks_that_differ(home: Home) -> None:
 
 
 def test_a_run_directory_in_use(home: Home) -> None:
-    """The second job leaves within a second, naming the holder; the first never learns of it."""
+    """The second job leaves naming the holder; the first never learns of it.
+
+    That it is named before anything slow: tests/unit/test_cli.py.
+    """
     first = start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)
     with watching(first) as watched:
         watched.wait_for("step 10/")
         for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
-            took_s = []
-            for _ in range(3):  # the best of three: other tests run beside this one
-                with (
-                    stopped()
-                ):  # or its ranks would train on all cores; who is stopped still holds the run
-                    second = run(*arguments, cwd=home.folder)
-                assert second.code == 9, second.err
-                assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
-                took_s.append(second.wall_s)
-            assert min(took_s) < 1.0 * SLACK
+            with stopped():  # it has not ended meanwhile; who is stopped still holds the run
+                second = run(*arguments, cwd=home.folder)
+            assert second.code == 9, second.err
+            assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
         first.send_signal(signal.SIGINT)
         assert watched.finish().code == 130
     assert not (home.folder / "run" / "lock").exists()

@@ -203,14 +203,16 @@ def test_a_driver_that_gives_no_answer_is_not_taken_for_no_gpu(here: Here, how: 
     if lines:
         here.smi(*lines)
     here.driver()
+    # Who answers may need longer on a busy machine.
+    patience_s = 1.0 if how == "slow" else 60.0
     for device in ("auto", "cuda"):
-        refusal = here.detect(device, patience_s=1.0)
+        refusal = here.detect(device, patience_s=patience_s)
         assert refusal["code"] == 6
         assert why in refusal["said"]
         assert "nvidia-ml-py is not installed" in refusal["said"]
         assert "cluster.device=cpu" in refusal["said"]
         assert "\n" not in refusal["said"]
-    assert here.detect("cpu", patience_s=1.0)[0] == "cpu"
+    assert here.detect("cpu", patience_s=patience_s)[0] == "cpu"
 
 
 def test_a_tool_without_a_driver_is_no_sign_of_a_gpu(here: Here) -> None:
