@@ -42,6 +42,7 @@ from phalanx.launch.messages import (
     TemplateReport,
 )
 from phalanx.launch.paths import server_log_path
+from phalanx.launch.processor_lack import LOOK_INTERVAL_S, ProcessorLack
 from phalanx.launch.rank_env import (
     SERVER_CHOSE_THREADS_VARIABLE,
     THREAD_VARIABLES,
@@ -54,6 +55,8 @@ from phalanx.launch.wire import MessageChannel
 _MAX_READ_BYTES = 1 << 20
 # For the template to fork a server, or to tell how one ended, which take it milliseconds.
 _TEMPLATE_ANSWER_TIMEOUT_S = 3.0
+# Time in which it has no processor does not count, up to this by the clock.
+_MAX_ANSWER_TIMEOUT_S = 30.0
 TemplateLink: TypeAlias = MessageChannel[TemplateOrder, TemplateReport]
 ServerLink: TypeAlias = MessageChannel[ServerOrder, ServerReport]
 
@@ -132,11 +135,16 @@ class TemplateProcess:
         return self._exit_codes.get(pid)
 
     def _read_reports_until(self, is_there: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + _TEMPLATE_ANSWER_TIMEOUT_S
+        began_s = time.monotonic()
+        lack = ProcessorLack([self.pid], began_s)
         while not is_there() and not self.link.closed:
-            timeout_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([self.link], [], [], timeout_s)[0]:
-                return
+            may_take_s = min(_TEMPLATE_ANSWER_TIMEOUT_S + lack.total_s, _MAX_ANSWER_TIMEOUT_S)
+            remaining_s = max(0.0, began_s + may_take_s - time.monotonic())
+            if not select.select([self.link], [], [], min(remaining_s, LOOK_INTERVAL_S))[0]:
+                if not remaining_s:
+                    return
+                lack.look([self.pid], time.monotonic())
+                continue
             for report in self.link.receive():
                 match report:
                     case ServerForked(pid):
