@@ -258,7 +258,11 @@ def check_primitives(rank: int, num_ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+# Of two ranks all runs of other tests are.
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_primitives_give_what_plain_sums_and_copies_give(num_ranks: int) -> None:
     for found in run_ranks(num_ranks, check_primitives, num_ranks):
         assert found == {check.__name__: [] for check in ALL_CHECKS}

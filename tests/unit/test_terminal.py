@@ -7,6 +7,7 @@ import ast
 import importlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,12 @@ DRAWERS = {
     "install",
 }
 STARTERS = {"Popen", "run", "call", "check_call", "check_output", "system", "spawnv", "popen"}
+# A word of these is in each file that `ways_past` finds something in: to parse the others takes
+# seconds.
+SUSPECT_WORDS = re.compile(
+    r"__stdout__|__stderr__|behind|\.buffer|rich|/dev/tty|unwrap_stream|Live|Progress|TextColumn"
+    rf"|subprocess|\bos\.({'|'.join(sorted(STARTERS))}|write)\b"
+)
 
 
 def owner_of(called: ast.expr) -> str:
@@ -219,7 +226,8 @@ def test_nothing_prints_past_the_seam() -> None:
     found = {
         (str(path.relative_to(SOURCE)), name): line
         for path in sorted(SOURCE.rglob("*.py"))
-        for name, line in ways_past(ast.parse(path.read_text(encoding="utf-8")))
+        if SUSPECT_WORDS.search(text := path.read_text(encoding="utf-8"))
+        for name, line in ways_past(ast.parse(text))
     }
     assert {place: line for place, line in found.items() if place not in MAY_PASS} == {}
     assert MAY_PASS.keys() - found.keys() == set(), "no longer needed"
@@ -235,6 +243,7 @@ def test_nothing_prints_past_the_seam() -> None:
 )  # fmt: skip
 def test_a_way_past_is_found(line: str) -> None:
     assert list(ways_past(ast.parse(line)))
+    assert SUSPECT_WORDS.search(line)
 
 
 # --- every verb, with hostile words and names -----------------------------------------------------
