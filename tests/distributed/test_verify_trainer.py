@@ -15,6 +15,7 @@ from exam.sit import MODULES
 
 from models import CPU
 from phalanx.data.prepare import prepare_corpus
+from phalanx.job.costs import ModelCosts
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
@@ -53,11 +54,11 @@ def judge_cases(
     only: Sequence[str],
     plant: str,
     num_blocks: int,
+    shape: ModelCosts | None,
 ) -> list[dict[str, Any]]:
     if plant:
         plant_bug(plant)
     job = make_job(sections, num_ranks, num_blocks)
-    shape = measure_foreign_shape(job)
     cases = make_trainer_cases(job, num_ranks=num_ranks, cluster=CPU, shape=shape)
     rows = []
     data_dir: Path | None = None
@@ -84,7 +85,10 @@ def rows_of(
     with tempfile.TemporaryDirectory() as directory:
         if references is not None:
             shutil.copytree(references, directory, dirs_exist_ok=True)
-        what = (sections or DECODER, directory, only, plant, num_blocks)
+        sections = sections or DECODER
+        # Here once, and not by each rank.
+        shape = measure_foreign_shape(make_job(sections, num_ranks, num_blocks))
+        what = (sections, directory, only, plant, num_blocks, shape)
         results = run_ranks(num_ranks, judge_cases, num_ranks, *what)
         if references is not None:
             for folder in Path(directory).glob("trainer-reference-*"):
