@@ -119,7 +119,10 @@ def test_orders_of_an_earlier_attempt_are_ignored(server: Server) -> None:
     )
     kept = server.wait_for(RanksForked)
     assert isinstance(forked, RanksForked)
-    assert kept == RanksForked(NEXT, forked.pids)
+    assert isinstance(kept, RanksForked)
+    assert (kept.attempt, kept.pids) == (NEXT, forked.pids)
+    # Each attempt has a store of its own.
+    assert kept.store_pid not in (0, forked.store_pid)
     exited = server.wait_for(RankExited)
     assert isinstance(exited, RankExited)
     told = exited.attempt, exited.signal, exited.by_us

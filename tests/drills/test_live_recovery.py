@@ -192,12 +192,29 @@ def test_killed_between_the_end_of_a_step_and_its_record(
     assert list_samples(run_dir) == list_samples(straight_with_lemon)
 
 
-@pytest.mark.parametrize("layout", ["zero3", pytest.param("ddp", marks=pytest.mark.long)])
-def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str) -> None:
+STOPPING = """
+from phalanx.resilience.run_processes import find_store
+
+def stop_store():
+    find_store().suspend()
+"""
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("zero3", "kill_store"),
+        pytest.param("ddp", "kill_store", marks=pytest.mark.long),
+        # One that is stopped would be waited for: the supervisor kills it.
+        pytest.param("zero3", "stopping:stop_store", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str, how: str) -> None:
     """A save beside training opens a group: there they need a store, and start again with what all
     of them hold, so that no step is done twice. Reference: the same layout undisturbed."""
-    fault, beside = "kill_store:rank=0,step=3,phase=forward", "checkpoint.asynchronous=true"
-    whole, cut = f"{layout} with its store", f"{layout} without"
+    (folder / "stopping.py").write_text(STOPPING)
+    fault, beside = f"{how}:rank=0,step=3,phase=forward", "checkpoint.asynchronous=true"
+    whole, cut = (f"{layout} {word} its store ({how[:4]})" for word in ("with", "without"))
     first, second = run_all(
         [arguments(layout, whole, beside), arguments(layout, cut, beside, inject(fault))], folder
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import signal
 import time
@@ -40,6 +41,7 @@ from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.stop_request import StopRequest, describe_stop_on_signal
+from phalanx.launch.stopped_store import StoppedStoreWatch
 from phalanx.launch.wire import MessageChannel
 
 Order = TypeVar("Order")
@@ -128,6 +130,7 @@ class AttemptWatch:
         self._pids: Sequence[int] = ()
         self._oom = OomWatch()
         self._lack: ProcessorLack | None = None
+        self._store = StoppedStoreWatch(0)
 
     def watch_until_end(self, payload: JsonObject, survivors: Mapping[int, int]) -> AttemptEnd:
         """Start the ranks, and return when all are gone or wait for the next attempt.
@@ -163,6 +166,7 @@ class AttemptWatch:
                 self._server.link.send(
                     SendSignalToRanks(self.end.number, LEAVE_FOR_MORE_RANKS_SIGNAL)
                 )
+            self._look_for_stopped_store()
             self._look_for_hang()
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
@@ -187,6 +191,7 @@ class AttemptWatch:
         match report:
             case RanksForked(attempt) if attempt == number:
                 self._pids = report.pids
+                self._store = StoppedStoreWatch(report.store_pid)
                 self._oom.begin(self._pids)
                 if self._progress is not None:
                     self._progress.begin_attempt(
@@ -206,6 +211,15 @@ class AttemptWatch:
                 self._deadline.note_failure(time.monotonic())
             case RankExited(attempt) if attempt == number:
                 self._handle_rank_exit(report)
+
+    def _look_for_stopped_store(self) -> None:
+        """Kill a store that is stopped: its end is told, and ranks do without it."""
+        if self._progress is None or self.end.store_loss:
+            return
+        if self._store.is_stopped(time.monotonic()):
+            self._listener.say("the process that holds the rendezvous store is stopped: killing it")
+            os.kill(self._store.pid, signal.SIGKILL)
+            self._store = StoppedStoreWatch(0)
 
     def _handle_store_loss(self, how: str) -> None:
         """Let ranks go on that do not need the store to train: those that come to need it leave

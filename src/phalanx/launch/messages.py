@@ -149,10 +149,11 @@ class ServerExited:
 
 @dataclass(frozen=True)
 class RanksForked:
-    """The ranks are forked; `pids` by rank."""
+    """The ranks are forked; `pids` by rank, `store_pid` of the process that holds their store."""
 
     attempt: int
     pids: tuple[int, ...]
+    store_pid: int = 0
 
 
 @dataclass(frozen=True)

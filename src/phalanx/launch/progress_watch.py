@@ -33,6 +33,7 @@ from phalanx.launch.hang_kinds import (
 )
 from phalanx.launch.hang_limits import (
     BETWEEN_STEPS_PHASES,
+    MIN_STEP_LIMIT_S,
     HangLimit,
     HangSettings,
     StepDurations,
@@ -154,7 +155,9 @@ class ProgressWatch:
         # The workers of a loader are looked at when it becomes interesting.
         self._sample_ranks(with_helpers=silent_s >= limit.quiet_s / 2)
         untold_s = self._look_at_untold_ends(now_s)
-        if silent_s < limit.quiet_s:
+        # Whatever ranks do, an end is told at once.
+        is_end_untold = max(untold_s.values(), default=0.0) >= MIN_STEP_LIMIT_S
+        if silent_s < limit.quiet_s and not is_end_untold:
             return None
         return self._judge(limit, silent_s, now_s, finished, untold_s)
 

@@ -157,7 +157,7 @@ class RankServer:
             return
         pid_of_rank = {rank: pid for pid, rank in self._attempt.ranks.items()}
         pids = tuple(pid_of_rank[rank] for rank in sorted(pid_of_rank))
-        self._link.send(RanksForked(self._attempt.number, pids))
+        self._link.send(RanksForked(self._attempt.number, pids, self._attempt.store_pid))
 
     def _leave_attempt(self, order: StartRanks) -> AttemptProcesses:
         """The processes of the next attempt so far: those of the last one that are kept."""
