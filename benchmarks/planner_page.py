@@ -259,6 +259,16 @@ LIMITS = [
     " written to memory would, but rows state a flash kernel. Tried without effect, or against the"
     " dense rows: the wait for sizes inside the launch norm, graphs in 16 bits as well, twice the"
     " variance for rows with experts (their median 12.9 %, all rows 6.3 instead of 6.1 %).",
+    "- Looked up and tried on 2026-11-29, without effect: that no recipe of these four models"
+    " recomputes whole blocks (8 of 113 rows change, their median stays 12.6 % with the"
+    " constants that come with phalanx and no anchors); that GPT-OSS's attention writes scores"
+    " (its provider does so with Transformer Engine older than 2.8 alone); that DeepSeek-V3 runs"
+    " without its MTP block (260 GFLOP a token by the rows' own rates, 250 where the table says"
+    ' "w/o MTP": read rightly). What rows do not say and recipes do: attention in 8 bits for'
+    " DeepSeek-V3 on GB300 and B300 and for GPT-OSS since the whole step is a graph; of the 37 %"
+    " by which DeepSeek-V3 on GB300 is too slow, about a quarter. GPT-OSS of container 26.06.01"
+    " is 1.6 times slower than the same configuration of 26.06 and 26.08: no reading of a row"
+    " tells these apart.",
     "- For the groups lost on larger microbatches, 20 more bytes per parameter and microbatch would"
     " explain one sweep of BLOOM (187B) and contradict another (196B): left out.",
     "- ZeRO 3 of 2021 over hundreds of GPUs is still predicted 2 to 4 times too fast: latency of"
