@@ -204,21 +204,28 @@ def _find_optimal_cut(
         extra = work.cost_outside_blocks(stage)
         for first in work.list_possible_firsts(stage):
             cost_before = work.sums[first] - extra
-            for end in work.list_possible_ends(stage, first):
+            ends = work.list_possible_ends(stage, first)
+            if not ends:
+                break  # nor has a stage that begins later
+            lowest, end_of_lowest = None, 0
+            for end in ends:
                 cost = work.sums[end] - cost_before
                 # A stage of more blocks costs no less, and a value is never below its cost.
                 if limit is not None and cost > limit:
                     break
-                if first in best and cost >= best[first][0]:
+                if lowest is not None and cost >= lowest:
                     break
-                if end not in after:
-                    continue
                 # The stages after this one are at their best already: their order is backwards.
-                value = join(cost, after[end][0])
+                following = after.get(end)
+                if following is None:
+                    continue
+                value = join(cost, following[0])
                 # Strictly less: of equal values the smallest `end` stays, and with it an
                 # early stage of fewer blocks.
-                if first not in best or value < best[first][0]:
-                    best[first] = value, (end - first, *after[end][1])
+                if lowest is None or value < lowest:
+                    lowest, end_of_lowest = value, end
+            if lowest is not None:
+                best[first] = lowest, (end_of_lowest - first, *after[end_of_lowest][1])
         after = best
     return after[0]
 

@@ -8,7 +8,7 @@ backwards that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -36,7 +36,7 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
         forwards = _list_actions_of_stage("F", rank, num_microbatches)
         backwards = _list_actions_of_stage("B", rank, num_microbatches)
         # As many forwards ahead as there are stages behind it: then the first gradient is back.
-        rows.append(tuple(_alternate_forward_backward(forwards, backwards, num_ranks - 1 - rank)))
+        rows.append(_alternate_forward_backward(forwards, backwards, num_ranks - 1 - rank))
     return Schedule("1f1b", num_microbatches, place_stages_in_loop(num_ranks, 1), tuple(rows))
 
 
@@ -60,7 +60,7 @@ def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank:
         # Twice the hops to the last rank: a forward has to get there, and its gradient back.
         ahead = _count_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
         ahead += 2 * (num_ranks - 1 - rank)
-        rows.append(tuple(_alternate_forward_backward(forwards, backwards, ahead)))
+        rows.append(_alternate_forward_backward(forwards, backwards, ahead))
     placement = place_stages_in_loop(num_ranks, stages_per_rank)
     return Schedule("interleaved", num_microbatches, placement, tuple(rows))
 
@@ -131,15 +131,17 @@ def _list_interleaved_actions(
 
 def _alternate_forward_backward(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
-) -> Iterator[Action]:
+) -> tuple[Action, ...]:
     ahead = min(ahead, len(forwards))
-    yield from forwards[:ahead]
-    yield from chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
-    # The pairs ended with the forwards: as many backwards are left as went ahead.
-    yield from backwards[len(forwards) - ahead :]
+    # The pairs end with the forwards: as many backwards are left as went ahead.
+    return (
+        *forwards[:ahead],
+        *chain.from_iterable(zip(forwards[ahead:], backwards, strict=False)),
+        *backwards[len(forwards) - ahead :],
+    )
 
 
-def _insert_weight_actions(actions: Iterator[Action], lag: int) -> Iterator[Action]:
+def _insert_weight_actions(actions: Iterable[Action], lag: int) -> Iterator[Action]:
     """`actions` with the oldest W that is due after each I from the `lag`-th on; the other W
     come at the end."""
     due: list[Action] = []

@@ -51,8 +51,7 @@ def simulate_schedule(
     """
     order = find_execution_order(schedule)
     spans_by_rank: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
-    for rank, start, end in _iterate_spans(order, seconds, send_s):
-        spans_by_rank[rank].append((start, end))
+    _run_actions(order, seconds, send_s, spans_by_rank)
     return SimulationResult(tuple(map(tuple, spans_by_rank)), order.stuck)
 
 
@@ -60,17 +59,17 @@ def compute_step_s(
     order: ExecutionOrder, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds = 0
 ) -> Seconds:
     """Seconds until the last action of a schedule ends, as `simulate_schedule` has it."""
-    ends: list[Seconds] = [0] * order.num_ranks
-    for rank, _, end in _iterate_spans(order, seconds, send_s):
-        ends[rank] = end
-    return max(ends, default=0.0)
+    return max(_run_actions(order, seconds, send_s, None), default=0.0)
 
 
-def _iterate_spans(
-    order: ExecutionOrder, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds
-) -> Iterator[tuple[int, Seconds, Seconds]]:
-    """(rank, begin, end) of each action. This loop is most of the time that planning a long
-    pipeline takes."""
+def _run_actions(
+    order: ExecutionOrder,
+    seconds: Sequence[Mapping[ActionKind, Seconds]],
+    send_s: Seconds,
+    spans_by_rank: list[list[tuple[Seconds, Seconds]]] | None,
+) -> list[Seconds]:
+    """When the last action of each rank ends; (begin, end) of each goes to `spans_by_rank`. This
+    loop is most of the time that planning a long pipeline takes."""
     seconds_of_part = [of_kind.get(kind, 0) for of_kind in seconds for kind in ACTION_KINDS]
     clocks: list[Seconds] = [0] * order.num_ranks
     # When each result is at the neighbour that needs it, and until when each link is busy.
@@ -87,7 +86,9 @@ def _iterate_spans(
                 # One message after the other: this one leaves when the one before has arrived.
                 leaves = link_free[link] if link_free[link] > end else end
                 arrived[output] = link_free[link] = leaves + send_s
-        yield rank, start, end
+        if spans_by_rank is not None:
+            spans_by_rank[rank].append((start, end))
+    return clocks
 
 
 @dataclass(frozen=True)
