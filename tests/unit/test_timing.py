@@ -190,7 +190,7 @@ def test_closed_forms_are_the_event_simulation(
     setup = setup_of(layout=Layout(pp=pp), num_microbatches=count, schedule=name, stages_per_rank=v)
     one = np.ones(1)
     # A second a block: messages of no bytes are nothing beside it.
-    stage = StageTimes(num_layers, one, 2 * one, one, 0 * one, 0 * one)
+    stage = StageTimes(num_layers, one, 2 * one, one, 0 * one, 0 * one, 1.0, 0.0, 0.0)
     bubble = estimate_bubble_s(
         stage, 0 * one, build_setup_columns([setup]), machine, load_timing_constants()
     )

@@ -49,6 +49,9 @@ class MemoryScreen:
     shape: ModelCosts
     work: Workload
     rows: LayoutRows
+    is_of_last_rank: bool = False
+    """Of pipelines, the rank with the head is counted, and not the one with the embedding and most
+    microbatches in flight. Where stages lie in a V, that is one rank, counted as the first."""
     _groups: dict[tuple[str, ...], tuple[list[tuple[int, ...]], Integers]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -65,10 +68,21 @@ class MemoryScreen:
     def total_bytes(self) -> Bytes:
         """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
         loss is made, in the backward of the last block, or at the end of the backward."""
+        total = self._count_bytes_of_rank()
+        in_loops = np.flatnonzero((self.rows.pp > 1) & ~self._is_v_shaped)
+        if len(in_loops):
+            last = replace(self, rows=self.rows.take(in_loops), is_of_last_rank=True)
+            last._shapes.update(self._shapes)
+            last._works.update(self._works)
+            last._segments.update(self._segments)
+            total[in_loops] = np.maximum(total[in_loops], last._count_bytes_of_rank())
+        return total
+
+    def _count_bytes_of_rank(self) -> Bytes:
         gradients = self._gradient_bytes()
         parameter_and_optimizer_bytes = self._held_bytes()
         if self.shape.activations is None:
-            return parameter_and_optimizer_bytes + gradients
+            return np.asarray(parameter_and_optimizer_bytes + gradients)
         standing = np.where(self._has_standing_gradients(), gradients, 0.0)
         forward, backward = self._activation_bytes()
         gathered_in_forward, gathered_in_backward = self._communication_bytes()
@@ -115,38 +129,69 @@ class MemoryScreen:
 
     # States
 
+    @property
+    def _is_v_shaped(self) -> npt.NDArray[np.bool_]:
+        return np.array([name in V_SHAPED_SCHEDULES for name in SEARCHED_SCHEDULES])[
+            self.rows.schedule
+        ]
+
+    @cached_property
+    def _share_of_blocks(self) -> Bytes:
+        """The blocks of the rank that is counted, as a part of the mean rank's: a pipeline's last
+        one has fewer, since it has the head."""
+        if not self.is_of_last_rank:
+            return np.ones(len(self.rows))
+        rows = self.rows
+        head = self._map_distinct_rows(self._count_blocks_of_head, "recompute")
+        blocks = self.shape.num_layers / rows.pp
+        # All ranks share the work evenly, but for a part of a block.
+        fewer = blocks - head * (1 - 1 / rows.pp) + 0.5
+        return np.clip(fewer / np.maximum(1.0, blocks), 0.0, 1.0)
+
+    def _count_blocks_of_head(self, mode: int) -> float:
+        """The number of blocks that take as long as the head, by what stages are cut by."""
+        flops, num_layers = self.shape.flops(self.work.seq_len), max(1, self.shape.num_layers)
+        if flops is None:
+            parts = self.shape.count_part_params()
+            return parts.after * num_layers / max(1, sum(parts.blocks))
+        recompute, recompute_every = RECOMPUTE_CHOICES[mode]
+        recomputed = 1 / recompute_every if recompute in ("mixed", "full") else 0.0
+        training = sum(block.training for block in flops.blocks)
+        return flops.head.training * num_layers / max(1, training * (1 + recomputed / 3))
+
     @cached_property
     def _block_params(self) -> Bytes:
         """Parameters of a stage's blocks on one rank, with the experts of its coordinate in ep."""
-        rows = self.rows
-        return (
-            self._map_distinct_rows(
-                lambda tp, ep: self._shard_shape(tp).count_all_blocks_params(ep), "tp", "ep"
-            )
-            / rows.pp
+        params = self._map_distinct_rows(
+            lambda tp, ep: self._shard_shape(tp).count_all_blocks_params(ep), "tp", "ep"
         )
+        return params / self.rows.pp * self._share_of_blocks
 
     @cached_property
     def _params_outside_blocks(self) -> Bytes:
-        """Parameters of a rank outside of blocks: of a pipeline, the larger end's."""
+        """Parameters of a rank outside of blocks: of a pipeline, those of its end; where the first
+        and the last stage are on one rank, the larger end's."""
 
-        def count(tp: int, pp: int) -> float:
+        def count(tp: int, pp: int, schedule: int) -> float:
             shape = self._shard_shape(tp)
             if pp == 1:
                 return float(shape.num_params - shape.blocks_params)
             parts = shape.count_part_params()
-            return float(max(parts.before, parts.after))
+            if SEARCHED_SCHEDULES[schedule] in V_SHAPED_SCHEDULES:
+                return float(max(parts.before, parts.after))
+            return float(parts.after if self.is_of_last_rank else parts.before)
 
-        return self._map_distinct_rows(count, "tp", "pp")
+        return self._map_distinct_rows(count, "tp", "pp", "schedule")
 
     @cached_property
     def _shard_params(self) -> Bytes:
         """Parameters of a rank's shard: cut over all of dp_shard x cp, experts over as many: ep and
         what is left."""
         rows = self.rows
-        params_of_blocks = (
-            self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, "tp") / rows.pp
+        params_of_blocks = self._map_distinct_rows(
+            lambda tp: self._shard_shape(tp).blocks_params, "tp"
         )
+        params_of_blocks = params_of_blocks / rows.pp * self._share_of_blocks
         return (params_of_blocks + self._params_outside_blocks) / rows.num_zero_shards
 
     def _held_bytes(self) -> Bytes:
@@ -186,6 +231,8 @@ class MemoryScreen:
         head = self._map_distinct_rows(
             lambda tp: self._shard_shape(tp).count_part_params().after, "tp"
         )
+        if not self.is_of_last_rank:
+            head = np.where((rows.pp > 1) & ~self._is_v_shaped, 0.0, head)
         plain = (self._block_params + head) * work.cast_bytes
         plain_backward = self._block_params * work.cast_bytes
         unit = self._map_distinct_rows(
@@ -241,14 +288,19 @@ class MemoryScreen:
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
         redone = peak - saved
-        share = self._largest_stage_share()
+        share = self._largest_stage_share() * self._share_of_blocks
         # Each stage keeps what it sends, too.
         message = self._map_distinct_rows(self._message_bytes, "tp", "cp")
         waiting = saved * share + rows.stages_per_rank * rows.micro_batch_size * message
         deferred = self._deferred_weight_grad_bytes() * share
         first = self._bytes_in_flight(flight, waiting, deferred) + redone + ends
-        last = np.minimum(flight, 2.0) * waiting + redone + ends + norm + loss
-        piped = np.maximum(first, last)
+        # The forwards that an interleaved schedule does ahead, even on the last rank.
+        v = rows.stages_per_rank
+        flight = np.minimum(flight, np.maximum(2.0, ((v - 1) * rows.pp + 1) / v))
+        last = flight * waiting + redone + ends + norm + loss
+        piped = np.where(self._is_v_shaped, np.maximum(first, last), first)
+        if self.is_of_last_rank:
+            piped = last
         return np.where(rows.pp > 1, piped, forward), np.where(rows.pp > 1, piped, backward)
 
     def _first_block_bytes(self) -> Bytes:

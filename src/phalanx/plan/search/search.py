@@ -55,7 +55,7 @@ from phalanx.plan.search.space import (
 from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
 from phalanx.plan.workload import Workload, build_workload
 
-SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
+SCREEN_SLACK = 1.06  # of what a rank may fill: the screen is not exact, and the plan decides
 NUM_RUNNERS_UP = 4
 # What cuts a model, and what goes with it.
 MODEL_CUTTING_KEYS = (

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.checks.experts import check_experts_have_no_conflicts
+from phalanx.job.checks.pipeline import check_pipeline_has_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
@@ -125,7 +126,7 @@ def list_open_keys(
         tp=_restrict_to_job_value(
             parallel.tp, _list_tp_degrees(shape, cluster, num_ranks, any_link=offloads)
         ),
-        pp=_restrict_to_job_value(parallel.pp, _list_pp_degrees(shape, num_ranks)),
+        pp=_restrict_to_job_value(parallel.pp, _list_pp_degrees(job, shape, num_ranks)),
         cp=_restrict_to_job_value(parallel.cp, _list_cp_degrees(job, shape, num_ranks)),
         ep=_restrict_to_job_value(parallel.ep, _list_ep_degrees(job, shape)),
         dp_shard=_restrict_to_job_value(parallel.dp_shard, ()),
@@ -157,7 +158,9 @@ def _list_tp_degrees(
     return tuple(degree for degree in degrees if degree <= limit and num_ranks % degree == 0)
 
 
-def _list_pp_degrees(shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+def _list_pp_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+    if check_pipeline_has_no_conflicts.run(_replace_degree(job, pp=2)):
+        return (1,)  # what is in the way of a pipeline is in the way of any
     limit = min(MAX_PP_DEGREE, shape.num_layers, num_ranks)
     return (1, *(d for d in list_divisors(num_ranks) if 1 < d <= limit))
 
@@ -237,11 +240,11 @@ def enumerate_layouts(
     rules of legality are the planner's."""
     bases = list(_list_bases(job, shape, num_ranks, keys))
     # Many bases differ in batch and schedule alone, and have the same shardings.
-    listed: dict[tuple[int, int, int, bool], Integers] = {}
+    listed: dict[tuple[int, int, int, bool, bool], Integers] = {}
     shardings: list[Integers] = []
     for base in bases:
         accumulates = base.num_microbatches > 1 and base.pp == 1
-        key = (base.data_parallel, base.cp, base.tp, accumulates)
+        key = (base.data_parallel, base.cp, base.tp, accumulates, base.pp > 1)
         if key not in listed:
             choices = list(_list_sharding_choices(base, cluster, keys, accumulates=accumulates))
             listed[key] = np.array(choices, dtype=np.int64).reshape(-1, 6)
@@ -281,7 +284,7 @@ def _list_sharding_choices(
             choices = [int(name == "sharded") for name in keys.accumulate]
         for sharded in choices:
             for offload in offloads:
-                if OFFLOAD_CHOICES[offload] == "parameters" and stage < 2:
+                if OFFLOAD_CHOICES[offload] == "parameters" and (stage < 2 or base.pp > 1):
                     continue
                 yield ep, replicate, shard, stage, sharded, offload
 

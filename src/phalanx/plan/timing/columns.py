@@ -76,6 +76,7 @@ class SetupColumns:
     gathers_each_tensor: Flag
     cuts_experts: Flag
     is_head_fused: Flag
+    balances_stages: Flag
     extra_dropout: Flag
     is_gpipe: Flag
     is_interleaved: Flag
@@ -186,5 +187,6 @@ def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
         "gathers_each_tensor": stack.gathers_each_tensor,
         "cuts_experts": stack.cuts_experts,
         "is_head_fused": stack.is_head_fused,
+        "balances_stages": stack.balances_stages,
         "extra_dropout": stack.extra_dropout,
     }

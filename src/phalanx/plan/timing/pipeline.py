@@ -26,6 +26,10 @@ class StageTimes:
     weight_gradients: Column
     first: Column
     last: Column
+    block_flops: float
+    """FLOPs by which stages are cut, of a mean block, and beside the blocks of both ends."""
+    first_flops: float
+    last_flops: float
 
 
 def estimate_bubble_s(
@@ -69,8 +73,37 @@ def _slowest_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
     ends = np.maximum(at_start * block + stage.first, at_end * block + stage.last)
     inner = np.where(pp > 2, most, np.minimum(most, np.maximum(at_start, at_end)))
     slowest = np.maximum(ends, inner * block)
+    if columns.balances_stages.any():
+        slowest = np.where(
+            columns.balances_stages, _slowest_balanced_stage_s(stage, columns), slowest
+        )
     undivided = stage.num_layers * block + stage.first + stage.last
     return np.where(pp > 1, np.minimum(slowest, undivided), undivided)
+
+
+def _slowest_balanced_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
+    """Seconds of one microbatch on the rank that takes longest, of ranks that share the blocks so
+    that the most FLOPs of one are least; infinite where no number of blocks does."""
+    pp, num_layers = columns.pp, stage.num_layers
+    # What is recomputed in full is a forward more, a third of a block.
+    block = stage.block_flops * (1 + columns.recomputed_matmul / 3)
+    # The first and the last stage of a V are on one rank.
+    first = stage.first_flops + np.where(columns.is_v_shaped, stage.last_flops, 0.0)
+    last = np.where(columns.is_v_shaped, 0.0, stage.last_flops)
+    mean = (num_layers * block + stage.first_flops + stage.last_flops) / pp
+    least = np.full_like(mean, np.inf)
+    # It has some blocks, with or without an end, and is the first such that is no less than the
+    # mean and leaves the others room for all.
+    for end in (np.zeros(1), first, last):
+        fewest = np.maximum(0.0, np.floor((mean - end) / block))
+        for more in range(3):
+            longest = (fewest + more) * block + end
+            rest = [np.floor((longest - other) / block + 1e-9) for other in (first, last)]
+            room = rest[0] + rest[1] + (pp - 2) * np.floor(longest / block + 1e-9)
+            is_enough = (room >= num_layers) & (rest[0] >= 0) & (rest[1] >= 0)
+            least = np.where(is_enough, np.minimum(least, longest), least)
+    mean_s = num_layers * (stage.forward + stage.backward) + stage.first + stage.last
+    return mean_s / pp * least / mean
 
 
 def _idle_s_per_other_stage(stage: StageTimes, columns: SetupColumns) -> Column:
@@ -82,6 +115,11 @@ def _idle_s_per_other_stage(stage: StageTimes, columns: SetupColumns) -> Column:
     # ZB-H1 keeps as few microbatches as 1F1B: a rank waits for the longest pass of the next.
     least = np.where(columns.deferred_weights > 2, 0.0, np.maximum(forward, backward - weights))
     zero = np.maximum(least, forward + backward - saved) / columns.stages_per_rank
-    v_shaped = forward / 2
+    # Fewer microbatches than 2p - 1 do not fill the V: with p of them a rank waits for a forward,
+    # and for what the gradients of inputs take beyond those of weights, as with recomputation.
+    filled, unfilled = forward / 2, forward + np.maximum(0.0, backward - 2 * weights)
+    missing = 2 * columns.pp - 1 - columns.num_microbatches
+    share = np.clip(missing / np.maximum(1.0, columns.pp - 1), 0.0, 1.0)
+    v_shaped = filled + share * (unfilled - filled)
     is_zero_bubble = columns.deferred_weights > 0
     return np.where(columns.is_v_shaped, v_shaped, np.where(is_zero_bubble, zero, plain))

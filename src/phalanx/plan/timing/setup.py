@@ -64,12 +64,15 @@ class SoftwareStack:
     """tp divides the features of an expert; else ep folds over tp, too, and experts are whole."""
     is_head_fused: bool = True
     """The loss is computed with the head's product, in chunks or in one kernel."""
+    balances_stages: bool = False
+    """Stages have the blocks with which the slowest takes least, embedding and head among it; else
+    as many blocks as the others, or one less."""
     extra_dropout: bool = False
     """Dropout after attention and feed-forward, and on attention's scores."""
 
 
-PHALANX_STACK = SoftwareStack()
-PHALANX_COMPILED_STACK = SoftwareStack(kernels="compiled", launch_weight=0.5)
+PHALANX_STACK = SoftwareStack(balances_stages=True)
+PHALANX_COMPILED_STACK = SoftwareStack(kernels="compiled", launch_weight=0.5, balances_stages=True)
 MEGATRON_STACK = SoftwareStack(
     "megatron",
     kernels="fused",

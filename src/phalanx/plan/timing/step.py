@@ -280,6 +280,12 @@ class _StepTimeEstimator:
             forward = forward + count / num_layers * times.forward.total
             backward = backward + count / num_layers * times.backward.total
             weights = weights + count / num_layers * times.weight_gradients
+        work = self.work
+        head_flops = work.num_head_tokens * work.head.flops_per_token
+        embedding_flops = 0.0
+        if work.embedding is not None:
+            embedding_flops = work.num_embedding_tokens * work.embedding.flops_per_token
+        ends_flops = head_flops + embedding_flops
         stage = StageTimes(
             num_layers,
             forward,
@@ -287,6 +293,9 @@ class _StepTimeEstimator:
             weights,
             ends.first.total,
             ends.last_forward.total + ends.last_backward.total,
+            (work.matmul_flops - ends_flops + work.attention_flops) / max(1, num_layers),
+            embedding_flops,
+            head_flops,
         )
         num_bytes = timer.activation_bytes * timer.tokens * self.work.dim
         num_bytes = num_bytes / self.columns.sequence_parts
