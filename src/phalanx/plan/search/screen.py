@@ -64,6 +64,9 @@ class MemoryScreen:
     _segments: dict[tuple[int, int, int], _SegmentBytes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _tables: dict[tuple[str, ...], Bytes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def total_bytes(self) -> Bytes:
         """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
@@ -71,12 +74,20 @@ class MemoryScreen:
         total = self._count_bytes_of_rank()
         in_loops = np.flatnonzero((self.rows.pp > 1) & ~self._is_v_shaped)
         if len(in_loops):
-            last = replace(self, rows=self.rows.take(in_loops), is_of_last_rank=True)
-            last._shapes.update(self._shapes)
-            last._works.update(self._works)
-            last._segments.update(self._segments)
+            last = self._take_last_ranks(in_loops)
             total[in_loops] = np.maximum(total[in_loops], last._count_bytes_of_rank())
         return total
+
+    def _take_last_ranks(self, numbers: npt.NDArray[np.intp]) -> MemoryScreen:
+        """The screen of the last ranks of rows `numbers`, with what has been counted already."""
+        last = replace(self, rows=self.rows.take(numbers), is_of_last_rank=True)
+        last._shapes.update(self._shapes)
+        last._works.update(self._works)
+        last._segments.update(self._segments)
+        last._tables.update(self._tables)
+        for columns, (combinations, inverse) in self._groups.items():
+            last._groups[columns] = (combinations, inverse[numbers])
+        return last
 
     def _count_bytes_of_rank(self) -> Bytes:
         gradients = self._gradient_bytes()
@@ -96,9 +107,15 @@ class MemoryScreen:
         return parameter_and_optimizer_bytes + highest
 
     def _map_distinct_rows(self, count: Callable[..., float], *columns: str) -> Bytes:
-        """`count` of each row's values in `columns`, called once for each different combination."""
+        """`count` of each row's values in `columns`, called once for each different combination.
+        What a method counts is kept: the first and the last rank of a pipeline share it."""
         combinations, inverse = self._group_rows(*columns)
-        table = np.array([count(*values) for values in combinations], dtype=np.float64)
+        key = (count.__name__, *columns)
+        table = self._tables.get(key)
+        if table is None:
+            table = np.array([count(*values) for values in combinations], dtype=np.float64)
+        if getattr(count, "__self__", None) is self:
+            self._tables[key] = table
         return table[inverse]
 
     def _group_rows(self, *columns: str) -> tuple[list[tuple[int, ...]], Integers]:
