@@ -30,6 +30,7 @@ from phalanx.train.step_repeat import STILL_NOT_FINITE
 from phalanx.train.trainer import Trainer
 from ranks import run_ranks
 from resuming import differing
+from selected import list_selected_params
 from trained import Case, train_case
 
 STRUCK = 5
@@ -312,6 +313,8 @@ LAYOUTS = {
     "recomputed": (Case(2, DDP, job={"train": {"recompute": "full"}}), 35),
     "selective": (Case(2, DDP, job={"train": {"recompute": "selective"}}), 35),
 }
+# Stages are also those of zb-v, whose backward has two halves, and blocks are recomputed selectively.
+LONG = ("pp2", "recomputed")
 SPOILED_MODULE, SPOILED_ROW, SPOILED_MICROBATCH = "blocks.1.ffn.down", 2, 1
 
 
@@ -348,7 +351,7 @@ def compute_gradients(trainer: Trainer, watch: BackwardWatch | None) -> dict[str
     return bits
 
 
-def train_all_layouts(rank: int, folder: Path) -> list[tuple[str, bool, list[str]]]:
+def train_layouts(rank: int, layouts: list[str], folder: Path) -> list[tuple[str, bool, list[str]]]:
     """(layout, whether something was found, gradients whose bits the watch changed), before and
     after the backward is spoiled."""
     outcomes = []
@@ -363,19 +366,29 @@ def train_all_layouts(rank: int, folder: Path) -> list[tuple[str, bool, list[str
             assert plain
             outcomes.append((layout, watch.first is not None, differing(plain, watched)))
 
-    for layout, (case, _) in LAYOUTS.items():
+    for layout in layouts:
+        case, _ = LAYOUTS[layout]
         train_case(rank, case, folder / layout, change=functools.partial(compare, layout))
     return outcomes
 
 
 @pytest.fixture(scope="module")
-def backwards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def backwards(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, list[str], list[Any]]:
     folder = tmp_path_factory.mktemp("backwards")
-    return folder, run_ranks(2, train_all_layouts, folder)
+    selected = {layout for (layout,) in list_selected_params(request, "layout")}
+    layouts = [layout for layout in LAYOUTS if layout in selected or layout not in LONG]
+    return folder, layouts, run_ranks(2, train_layouts, layouts, folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_module_whose_backward_makes_it(layout: str, backwards: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.long] * (layout in LONG)) for layout in LAYOUTS],
+)
+def test_the_module_whose_backward_makes_it(
+    layout: str, backwards: tuple[Path, list[str], Any]
+) -> None:
     (envelope,) = read_recorded_events(backwards[0] / layout, NonFiniteFound, rank=0)
     found = envelope.event
     assert isinstance(found, NonFiniteFound)
@@ -390,9 +403,12 @@ def test_the_module_whose_backward_makes_it(layout: str, backwards: tuple[Path, 
     )
 
 
-def test_gradients_that_are_watched_have_the_same_bits(backwards: tuple[Path, Any]) -> None:
-    for rank, outcomes in enumerate(backwards[1]):
-        assert {layout for layout, *_ in outcomes} == set(LAYOUTS)
+def test_gradients_that_are_watched_have_the_same_bits(
+    backwards: tuple[Path, list[str], Any],
+) -> None:
+    _, layouts, of_ranks = backwards
+    for rank, outcomes in enumerate(of_ranks):
+        assert {layout for layout, *_ in outcomes} == set(layouts)
         for index, (layout, is_found, changed) in enumerate(outcomes):
             assert changed == [], layout
             if rank == 1:
