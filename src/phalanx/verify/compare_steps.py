@@ -33,6 +33,7 @@ from phalanx.verify.kept_errors import CompressionResiduals
 from phalanx.verify.outputs import FirstOutput
 from phalanx.verify.overflowed_gradients import OverflowFault, find_overflow_faults
 from phalanx.verify.plain.training import OptimizerDefinition
+from phalanx.verify.row_gradients import FirstWrongGradients
 from phalanx.verify.sent_gradients import SentFault, SentGradientChecker
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
 from phalanx.verify.trace_facts import (
@@ -119,11 +120,12 @@ def train_beside_reference(
     *,
     rule: OptimizerDefinition | None = None,
     seed: int = 0,
+    first_wrong: FirstWrongGradients | None = None,
 ) -> RankObservations:
     """Train `steps` (this rank's microbatches of each) as the reference did, and compare. `rule`:
     the definition of the optimizer, None for a user's own.
 
-    Collective.
+    `first_wrong` is given the gradients of the first step in which some are off. Collective.
     """
     observations = _observe_initial_weights(model, trace)
     applied, unsent_errors = AppliedTraceGradients(trace), CompressionResiduals(model)
@@ -166,6 +168,8 @@ def train_beside_reference(
             observations.left[kind], observations.wrong_rows[kind] = examine_wrong_gradients(
                 trace, number, unclipped, dots_of
             )
+            if first_wrong is not None:
+                first_wrong.keep_if_first(trace, number, unclipped, dots_of)
             observations.digests[kind] = hash_block_bits(gradients)
             overwrite_step_gradients(applied, number, gradients)
             model.update(optimizer)

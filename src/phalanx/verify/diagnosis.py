@@ -12,6 +12,7 @@ from phalanx.verify.compare import TraceComparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_gradients import GradientDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
+from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
 from phalanx.verify.diagnosis_of_updates import UpdateDiagnosis
 from phalanx.verify.factors import FactorExplainer, is_nearly_equal
@@ -85,8 +86,9 @@ class DifferenceDiagnosis:
             self._stages = StageDiagnosis(compared, layout.pipeline)
         self._updates = UpdateDiagnosis(compared)
         self._norms = NormDiagnosis(compared, self._factors, self._stages)
+        self._rows = RowDiagnosis(compared.observations, compared.trace.dtype)
         self._gradients = GradientDiagnosis(
-            compared, layout, self._factors, self._experts, self._stages
+            compared, layout, self._factors, self._experts, self._stages, self._rows
         )
 
     def explain_wrong_loss(self, loss: float, step: int) -> str:
@@ -103,6 +105,8 @@ class DifferenceDiagnosis:
             cause = self._explain_loss_as_wrong_mean(loss, step)
             if cause:
                 return cause
+        if cause := self._rows.explain(step):
+            return f"some sequences do not count once: {cause}"
         if step == 0:
             return self._explain_wrong_first_loss(loss, wrong_output)
         if special := self._trace.describe_first_special_step(step):

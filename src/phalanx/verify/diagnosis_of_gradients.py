@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from phalanx.verify.compare import ZERO_DOTS, TraceComparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
+from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.diagnosis_of_stages import StageDiagnosis
 from phalanx.verify.factors import FactorExplainer, format_factor, is_nearly_equal
 from phalanx.verify.judged_layout import JudgedLayout
@@ -42,11 +43,13 @@ class GradientDiagnosis:
         factors: FactorExplainer,
         experts: ExpertDiagnosis,
         stages: StageDiagnosis | None,
+        rows: RowDiagnosis,
     ) -> None:
         self._compared, self._layout = compared, layout
         self._trace, self._observations = compared.trace, compared.observations
         self._dp, self._tp, self._cp = layout.dp, layout.tp, layout.cp
         self._factors, self._experts, self._stages = factors, experts, stages
+        self._rows = rows
 
     def explain(
         self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
@@ -59,6 +62,7 @@ class GradientDiagnosis:
             or self._experts.explain_wrong_gradients(kind, off, ranks)
             or self._explain_unreduced_gradient(kind, name)
             or self._explain_gradients_by_stage(kind, name, off)
+            or self._rows.explain(step)
             or self._explain_gradient_by_rank_parts(kind, name, ranks, step)
             or self._explain_shared_blocks(off)
             or self._explain_compression_errors(step)

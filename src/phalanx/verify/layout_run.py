@@ -31,6 +31,12 @@ from phalanx.verify.reduction_types import (
     watching_reduction_types,
 )
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
+from phalanx.verify.row_gradients import (
+    FirstWrongGradients,
+    are_gradients_sums_over_rows,
+    fit_row_counts,
+    write_row_gradients_or_none,
+)
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_reference import make_optimizer_definition
 
@@ -67,13 +73,20 @@ class LayoutRun:
         pipeline = None if self._model is None else self._model.pipeline
         return pipeline is not None and pipeline.is_under_way
 
-    def run(self, trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
-        """Train `steps`, this rank's microbatches of each. Collective."""
+    def run(
+        self,
+        trace: Trace,
+        steps: Sequence[Sequence[Batch]],
+        mesh: Mesh,
+        whole_steps: Sequence[Sequence[Batch]],
+    ) -> LayoutResult:
+        """Train `steps`, this rank's microbatches of each of `whole_steps`. Collective."""
         objective, watch = build_objective(self.job), LayoutRouting()
         model, notes = self._build_parallel_model(trace, mesh)
         watch.attach(model)
         outputs = LayoutOutputs(model)
         tables = RotaryTableTypes(model.module, self.plan, trace.dtype)
+        first_wrong = FirstWrongGradients()
         with watching_reduction_types(self.plan, mesh, trace.dtype) as reductions:
             reductions.watch_written_gradients(model)
             observations = train_beside_reference(
@@ -84,6 +97,7 @@ class LayoutRun:
                 lambda lr: self._build_watched_optimizer(model, lr, reductions),
                 rule=self._find_optimizer_definition(),
                 seed=self.job.run.seed,
+                first_wrong=first_wrong,
             )
         # Observations go in one chunk: else what loses a chunk of a tensor would garble them, too.
         with use_block_sizes(BlockSizes()):
@@ -92,7 +106,9 @@ class LayoutRun:
                 "narrow_tables": tables.narrow,
                 "has_rotary_tables": tables.is_judged,
             }
-            return self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
+            result = self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
+            self._count_rows_of_wrong_gradients(result, first_wrong, trace, mesh, whole_steps)
+            return result
 
     def _find_optimizer_definition(self) -> OptimizerDefinition | None:
         """None for an optimizer of the user's own."""
@@ -140,6 +156,41 @@ class LayoutRun:
             is_filled_in_parts=self._is_filled_in_parts,
             has_rotary_tables=any(seen["has_rotary_tables"] for seen in all_observations),
         )
+
+    def _count_rows_of_wrong_gradients(
+        self,
+        result: LayoutResult,
+        first_wrong: FirstWrongGradients,
+        trace: Trace,
+        mesh: Mesh,
+        whole_steps: Sequence[Sequence[Batch]],
+    ) -> None:
+        """Add to the observations how many times each sequence counts in gradients that are off, in
+        the first step in which some are: asked of these alone, for it takes as long as a step.
+        Collective."""
+        steps = [step for step in mesh.gather_json(first_wrong.step) if step >= 0]
+        if not steps:
+            return
+        step = min(steps)
+        num_rows = sum(len(next(iter(batch.values()))) for batch in whole_steps[step])
+        if not are_gradients_sums_over_rows(self.plan, trace):
+            return
+        targets: list[list[int]] | None = None
+        if mesh.rank == 0:
+            targets = write_row_gradients_or_none(
+                self.job, self.plan, trace, step, whole_steps[step]
+            )
+        targets = mesh.gather_json(targets)[0]
+        if targets is None:
+            return
+        counts = fit_row_counts(first_wrong, trace, step, num_rows)
+        found = {"step": step, "is_off": first_wrong.step == step, "counts": counts}
+        for observed, body in zip(result.observations, mesh.gather_json(found), strict=True):
+            observed["row_counts"] = {
+                **body,
+                "targets": targets,
+                "num_shares": self.plan.layout.data_parallel_size,
+            }
 
     def _build_parallel_model(
         self, trace: Trace, mesh: Mesh

@@ -278,13 +278,13 @@ def _compute_in_layout(
         )
         rank_steps = move_steps_to_device(rank_steps, mesh.device)
         is_read_in_place = _reads_shards_in_place(plan, mesh)
-        result = run.run(reference, rank_steps, mesh)
+        result = run.run(reference, rank_steps, mesh, steps)
         near_tie = near_tie_tolerance(reference.rounding_dtype or dtype, tolerance)
         routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
         # A token near the border of two experts may go to the other one by rounding alone:
         # then the reference is what one process computes that routes alike.
         if routed.flips:
-            result = run.run(routed.trace, rank_steps, mesh)
+            result = run.run(routed.trace, rank_steps, mesh, steps)
             routed = routed.confirm_by_second_run(result)
         else:
             routed = replace(routed, trace=reference)

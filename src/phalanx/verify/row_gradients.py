@@ -1,0 +1,216 @@
+"""What each sequence of a batch owes to the gradients of a step, in one process, and how much each
+counts in the gradients of a layout that are off."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from safetensors.torch import save_file
+
+from phalanx.job.schema import Job
+from phalanx.mesh.logical import LogicalShard
+from phalanx.parallel.executor import Batch
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.dropout_masks import DropoutMasks
+from phalanx.run.one_process.job_loss import JobLoss
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.trace import TraceTensorReader
+from phalanx.verify.trace_facts import (
+    BEGIN_KIND,
+    Trace,
+    name_buffers_set,
+    name_gradients_set,
+    name_weights_set,
+)
+
+# Of an error, relative to the gradient: what is less may be rounding.
+MIN_ERROR_OF_DTYPE = {"float64": 1e-8, "float32": 1e-4}
+# Of what a gradient is off by: so much of it sequences that count otherwise may leave unexplained.
+MAX_UNEXPLAINED_OF_DTYPE = {"float64": 1e-4, "float32": 1e-2}
+# Of a tensor so many elements, evenly spread over it, show what each sequence owes to it.
+MAX_ELEMENTS_OF_TENSOR = 1_000
+MAX_PARAMETERS = 20_000_000
+# Sequences whose gradients are nearly alike cannot be told apart.
+MAX_CONDITION = 1e6
+
+
+@dataclass
+class FirstWrongGradients:
+    """The gradients of the first step in which some are off on this rank, before clipping; `step`
+    is counted from 0, and -1 as long as none are."""
+
+    step: int = -1
+    shards: dict[str, LogicalShard] = field(default_factory=dict)
+
+    def keep_if_first(
+        self,
+        trace: Trace,
+        step: int,
+        shards: Mapping[str, LogicalShard],
+        dots_of: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Keep those of `shards` that are off by `dots_of`, if no step before had any."""
+        if self.step >= 0:
+            return
+        least = MIN_ERROR_OF_DTYPE.get(trace.dtype, math.inf)
+        for name, dots in dots_of.items():
+            # Infinite where it is no part of the tensor.
+            if least**2 * dots[3] < dots[0] < math.inf:
+                self.step = step
+                self.shards[name] = shards[name].like(name, shards[name].tensor.clone())
+
+
+def are_gradients_sums_over_rows(plan: Plan, trace: Trace) -> bool:
+    """True if what each sequence owes to gradients can be told: rounding does not hide it, they do
+    not see each other, nothing is left out by design, and the model is small."""
+    return (
+        trace.dtype in MIN_ERROR_OF_DTYPE
+        and not (trace.mixes_rows or trace.moved)
+        and plan.parallel.compress == "none"
+        and plan.num_params <= MAX_PARAMETERS
+    )
+
+
+def write_row_gradients_or_none(
+    job: Job, plan: Plan, trace: Trace, step: int, microbatches: Sequence[Batch]
+) -> list[list[int]] | None:
+    """Write what each sequence of `step` owes to each gradient of one process, once for a trace and
+    a step, and return how many targets each has, by microbatch; None where the module takes no
+    single sequence."""
+    path = trace.directory / f"{_name_rows_set(step)}.json"
+    try:
+        if not path.exists():
+            path.write_text(json.dumps(_write_row_gradients(job, plan, trace, step, microbatches)))
+        targets: list[list[int]] = json.loads(path.read_text())
+        # A layout may have the same sequences in other microbatches.
+        return _split_alike(list(itertools.chain(*targets)), microbatches)
+    # A user's module may fail in any way: the difference then has another cause, or none.
+    except Exception:
+        traceback.print_exc()  # in the rank's log
+        return None
+
+
+def _write_row_gradients(
+    job: Job, plan: Plan, trace: Trace, step: int, microbatches: Sequence[Batch]
+) -> list[list[int]]:
+    module = build_original_module(job, plan, trace.dtype, materialize=True)[0]
+    _load_state_before_step(module, trace, step)
+    masks, loss_sum, targets, first_row = DropoutMasks(module, job.run.seed), JobLoss(job), [], 0
+    gradients: dict[str, list[torch.Tensor]] = {name: [] for name, _ in module.named_parameters()}
+    for batch in microbatches:
+        num_rows = len(next(iter(batch.values())))
+        targets.append(list[int]())
+        for row in range(num_rows):
+            module.zero_grad()
+            with masks.dropping_by_masks(step + 1, first_row + row, 1):
+                loss, count = loss_sum(
+                    module, {key: tensor[row : row + 1] for key, tensor in batch.items()}
+                )
+            loss.backward()
+            targets[-1].append(int(count))
+            for name, parameter in module.named_parameters():
+                gradient = parameter.grad
+                whole = torch.zeros_like(parameter) if gradient is None else gradient
+                gradients[name].append(whole.flatten()[_choose_places(whole.shape)])
+        first_row += num_rows
+    total = sum(map(sum, targets))
+    save_file(
+        {name: (torch.stack(rows) / total).contiguous() for name, rows in gradients.items()},
+        trace.directory / f"{_name_rows_set(step)}.safetensors",
+    )
+    return targets
+
+
+def _split_alike(targets: Sequence[int], microbatches: Sequence[Batch]) -> list[list[int]]:
+    """The numbers of all sequences, by microbatch."""
+    remaining = iter(targets)
+    return [
+        list(itertools.islice(remaining, len(next(iter(batch.values()))))) for batch in microbatches
+    ]
+
+
+def fit_row_counts(
+    kept: FirstWrongGradients, trace: Trace, step: int, num_rows: int
+) -> list[float] | None:
+    """How many times each sequence counts in this rank's gradients of `step`, NaN for one that owes
+    nothing; None where they are no sum over sequences, whatever each counts."""
+    if kept.step != step:
+        return None
+    actual, reference, rows = _sample_elements(kept, trace, step, num_rows)
+    usable = rows.norm(dim=0) > 1e-9 * rows.norm(dim=0).max()
+    parts = rows[:, usable]
+    most = MAX_UNEXPLAINED_OF_DTYPE[trace.dtype]
+    off = (actual - reference).norm()
+    if not len(actual) > 2 * parts.shape[1] or not (parts.sum(1) - reference).norm() <= most * off:
+        return None
+    # Of one size, so that the condition says how alike they are.
+    sizes = parts.norm(dim=0)
+    left, values, right = torch.linalg.svd(parts / sizes, full_matrices=False)
+    if not values[0] < MAX_CONDITION * values[-1]:
+        return None
+    counts = (right.T @ ((left.T @ actual) / values)) / sizes
+    if not (parts @ counts - actual).norm() <= most * off:
+        return None
+    found = torch.full((num_rows,), math.nan, dtype=torch.float64)
+    found[usable] = counts
+    return [float(count) for count in found]
+
+
+def _name_rows_set(step: int) -> str:
+    return f"rows-{step}"
+
+
+@torch.no_grad()
+def _load_state_before_step(module: torch.nn.Module, trace: Trace, step: int) -> None:
+    """Give a module the weights and buffers with which `step` of the trace begins."""
+    kind = name_weights_set(step - 1) if step else BEGIN_KIND
+    with TraceTensorReader(trace, kind) as reader:
+        for name, parameter in module.named_parameters():
+            parameter.copy_(reader.read(name))
+    kind = name_buffers_set(step - 1)
+    if kind in trace.sizes:
+        with TraceTensorReader(trace, kind) as reader:
+            for name, buffer in module.named_buffers():
+                if name in trace.sizes[kind]:
+                    buffer.copy_(reader.read(name))
+
+
+def _choose_places(shape: Sequence[int]) -> torch.Tensor:
+    """The numbers of some elements of a tensor, evenly spread."""
+    num_elements = math.prod(shape)
+    # Odd, so that no even width of a matrix leaves out columns.
+    stride = num_elements // MAX_ELEMENTS_OF_TENSOR | 1
+    return torch.arange(0, num_elements, stride)
+
+
+def _sample_elements(
+    kept: FirstWrongGradients, trace: Trace, step: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(this rank's [E], the reference's [E], what each sequence owes to them [E, rows]) of some of
+    the elements that this rank holds, of each tensor that is off."""
+    actual, reference = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+    rows = [torch.zeros(0, num_rows, dtype=torch.float64)]
+    with (
+        TraceTensorReader(trace, name_gradients_set(step)) as whole,
+        TraceTensorReader(trace, _name_rows_set(step)) as parts,
+    ):
+        for name, shard in kept.shards.items():
+            gradient, owed = whole.read(name).double(), parts.read(name).double()
+            places = _choose_places(gradient.shape)
+            indices = torch.stack(torch.unravel_index(places, gradient.shape or (1,)))
+            for box in shard.boxes:
+                local = shard.tensor[box.slices_in_local_tensor].double().cpu()
+                offset = torch.tensor(box.global_offset or (0,))[:, None]
+                size = torch.tensor(box.size or (1,))[:, None]
+                inside = ((indices >= offset) & (indices < offset + size)).all(0)
+                at = tuple((indices - offset)[:, inside])
+                actual.append(local.reshape(tuple(box.size) or (1,))[at])
+                reference.append(gradient.flatten()[places[inside]])
+                rows.append(owed[:, inside].T)
+    return torch.cat(actual), torch.cat(reference), torch.cat(rows)
