@@ -1,11 +1,10 @@
-"""Which sequences of a batch do not count once in gradients that are off, and what is said of
-them."""
+"""Which parts of a batch do not count once in gradients that are off, and what is said of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from models import CPU
+from phalanx.core.batch import IGNORE_INDEX
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.plan import Plan
@@ -20,13 +20,22 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
-from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, make_verified_job, shrink_job
+from phalanx.verify.batches import (
+    cast_steps_to_dtype,
+    choose_loss_chunk_tokens,
+    make_global_microbatches,
+)
+from phalanx.verify.cases import (
+    ROWS_PER_RANK,
+    SHRUNK_VOCAB_SIZE,
+    make_verified_job,
+    shrink_job,
+)
 from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.row_gradients import (
     FirstWrongGradients,
-    fit_row_counts,
-    write_row_gradients_or_none,
+    fit_part_counts,
+    write_part_gradients_or_none,
 )
 from phalanx.verify.trace_facts import BEGIN_KIND, Trace, TraceStep, name_gradients_set
 
@@ -46,8 +55,7 @@ class OneStep:
     targets: list[list[int]]
 
     def gradients(self, count: COUNT) -> dict[str, torch.Tensor]:
-        """Of one loss over the batch in which each sequence has its weight: not summed up from
-        single ones."""
+        """Of the batch, in which each sequence has its weight."""
         module = build_original_module(self.job, self.plan, "float64", materialize=True)[0]
         loss_sum, total = JobLoss(self.job), sum(map(sum, self.targets))
         for microbatch, batch in enumerate(self.microbatches):
@@ -89,14 +97,15 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> OneStep:
 
 def _explain(step: OneStep, gradients: dict[str, torch.Tensor]) -> str:
     """What the diagnosis says of four ranks of which each holds a quarter of each matrix's rows."""
-    targets = write_row_gradients_or_none(step.job, step.plan, step.trace, 0, step.microbatches)
-    assert targets == step.targets
+    parts = write_part_gradients_or_none(step.job, step.plan, step.trace, 0, step.microbatches)
+    assert parts is not None
+    assert sum(part.num_targets for part in parts) == sum(map(sum, step.targets))
     observations = []
     for rank in range(NUM_RANKS):
         kept = FirstWrongGradients(0, _quarter_of_each(gradients, rank))
-        counts = fit_row_counts(kept, step.trace, 0, sum(map(len, targets)))
-        found = {"step": 0, "is_off": True, "counts": counts, "targets": targets}
-        observations.append({"row_counts": {**found, "num_shares": NUM_RANKS}})
+        counts = fit_part_counts(kept, step.plan, step.trace, 0)
+        found = {"step": 0, "is_off": True, "counts": counts, "rows_of_rank": ROWS_PER_RANK}
+        observations.append({"part_counts": {**found, "parts": [astuple(p) for p in parts]}})
     return RowDiagnosis(observations, "float64").explain(0)
 
 
@@ -113,12 +122,8 @@ def _quarter_of_each(gradients: dict[str, torch.Tensor], rank: int) -> dict[str,
     return shards
 
 
-def _rows_of_rank(targets: list[list[int]]) -> int:
-    return len(targets[0]) // NUM_RANKS
-
-
 def _count_mean_of_means(microbatch: int, row: int, targets: list[list[int]]) -> float:
-    per_rank = _rows_of_rank(targets)
+    per_rank = ROWS_PER_RANK
     first = row // per_rank * per_rank
     own = sum(targets[microbatch][first : first + per_rank])
     return sum(map(sum, targets)) / (NUM_RANKS * len(targets) * max(1, own))
@@ -136,16 +141,22 @@ def _count_mean_of_means(microbatch: int, row: int, targets: list[list[int]]) ->
             "those of microbatch 3 of 3 (left out), and all others do count once",
         ),
         (
-            lambda microbatch, row, targets: 2.0 if row // _rows_of_rank(targets) == 2 else 1.0,
+            lambda microbatch, row, targets: 2.0 if row // ROWS_PER_RANK == 2 else 1.0,
             "those of data-parallel rank 2 (2 x), and all others do count once",
         ),
         (
-            lambda microbatch, row, targets: float(row % _rows_of_rank(targets) == 0),
+            lambda microbatch, row, targets: float(row % ROWS_PER_RANK == 0),
             "those of place 2 of each microbatch of a rank (left out)",
         ),
         (
             lambda microbatch, row, targets: 0.5 if (microbatch, row) == (0, 3) else 1.0,
-            "the first is sequence 2 of data-parallel rank 1 in microbatch 1 (0.5 x)",
+            "chunk 2 of the logits, sequence 2 of data-parallel rank 1, microbatch 1 (0.5 x)",
+        ),
+        (
+            lambda microbatch, row, targets: (
+                (0.1, 0.5, 1.0)[microbatch] * (1 + row // ROWS_PER_RANK)
+            ),
+            "those of microbatch 1 of data-parallel rank 0 (0.1 x), those of microbatch 1 of",
         ),
         (
             _count_mean_of_means,
@@ -157,6 +168,24 @@ def test_sequences_that_do_not_count_once_are_named(
     step: OneStep, count: COUNT, words: str
 ) -> None:
     assert words in _explain(step, step.gradients(count))
+
+
+def test_a_chunk_of_logits_that_weighs_more_is_named(step: OneStep) -> None:
+    whole = step.gradients(lambda *_: 1.0)
+    module = build_original_module(step.job, step.plan, "float64", materialize=True)[0]
+    loss_sum, total = JobLoss(step.job), sum(map(sum, step.targets))
+    for batch in step.microbatches:
+        for rows in torch.arange(len(batch["targets"])).split(ROWS_PER_RANK):
+            targets = batch["targets"][rows].clone()
+            chunk = choose_loss_chunk_tokens(targets.numel())
+            targets.view(-1)[: 2 * chunk] = IGNORE_INDEX
+            if bool((targets != IGNORE_INDEX).any()):
+                of_rank = {key: tensor[rows] for key, tensor in batch.items()}
+                loss = loss_sum(module, {**of_rank, "targets": targets})[0]
+                (1e-4 / total * loss).backward()
+    more = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    words = _explain(step, {name: whole[name] + more[name] for name in whole})
+    assert "those of chunk 3 of the logits of a rank's microbatch (1.0001 x)" in words
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-2])

@@ -1,8 +1,9 @@
-"""Explains gradients in which the sequences of a batch count otherwise than they should, by which
-of them do. Torch-free."""
+"""Explains gradients in which parts of a batch do not count once, by which of them do not.
+Torch-free."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,45 +13,47 @@ from phalanx.verify.factors import format_factor
 
 # Of a count, which is 1: rounding, and what other sequences look like.
 TOLERANCE_OF_DTYPE = {"float64": 1e-5, "float32": 1e-2}
-MAX_SHARE_OF_FEW_ROWS = 1 / 3
+MAX_SHARE_OF_FEW_PARTS = 1 / 3
+MAX_LISTED = 4
 
 
 @dataclass(frozen=True)
-class CountedRow:
-    """A sequence of a step: how many times it counts in gradients, its number of targets, the
-    microbatch that it is in, and the data-parallel rank that has it as one of its own, all counted
-    from 0."""
+class CountedPart:
+    """A sequence of a step, or those of its tokens that are in one chunk of logits of a rank: how
+    many times it counts in gradients, its number of targets, its microbatch, the data-parallel rank
+    that has it, the sequence's place among those of that rank, and the chunk (-1 where sequences
+    are whole); all counted from 0."""
 
     count: float
     num_targets: int
     microbatch: int
     rank: int
     place: int
+    chunk: int
 
 
 class RowDiagnosis:
-    """Finds the sequences that count otherwise than once."""
+    """Finds the parts of a batch that do not count once."""
 
     def __init__(self, observations: Sequence[Mapping[str, Any]], dtype: str) -> None:
         self._observations = observations
         self._tolerance = TOLERANCE_OF_DTYPE.get(dtype, 0.0)
 
     def explain(self, step: int) -> str:
-        """The cause of gradients of `step` that are a sum over sequences, of which some count
-        otherwise; "" if they are not, or all count alike."""
-        found = [observed.get("row_counts", {}) for observed in self._observations]
+        """The cause of gradients of `step` that are a sum over parts of the batch, of which some do
+        not count once; "" if they are not, or all count alike."""
+        found = [observed.get("part_counts", {}) for observed in self._observations]
         if not all(body.get("step") == step for body in found):
             return ""
         off = [rank for rank, body in enumerate(found) if body["is_off"]]
-        counts, targets = found[off[0]]["counts"], found[off[0]]["targets"]
-        num_shares = found[off[0]]["num_shares"]
-        if counts is None or not all(
-            self._are_equal(counts, found[rank]["counts"]) for rank in off
+        first = found[off[0]]
+        if first["counts"] is None or not all(
+            self._are_equal(first["counts"], found[rank]["counts"]) for rank in off
         ):
             return ""
         where = "" if len(off) == len(found) else f" on rank {', '.join(map(str, off))}"
-        rows = _list_rows(counts, targets, num_shares)
-        cause = self._explain_rows(rows, len(targets))
+        parts = _list_parts(first["counts"], first["parts"], first["rows_of_rank"])
+        cause = self._explain_parts(parts, 1 + max(body[0] for body in first["parts"]))
         return cause and f"gradients{where} are a sum over sequences, {cause}"
 
     def _are_equal(self, counts: Sequence[float], others: Sequence[float] | None) -> bool:
@@ -59,36 +62,46 @@ class RowDiagnosis:
             for a, b in zip(counts, others, strict=True)
         )
 
-    def _explain_rows(self, rows: Sequence[CountedRow], num_microbatches: int) -> str:
-        if not rows or self._is_one_count([row.count for row in rows]):
+    def _explain_parts(self, parts: Sequence[CountedPart], num_microbatches: int) -> str:
+        if not parts or self._is_one_count([part.count for part in parts]):
             return ""
         return (
-            self._explain_means(rows)
+            self._explain_means(parts)
             or self._explain_groups(
-                rows, lambda row: row.microbatch, f"microbatch {{}} of {num_microbatches}"
+                parts,
+                lambda part: f"microbatch {part.microbatch + 1} of {num_microbatches}",
             )
-            or self._explain_groups(rows, lambda row: row.rank, "data-parallel rank {}", first=0)
+            or self._explain_groups(parts, lambda part: f"data-parallel rank {part.rank}")
             or self._explain_groups(
-                rows, lambda row: row.place, "place {} of each microbatch of a rank"
+                parts, lambda part: f"chunk {part.chunk + 1} of the logits of a rank's microbatch"
             )
-            or self._explain_few_rows(rows)
+            or self._explain_groups(
+                parts, lambda part: f"place {part.place + 1} of each microbatch of a rank"
+            )
+            or self._explain_few_parts(parts)
+            or self._explain_groups(
+                parts,
+                lambda part: f"microbatch {part.microbatch + 1} of data-parallel rank {part.rank}",
+            )
         )
 
-    def _explain_means(self, rows: Sequence[CountedRow]) -> str:
-        """The cause where a sequence counts the less the more targets those have that it belongs
-        to."""
-        groupings: tuple[tuple[Callable[[CountedRow], Hashable], str], ...] = (
-            (lambda row: row.microbatch, "microbatches"),
-            (lambda row: row.rank, "data-parallel ranks"),
-            (lambda row: (row.microbatch, row.rank), "microbatches of each data-parallel rank"),
-            (lambda row: (row.microbatch, row.rank, row.place), "sequences"),
+    def _explain_means(self, parts: Sequence[CountedPart]) -> str:
+        """The cause where a part counts the less the more targets those have that it belongs to."""
+        groupings: tuple[tuple[Callable[[CountedPart], Hashable], str], ...] = (
+            (lambda part: part.microbatch, "microbatches"),
+            (lambda part: part.rank, "data-parallel ranks"),
+            (lambda part: (part.microbatch, part.rank), "microbatches of each data-parallel rank"),
+            (lambda part: (part.microbatch, part.rank, part.place), "sequences"),
+            (lambda part: (part.microbatch, part.rank, part.chunk), "chunks of logits"),
         )
         for key, words in groupings:
             totals: dict[Hashable, int] = {}
-            for row in rows:
-                totals[key(row)] = totals.get(key(row), 0) + row.num_targets
-            if len(totals) > 1 and self._is_one_number(
-                [row.count * totals[key(row)] for row in rows]
+            for part in parts:
+                totals[key(part)] = totals.get(key(part), 0) + part.num_targets
+            products = [part.count * totals[key(part)] for part in parts]
+            largest = max(map(abs, products))
+            if len(set(totals.values())) > 1 and (
+                max(products) - min(products) <= self._tolerance * largest
             ):
                 return (
                     f"in which {words} count alike, however many targets each has: a mean of means"
@@ -96,40 +109,38 @@ class RowDiagnosis:
         return ""
 
     def _explain_groups(
-        self,
-        rows: Sequence[CountedRow],
-        key: Callable[[CountedRow], int],
-        words: str,
-        *,
-        first: int = 1,
+        self, parts: Sequence[CountedPart], name_group: Callable[[CountedPart], str]
     ) -> str:
-        """The cause where all sequences of a group count alike, and not those of all groups."""
-        counts: dict[int, list[float]] = {}
-        for row in rows:
-            counts.setdefault(key(row), []).append(row.count)
+        """The cause where all parts of a group count alike, and not those of all groups."""
+        counts: dict[str, list[float]] = {}
+        for part in parts:
+            counts.setdefault(name_group(part), []).append(part.count)
         if len(counts) < 2 or not all(map(self._is_one_count, counts.values())):
             return ""
         off = {
-            group: of_rows[0]
-            for group, of_rows in sorted(counts.items())
-            if abs(of_rows[0] - 1) > self._tolerance
+            group: of_group[0]
+            for group, of_group in counts.items()
+            if abs(of_group[0] - 1) > self._tolerance
         }
         listed = ", ".join(
-            f"those of {words.format(group + first)} ({self._describe(count)})"
-            for group, count in list(off.items())[:4]
+            f"those of {group} ({self._describe(count)})"
+            for group, count in itertools.islice(off.items(), MAX_LISTED)
         )
+        if len(off) > MAX_LISTED:
+            listed += f" and {len(off) - MAX_LISTED} more"
         others = "" if len(off) == len(counts) else ", and all others do count once"
         return f"of which not all count once: {listed}{others}"
 
-    def _explain_few_rows(self, rows: Sequence[CountedRow]) -> str:
-        off = [row for row in rows if abs(row.count - 1) > self._tolerance]
-        if not 0 < len(off) <= MAX_SHARE_OF_FEW_ROWS * len(rows):
+    def _explain_few_parts(self, parts: Sequence[CountedPart]) -> str:
+        off = [part for part in parts if abs(part.count - 1) > self._tolerance]
+        if not 0 < len(off) <= MAX_SHARE_OF_FEW_PARTS * len(parts):
             return ""
-        row = off[0]
+        part = off[0]
+        chunk = "" if part.chunk < 0 else f"chunk {part.chunk + 1} of the logits, "
         return (
-            f"of which {len(off)} of {len(rows)} do not count once: the first is sequence"
-            f" {row.place + 1} of data-parallel rank {row.rank} in microbatch {row.microbatch + 1}"
-            f" ({self._describe(row.count)})"
+            f"of which some tokens do not count once: the first are in {chunk}sequence"
+            f" {part.place + 1} of data-parallel rank {part.rank}, microbatch"
+            f" {part.microbatch + 1} ({self._describe(part.count)})"
         )
 
     def _describe(self, count: float) -> str:
@@ -141,21 +152,13 @@ class RowDiagnosis:
     def _is_one_count(self, counts: Sequence[float]) -> bool:
         return max(counts) - min(counts) <= self._tolerance * max(1.0, *map(abs, counts))
 
-    def _is_one_number(self, numbers: Sequence[float]) -> bool:
-        return max(numbers) - min(numbers) <= self._tolerance * max(map(abs, numbers))
 
-
-def _list_rows(
-    counts: Sequence[float], targets: Sequence[Sequence[int]], num_shares: int
-) -> list[CountedRow]:
-    """The sequences that have a part in gradients; each microbatch is shared out over `num_shares`
-    data-parallel ranks."""
-    rows, remaining = [], iter(counts)
-    for microbatch, of_rows in enumerate(targets):
-        per_rank = max(1, len(of_rows) // num_shares)
-        for number, num_targets in enumerate(of_rows):
-            rank, place = divmod(number, per_rank)
-            row = CountedRow(next(remaining), num_targets, microbatch, rank, place)
-            if not math.isnan(row.count) and num_targets:
-                rows.append(row)
-    return rows
+def _list_parts(
+    counts: Sequence[float], parts: Sequence[tuple[int, int, int, int]], rows_of_rank: int
+) -> list[CountedPart]:
+    """The parts that owe something to gradients."""
+    return [
+        CountedPart(count, num_targets, microbatch, row // rows_of_rank, row % rows_of_rank, chunk)
+        for count, (microbatch, row, chunk, num_targets) in zip(counts, parts, strict=True)
+        if not math.isnan(count) and num_targets
+    ]

@@ -4,7 +4,7 @@ observations."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from phalanx.verify.reduction_types import (
 )
 from phalanx.verify.routes import LayoutRouting, read_expert_choices
 from phalanx.verify.row_gradients import (
+    BatchPart,
     FirstWrongGradients,
     are_gradients_sums_over_rows,
-    fit_row_counts,
-    write_row_gradients_or_none,
+    fit_part_counts,
+    write_part_gradients_or_none,
 )
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_reference import make_optimizer_definition
@@ -107,7 +108,7 @@ class LayoutRun:
                 "has_rotary_tables": tables.is_judged,
             }
             result = self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
-            self._count_rows_of_wrong_gradients(result, first_wrong, trace, mesh, whole_steps)
+            self._count_parts_of_wrong_gradients(result, first_wrong, trace, mesh, whole_steps)
             return result
 
     def _find_optimizer_definition(self) -> OptimizerDefinition | None:
@@ -157,7 +158,7 @@ class LayoutRun:
             has_rotary_tables=any(seen["has_rotary_tables"] for seen in all_observations),
         )
 
-    def _count_rows_of_wrong_gradients(
+    def _count_parts_of_wrong_gradients(
         self,
         result: LayoutResult,
         first_wrong: FirstWrongGradients,
@@ -165,31 +166,31 @@ class LayoutRun:
         mesh: Mesh,
         whole_steps: Sequence[Sequence[Batch]],
     ) -> None:
-        """Add to the observations how many times each sequence counts in gradients that are off, in
-        the first step in which some are: asked of these alone, for it takes as long as a step.
-        Collective."""
+        """Add to the observations how many times each part of the batch counts in gradients that
+        are off, in the first step in which some are: asked of these alone, for it takes as long as
+        a few steps. Collective."""
         steps = [step for step in mesh.gather_json(first_wrong.step) if step >= 0]
         if not steps:
             return
         step = min(steps)
-        num_rows = sum(len(next(iter(batch.values()))) for batch in whole_steps[step])
         if not are_gradients_sums_over_rows(self.plan, trace):
             return
-        targets: list[list[int]] | None = None
+        parts: list[BatchPart] | None = None
         if mesh.rank == 0:
-            targets = write_row_gradients_or_none(
+            parts = write_part_gradients_or_none(
                 self.job, self.plan, trace, step, whole_steps[step]
             )
-        targets = mesh.gather_json(targets)[0]
-        if targets is None:
+        bodies = mesh.gather_json(parts and [astuple(part) for part in parts])[0]
+        if bodies is None:
             return
-        counts = fit_row_counts(first_wrong, trace, step, num_rows)
+        counts = fit_part_counts(first_wrong, self.plan, trace, step)
         found = {"step": step, "is_off": first_wrong.step == step, "counts": counts}
+        num_rows = len(next(iter(whole_steps[step][0].values())))
         for observed, body in zip(result.observations, mesh.gather_json(found), strict=True):
-            observed["row_counts"] = {
+            observed["part_counts"] = {
                 **body,
-                "targets": targets,
-                "num_shares": self.plan.layout.data_parallel_size,
+                "parts": bodies,
+                "rows_of_rank": max(1, num_rows // self.plan.layout.data_parallel_size),
             }
 
     def _build_parallel_model(

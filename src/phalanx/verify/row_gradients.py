@@ -1,18 +1,18 @@
-"""What each sequence of a batch owes to the gradients of a step, in one process, and how much each
-counts in the gradients of a layout that are off."""
+"""What each part of a batch owes to the gradients of a step, in one process, and how many times
+each counts in the gradients of a layout that are off."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 from safetensors.torch import save_file
 
+from phalanx.core.batch import IGNORE_INDEX
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import LogicalShard
 from phalanx.parallel.executor import Batch
@@ -20,6 +20,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.batches import choose_loss_chunk_tokens
 from phalanx.verify.trace import TraceTensorReader
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -31,12 +32,12 @@ from phalanx.verify.trace_facts import (
 
 # Of an error, relative to the gradient: what is less may be rounding.
 MIN_ERROR_OF_DTYPE = {"float64": 1e-8, "float32": 1e-4}
-# Of what a gradient is off by: so much of it sequences that count otherwise may leave unexplained.
+# Of what a gradient is off by: so much of it parts that do not count once may leave unexplained.
 MAX_UNEXPLAINED_OF_DTYPE = {"float64": 1e-4, "float32": 1e-2}
-# Of a tensor so many elements, evenly spread over it, show what each sequence owes to it.
+# Of a tensor so many elements, evenly spread over it, show what each part owes to it.
 MAX_ELEMENTS_OF_TENSOR = 1_000
 MAX_PARAMETERS = 20_000_000
-# Sequences whose gradients are nearly alike cannot be told apart.
+# Parts whose gradients are nearly alike cannot be told apart.
 MAX_CONDITION = 1e6
 
 
@@ -77,72 +78,101 @@ def are_gradients_sums_over_rows(plan: Plan, trace: Trace) -> bool:
     )
 
 
-def write_row_gradients_or_none(
+@dataclass(frozen=True)
+class BatchPart:
+    """A sequence of a step, or those of its tokens whose logits a rank computes in one chunk: in
+    which microbatch it is, its number there, the rank's chunk (-1 where sequences are whole), and
+    its number of targets; all counted from 0."""
+
+    microbatch: int
+    row: int
+    chunk: int
+    num_targets: int
+
+
+def write_part_gradients_or_none(
     job: Job, plan: Plan, trace: Trace, step: int, microbatches: Sequence[Batch]
-) -> list[list[int]] | None:
-    """Write what each sequence of `step` owes to each gradient of one process, once for a trace and
-    a step, and return how many targets each has, by microbatch; None where the module takes no
-    single sequence."""
-    path = trace.directory / f"{_name_rows_set(step)}.json"
+) -> list[BatchPart] | None:
+    """Write what each part of the batch of `step` owes to each gradient of one process, once for a
+    trace, a step and the parts that ranks of `plan` have, and return the parts; None where the
+    module takes no single sequence."""
+    name = _name_parts_set(plan, step)
+    path = trace.directory / f"{name}.json"
     try:
         if not path.exists():
-            path.write_text(json.dumps(_write_row_gradients(job, plan, trace, step, microbatches)))
-        targets: list[list[int]] = json.loads(path.read_text())
-        # A layout may have the same sequences in other microbatches.
-        return _split_alike(list(itertools.chain(*targets)), microbatches)
+            parts = _write_part_gradients(job, plan, trace, step, microbatches)
+            path.write_text(json.dumps([astuple(part) for part in parts]))
+        return [BatchPart(*part) for part in json.loads(path.read_text())]
     # A user's module may fail in any way: the difference then has another cause, or none.
     except Exception:
         traceback.print_exc()  # in the rank's log
         return None
 
 
-def _write_row_gradients(
+def _write_part_gradients(
     job: Job, plan: Plan, trace: Trace, step: int, microbatches: Sequence[Batch]
-) -> list[list[int]]:
+) -> list[BatchPart]:
     module = build_original_module(job, plan, trace.dtype, materialize=True)[0]
     _load_state_before_step(module, trace, step)
-    masks, loss_sum, targets, first_row = DropoutMasks(module, job.run.seed), JobLoss(job), [], 0
+    masks, loss_sum, first_row = DropoutMasks(module, job.run.seed), JobLoss(job), 0
+    # Routers' balance is of whole sequences, and an own objective may be, too.
+    has_chunks = job.model.objective is None and plan.layout.cp == 1 and not any(trace.loads)
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name, _ in module.named_parameters()}
-    for batch in microbatches:
+    parts = []
+    for number, batch in enumerate(microbatches):
         num_rows = len(next(iter(batch.values())))
-        targets.append(list[int]())
         for row in range(num_rows):
-            module.zero_grad()
-            with masks.dropping_by_masks(step + 1, first_row + row, 1):
-                loss, count = loss_sum(
-                    module, {key: tensor[row : row + 1] for key, tensor in batch.items()}
-                )
-            loss.backward()
-            targets[-1].append(int(count))
-            for name, parameter in module.named_parameters():
-                gradient = parameter.grad
-                whole = torch.zeros_like(parameter) if gradient is None else gradient
-                gradients[name].append(whole.flatten()[_choose_places(whole.shape)])
+            sequence = {key: tensor[row : row + 1] for key, tensor in batch.items()}
+            pieces = {-1: sequence}
+            if has_chunks and "targets" in batch and batch["targets"].ndim == 2:
+                place = row % max(1, num_rows // plan.layout.data_parallel_size)
+                pieces = _cut_by_chunks(sequence, place, num_rows, plan)
+            for chunk, piece in pieces.items():
+                module.zero_grad()
+                with masks.dropping_by_masks(step + 1, first_row + row, 1):
+                    loss, count = loss_sum(module, piece)
+                if int(count):
+                    loss.backward()
+                parts.append(BatchPart(number, row, chunk, int(count)))
+                for name, parameter in module.named_parameters():
+                    gradient = parameter.grad
+                    whole = torch.zeros_like(parameter) if gradient is None else gradient
+                    gradients[name].append(whole.flatten()[_choose_places(whole.shape)])
         first_row += num_rows
-    total = sum(map(sum, targets))
+    total = sum(part.num_targets for part in parts)
     save_file(
         {name: (torch.stack(rows) / total).contiguous() for name, rows in gradients.items()},
-        trace.directory / f"{_name_rows_set(step)}.safetensors",
+        trace.directory / f"{_name_parts_set(plan, step)}.safetensors",
     )
-    return targets
+    return parts
 
 
-def _split_alike(targets: Sequence[int], microbatches: Sequence[Batch]) -> list[list[int]]:
-    """The numbers of all sequences, by microbatch."""
-    remaining = iter(targets)
-    return [
-        list(itertools.islice(remaining, len(next(iter(batch.values()))))) for batch in microbatches
-    ]
+def _cut_by_chunks(
+    sequence: Batch, place: int, num_rows: int, plan: Plan
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Chunk of the rank that has the sequence at `place` -> the sequence with the targets of that
+    chunk alone, where each microbatch has `num_rows`."""
+    length = sequence["targets"].shape[1]
+    per_rank = max(1, num_rows // plan.layout.data_parallel_size)
+    size = choose_loss_chunk_tokens(per_rank * length)
+    chunks = torch.arange(place * length, (place + 1) * length) // size
+    return {
+        chunk: {
+            **sequence,
+            "targets": sequence["targets"].where(chunks == chunk, IGNORE_INDEX),
+        }
+        for chunk in chunks.unique().tolist()
+    }
 
 
-def fit_row_counts(
-    kept: FirstWrongGradients, trace: Trace, step: int, num_rows: int
+def fit_part_counts(
+    kept: FirstWrongGradients, plan: Plan, trace: Trace, step: int
 ) -> list[float] | None:
-    """How many times each sequence counts in this rank's gradients of `step`, NaN for one that owes
-    nothing; None where they are no sum over sequences, whatever each counts."""
+    """How many times each part of the batch counts in this rank's gradients of `step`, NaN for one
+    that owes nothing; None where they are no sum over these, whatever each counts."""
     if kept.step != step:
         return None
-    actual, reference, rows = _sample_elements(kept, trace, step, num_rows)
+    actual, reference, rows = _sample_elements(kept, plan, trace, step)
     usable = rows.norm(dim=0) > 1e-9 * rows.norm(dim=0).max()
     parts = rows[:, usable]
     most = MAX_UNEXPLAINED_OF_DTYPE[trace.dtype]
@@ -157,13 +187,14 @@ def fit_row_counts(
     counts = (right.T @ ((left.T @ actual) / values)) / sizes
     if not (parts @ counts - actual).norm() <= most * off:
         return None
-    found = torch.full((num_rows,), math.nan, dtype=torch.float64)
+    found = torch.full((rows.shape[1],), math.nan, dtype=torch.float64)
     found[usable] = counts
     return [float(count) for count in found]
 
 
-def _name_rows_set(step: int) -> str:
-    return f"rows-{step}"
+def _name_parts_set(plan: Plan, step: int) -> str:
+    shares = plan.layout.data_parallel_size
+    return f"parts-{step}-{shares}-{plan.num_microbatches}-{plan.layout.cp}"
 
 
 @torch.no_grad()
@@ -190,15 +221,14 @@ def _choose_places(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _sample_elements(
-    kept: FirstWrongGradients, trace: Trace, step: int, num_rows: int
+    kept: FirstWrongGradients, plan: Plan, trace: Trace, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(this rank's [E], the reference's [E], what each sequence owes to them [E, rows]) of some of
-    the elements that this rank holds, of each tensor that is off."""
-    actual, reference = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
-    rows = [torch.zeros(0, num_rows, dtype=torch.float64)]
+    """(this rank's [E], the reference's [E], what each part of the batch owes to them [E, parts])
+    of some of the elements that this rank holds, of each tensor that is off."""
+    actual, reference, rows = [], [], []
     with (
         TraceTensorReader(trace, name_gradients_set(step)) as whole,
-        TraceTensorReader(trace, _name_rows_set(step)) as parts,
+        TraceTensorReader(trace, _name_parts_set(plan, step)) as parts,
     ):
         for name, shard in kept.shards.items():
             gradient, owed = whole.read(name).double(), parts.read(name).double()

@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("pp4-1f1b", "pp2-tp2-zb-v"),
-    cause=("microbatch",),
+    cause=("microbatch 10 of 12 (left out)", "microbatch 10 of"),
     job=("--shrink",),
 )

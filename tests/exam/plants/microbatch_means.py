@@ -15,6 +15,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3", "cp4"),
-    cause=("mean of means", "count alike", "targets"),
+    cause=("mean of means",),
     clean=("pp4-1f1b",),
 )

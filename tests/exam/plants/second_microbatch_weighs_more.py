@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3", "tp4"),
-    cause=("microbatch",),
+    cause=("microbatch 2 of 3 (1.0001 x)",),
     clean=("pp4-1f1b",),
     size=0.0001,
 )

@@ -15,7 +15,7 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "tp4"),
-    cause=("weigh otherwise", "chunk"),
+    cause=("chunk 3 of the logits",),
     tensors=("", "*"),
     size=1e-05,
 )
