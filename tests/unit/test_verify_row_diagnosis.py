@@ -137,6 +137,10 @@ def _count_mean_of_means(microbatch: int, row: int, targets: list[list[int]]) ->
             "those of microbatch 2 of 3 (1.0001 x), and all others do count once",
         ),
         (
+            lambda microbatch, row, targets: 1 + 1e-6 * (microbatch == 0),
+            "those of microbatch 1 of 3 (1.000001 x), and all others do count once",
+        ),
+        (
             lambda microbatch, row, targets: float(microbatch < 2),
             "those of microbatch 3 of 3 (left out), and all others do count once",
         ),

@@ -45,7 +45,12 @@ WRONG_ATTENTION_CAUSE = (
 )
 WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE = (
     "what the model's modules make of each token agrees on all ranks, and the loss of it does not:"
-    " logits of a chunk of tokens are left out or weigh otherwise, or masked targets count"
+    " the objective computes another loss, targets are those of other tokens or samples, masked"
+    " targets count, or logits of a chunk of tokens are left out or weigh otherwise"
+)
+WRONG_LOSS_OF_A_CUT_HEAD_CAUSE = (
+    "a sharding rule cuts the head elsewhere than between tokens of the vocabulary, or a sum or a"
+    " maximum over the ranks of tp is missing in its loss (the softmax, the logit of the target)"
 )
 MIXED_ROWS_CAUSE = (
     "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
@@ -58,7 +63,8 @@ CHANGED_BUFFER_CAUSE = (
 )
 WRONG_BLOCKS_CAUSE = (
     "all that differ are of several blocks (fused matrices that tp cuts), and the others agree: a"
-    " block is taken to lie elsewhere in a rank's part, or its borders are others"
+    " block is taken to lie elsewhere in a rank's part, is filled from another part of what is"
+    " stored or drawn, or its borders are others"
 )
 FILLED_PARTS_CAUSE = (
     "ranks build the module without memory and fill their parts, as training does for large models:"
@@ -83,7 +89,7 @@ class DifferenceDiagnosis:
         self._experts = ExpertDiagnosis(compared, ep=layout.ep, tp=layout.tp, cp=layout.cp)
         self._stages: StageDiagnosis | None = None
         if layout.pipeline is not None:
-            self._stages = StageDiagnosis(compared, layout.pipeline)
+            self._stages = StageDiagnosis(compared, layout.pipeline, layout.recompute)
         self._updates = UpdateDiagnosis(compared)
         self._norms = NormDiagnosis(compared, self._factors, self._stages)
         self._rows = RowDiagnosis(compared.observations, compared.trace.dtype)
@@ -129,10 +135,11 @@ class DifferenceDiagnosis:
             present = [mean for mean in observation["local_means"][step] if mean == mean]
             by_rank.append(present)
             means += present
-        if means and is_nearly_equal(loss, _average_or_nan(means)):
+        reference = self._trace.steps[step].loss
+        if means and _is_told_from(reference, loss, _average_or_nan(means)):
             return "a mean of means: microbatches count alike, however many targets they have"
         for rank, present in enumerate(by_rank):
-            if self._dp > 1 and is_nearly_equal(loss, _average_or_nan(present)):
+            if self._dp > 1 and _is_told_from(reference, loss, _average_or_nan(present)):
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         return ""
 
@@ -160,6 +167,13 @@ class DifferenceDiagnosis:
             return (
                 f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
             )
+        if not wrong_output and self._are_outputs_compared():
+            causes = [WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE]
+            if self._tp > 1:
+                causes.append(WRONG_LOSS_OF_A_CUT_HEAD_CAUSE)
+            if self._stages:
+                causes.append(WRONG_MICROBATCH_CAUSE)
+            return "; or ".join(causes)
         causes = self._list_forward_mistakes_of_layout()
         if causes:
             return "; or ".join(causes)
@@ -170,8 +184,6 @@ class DifferenceDiagnosis:
         if not self._factors.explain(factor, 0):
             if "att" in wrong_output.rpartition(".")[2]:
                 return WRONG_ATTENTION_CAUSE
-            if not wrong_output and self._are_outputs_compared():
-                return WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE
             return (
                 "it is no multiple of one process's that the layout's numbers explain: the forward"
                 " of some rank, or of all, computes something else"
@@ -325,3 +337,8 @@ def _average_or_nan(values: Sequence[float]) -> float:
     if not values:
         return math.nan
     return sum(values) / len(values)
+
+
+def _is_told_from(reference: float, loss: float, mean: float) -> bool:
+    """True if the loss is `mean` but for rounding, and that is not as near to the reference."""
+    return is_nearly_equal(loss, mean) and abs(loss - mean) <= 1e-2 * abs(loss - reference)

@@ -42,8 +42,10 @@ class NormDiagnosis:
             return cause
         if self._factors.explain(norm / reference, step):
             return self._factors.describe("it", norm / reference, step)
-        return self._explain_by_ranks_that_count(norm, step) or self._describe_norm_factor(
-            norm / reference, step
+        return (
+            self._explain_by_ranks_that_count(norm, step)
+            or self._explain_by_weighted_tensor_group(excess, step)
+            or self._describe_norm_factor(norm / reference, step)
         )
 
     def _describe_norm_factor(self, factor: float, step: int) -> str:
@@ -108,9 +110,31 @@ class NormDiagnosis:
                 return f"gradients of {words} are {_describe_wrong_count(excess)}"
         return ""
 
-    def _list_tensor_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
+    def _explain_by_weighted_tensor_group(self, excess: float, step: int) -> str:
+        """The cause of a norm in which experts, or the tensors of a place, are multiplied with a
+        number of ranks, or divided by it."""
+        sizes = self._compared.trace.sizes[name_gradients_set(step)]
+        for words, names in self._list_tensor_groups(has_neighbours=False):
+            square = sum(sizes[name] ** 2 for name in names)
+            for axis, degree in self._factors.list_degrees():
+                for power in (1, 2):
+                    for number, verb in (
+                        (degree**power, "multiplied"),
+                        (degree**-power, "divided"),
+                    ):
+                        if square and _is_nearly_equal(excess, (number - 1) * square):
+                            return (
+                                f"the squares of gradients of {words} count {number:.4g} x:"
+                                f" {verb} by the number of ranks of {axis} ({degree})"
+                                + (" twice" if power == 2 else "")
+                            )
+        return ""
+
+    def _list_tensor_groups(
+        self, *, has_neighbours: bool = True
+    ) -> Iterator[tuple[str, Sequence[str]]]:
         """(in words, names) of tensors that belong together: experts, those of one place in all
-        blocks, and neighbours."""
+        blocks, and with `has_neighbours` those that follow each other."""
         order = self._compared.trace.order
         experts = [name for name in order if EXPERTS in name]
         yield "experts", experts
@@ -121,6 +145,8 @@ class NormDiagnosis:
                 alike.setdefault(".".join(segments[start:]), []).append(name)
         for suffix, names in alike.items():
             yield f"all {suffix}", names
+        if not has_neighbours:
+            return
         for start, end in itertools.combinations(range(len(order) + 1), 2):
             yield f"{order[start]} to {order[end - 1]}", order[start:end]
 

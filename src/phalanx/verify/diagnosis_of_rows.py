@@ -11,8 +11,10 @@ from typing import Any
 
 from phalanx.verify.factors import format_factor
 
-# Of a count, which is 1: rounding, and what other sequences look like.
+# Of a count, which is 1: rounding, and what other sequences look like; and of the count that is
+# furthest from 1, where that is less.
 TOLERANCE_OF_DTYPE = {"float64": 1e-5, "float32": 1e-2}
+TOLERANCE_OF_LARGEST = 1e-2
 MAX_SHARE_OF_FEW_PARTS = 1 / 3
 MAX_LISTED = 4
 
@@ -37,7 +39,8 @@ class RowDiagnosis:
 
     def __init__(self, observations: Sequence[Mapping[str, Any]], dtype: str) -> None:
         self._observations = observations
-        self._tolerance = TOLERANCE_OF_DTYPE.get(dtype, 0.0)
+        self._most = TOLERANCE_OF_DTYPE.get(dtype, 0.0)
+        self._tolerance = self._most
 
     def explain(self, step: int) -> str:
         """The cause of gradients of `step` that are a sum over parts of the batch, of which some do
@@ -47,7 +50,11 @@ class RowDiagnosis:
             return ""
         off = [rank for rank, body in enumerate(found) if body["is_off"]]
         first = found[off[0]]
-        if first["counts"] is None or not all(
+        if first["counts"] is None:
+            return ""
+        largest = max((abs(count - 1) for count in first["counts"] if count == count), default=0.0)
+        self._tolerance = min(self._most, TOLERANCE_OF_LARGEST * largest)
+        if not self._tolerance or not all(
             self._are_equal(first["counts"], found[rank]["counts"]) for rank in off
         ):
             return ""

@@ -17,8 +17,9 @@ WRONG_MICROBATCH_CAUSE = (
 class StageDiagnosis:
     """Explains a difference that follows the stages; "" where it does not."""
 
-    def __init__(self, compared: TraceComparison, pipeline: Pipeline) -> None:
-        self._compared, self._pipeline = compared, pipeline
+    def __init__(self, compared: TraceComparison, pipeline: Pipeline, recomputes: bool) -> None:
+        """`recomputes`: parts of a forward are computed again for the backward."""
+        self._compared, self._pipeline, self._recomputes = compared, pipeline, recomputes
 
     def explain_wrong_grad_norm(self, norm: float, step: int) -> str:
         """The cause of a norm that is one of some stages alone, or that lacks or doubles those
@@ -65,10 +66,16 @@ class StageDiagnosis:
             and border + 1 < self._pipeline.num_stages
             and not right & set(wrong)
         ):
+            recomputed = ""
+            if self._recomputes:
+                recomputed = (
+                    f"; or what stage {border} recomputes is not what its forward computed (the"
+                    " masks of dropout, say, or the hidden states of another microbatch)"
+                )
             return (
                 f"{_format_numbered_noun('stage', wrong)} differ, and later ones agree: what stage"
                 f" {border + 1} sends back to stage {border} is the gradient of another microbatch,"
-                " or of other hidden states"
+                f" or of other hidden states{recomputed}"
             )
         return ""
 

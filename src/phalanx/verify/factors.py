@@ -53,6 +53,12 @@ class FactorExplainer:
                 meanings.append(words)
         return ", or ".join(dict.fromkeys(meanings))
 
+    def list_degrees(self) -> list[tuple[str, int]]:
+        """(axis, number of ranks) of the axes that the layout has."""
+        layout = self._layout
+        degrees = (("dp", layout.dp), ("tp", layout.tp), ("cp", layout.cp), ("ep", layout.ep))
+        return [(axis, degree) for axis, degree in degrees if degree > 1]
+
     def _list_known_factors(self, step: int) -> Iterator[tuple[float, str]]:
         layout, targets = self._layout, self._trace.steps[step].num_targets
         if layout.dp > 1:

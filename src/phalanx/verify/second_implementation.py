@@ -139,6 +139,13 @@ def compare_with_second_implementation(
         tolerance = TOLERANCE_OF_DTYPE["float32"]
         notes += (f"it computes in fewer digits than {dtype} on its way, and is judged by those",)
     first = next((error for error in differences if error.error > tolerance), None)
+    if first is not None and first.what == "gradient":
+        # Differences come in the order of the backward, after the loss.
+        first = replace(
+            first,
+            cause=f"{first.cause}; the loss agrees, and the backward goes wrong where it meets"
+            f" {first.name}",
+        )
     return Row(
         layout=layout,
         parallel={},
