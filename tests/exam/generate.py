@@ -107,7 +107,7 @@ def _draw(generator: random.Random, seam: str, size: float, name: str) -> Plant:
         shows=(layout,),
         tensors=("*",) if seam == "activation" else (tensor,),
         blamed=() if any_rank or seam == "activation" else (rank,),
-        cause=(f"rank {rank}", "stale", "replica", f"{1 + size:.6g} x"),
+        cause=(f"rank {rank}", "stale", "replica", f"{1 + size:.6g} x", f"(1 +{size:.1e}) x"),
         size=size,
         name=f"generated_{name}".replace("-", "m").replace("+", ""),
     )

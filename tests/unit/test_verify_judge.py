@@ -565,9 +565,16 @@ def test_an_evaluation_that_counts_other_targets_is_found() -> None:
 def test_what_a_step_has_left_in_gradients_is_called_so() -> None:
     """Of a tensor whose error is a multiple of its gradient of the step before, on all ranks."""
     kind = name_gradients_set(0)
-    seen = saw(tensors={kind: {"b": (1.0, 1.2, 0.6, 1.0)}}, left={kind: {"b": (1.0, 2.0, 4.0)}})
+    seen = saw(
+        tensors={kind: {"b": (1.0, 1.2, 0.6, 1.0)}}, left={kind: {"b": (1.0, 2.0, 4.0, 5.0)}}
+    )
     assert "b by 0.5 x its gradient of the step before" in first_of(seen, seen).cause
-    seen["left"][kind]["b"] = (1.0, 1.0, 4.0)
+    seen["left"][kind]["b"] = (1.0, 1.0, 4.0, 5.0)
+    assert "step before" not in first_of(seen, seen).cause
+    seen["left"][kind]["b"] = (1.0, 1.0, 4.0, 1e-8)
+    assert "b is its gradient of the step before: a stale copy" in first_of(seen, seen).cause
+    # Without a step before.
+    seen["left"][kind]["b"] = (1.0, 0.0, 0.0, 0.0)
     assert "step before" not in first_of(seen, seen).cause
 
 

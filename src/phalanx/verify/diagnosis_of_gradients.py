@@ -23,6 +23,8 @@ LOST_KEY_GRADIENTS_CAUSE = (
 MAX_SHARE_OF_FEW_ROWS = 0.25
 # Of an error, and of the gradient of the step before.
 MIN_COSINE_OF_WHAT_IS_LEFT = 0.999
+# Of what a gradient is off by: so far a copy of that of the step before is from it.
+MAX_SHARE_OF_A_STALE_GRADIENT = 1e-3
 # The cosine that rounding of a few dozen elements has by chance.
 MAX_CHANCE_COSINE = 0.4
 # float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
@@ -73,11 +75,16 @@ class GradientDiagnosis:
     def _explain_what_is_left(self, kind: str, name: str, off: Sequence[str]) -> str:
         """The cause of a gradient that is off by a multiple of that of the step before; "" if it is
         not."""
-        sums = [0.0] * 3
+        sums = [0.0] * 4
         for observation in self._observations:
-            left = observation.get("left", {}).get(kind, {}).get(name, (0.0,) * 3)
+            left = observation.get("left", {}).get(kind, {}).get(name, (0.0,) * 4)
             sums = [total + part for total, part in zip(sums, left, strict=True)]
-        error, crossed, before = sums
+        error, crossed, before, from_before = sums
+        if before and from_before < MAX_SHARE_OF_A_STALE_GRADIENT**2 * error:
+            return (
+                f"{len(off)} of {len(self._trace.order)} tensors differ, {name} is its gradient of"
+                " the step before: a stale copy, or one that arrives a step late"
+            )
         if not crossed**2 > MIN_COSINE_OF_WHAT_IS_LEFT**2 * error * before:
             return ""
         return (
@@ -93,7 +100,7 @@ class GradientDiagnosis:
             return (
                 f"{len(off)} of {num_tensors} tensors differ, and in the steps before all agree:"
                 f" this is the first step that has {special}, and what is computed otherwise for"
-                " that is wrong"
+                " that is wrong, or something of the step before is left in gradients"
             )
         if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
             return LOST_KEY_GRADIENTS_CAUSE

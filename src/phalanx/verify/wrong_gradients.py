@@ -15,9 +15,9 @@ MIN_ERROR = 1e-4
 # A tensor of a few elements may be a multiple of any other by chance.
 MIN_ELEMENTS = 8
 
-LeftDots = tuple[float, float, float]
-"""Over the elements a rank holds: |e|^2, e.p, |p|^2, with `e` what its gradient is off by and `p`
-the reference's gradient of the step before; zeros in the first step."""
+LeftDots = tuple[float, float, float, float]
+"""Over the elements a rank holds: |e|^2, e.p, |p|^2, |a - p|^2, with `e` what its gradient `a` is
+off by and `p` the reference's gradient of the step before; zeros in the first step."""
 WrongRows = tuple[int, int, int, int]
 """Of the rows of a matrix that a rank holds: how many there are, how many are off, how many of
 these are zero, and the number of the first of them in the whole tensor."""
@@ -37,7 +37,7 @@ def examine_wrong_gradients(
         # Infinite where it is no part of the tensor.
         if not MIN_ERROR**2 * dots[3] < dots[0] < float("inf"):
             continue
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         shard = shards[name]
         with (
             TraceTensorReader(trace, name_gradients_set(step)) as now,
@@ -48,13 +48,14 @@ def examine_wrong_gradients(
                 off = actual - now.block(name, box.global_offset, box.size).double()
                 if step:
                     before = earlier.block(name, box.global_offset, box.size).double()
-                    pairs = (off, off), (off, before), (before, before)
+                    stale = actual - before
+                    pairs = (off, off), (off, before), (before, before), (stale, stale)
                     sums += torch.stack([(a * b).sum() for a, b in pairs])
                 if len(shard.boxes) == 1 and off.ndim > 1:
                     rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
         if shard.num_local >= MIN_ELEMENTS:
-            first, second, third = sums.tolist()
-            left[name] = first, second, third
+            first, second, third, fourth = sums.tolist()
+            left[name] = first, second, third, fourth
     return left, rows
 
 
