@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("plain", "hugging-face"),
-    cause=("router", "normal", "weights of experts", "weights of the experts", "expert"),
+    cause=("router", "normal", "weights of experts", "weights of the experts"),
     tensors=("*.moe.router.weight", "*.ffn_norm.weight"),
     clean=("ddp", "zero3"),
     job=("--model", "small-mixtral", "--shrink"),

@@ -15,7 +15,7 @@ PLANT = Plant(
         ),
     ),
     shows=("trainer-ddp", "trainer-zero3"),
-    cause=("tokens", "masked", "targets"),
+    cause=("tokens", "masked"),
     tensors=("",),
     clean=("ddp",),
 )
