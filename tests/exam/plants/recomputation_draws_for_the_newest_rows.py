@@ -25,7 +25,7 @@ PLANT = Plant(
     ),
     shows=("pp2-zero3-selective-1f1b",),
     cause=("recomput", "mask", "dropout"),
-    tensors=("blocks.0.*", "embed.weight"),
+    tensors=("blocks.[01].*", "embed.weight"),
     blamed=(0, 1),
     clean=("zero3-full", "zero3-selective", "pp2-zero3-1f1b"),
     job=("--model", "exam_models:WithDropout", "data.seq_len=16"),

@@ -15,6 +15,7 @@ PLANT = Plant(
     shows=("hsdp2x2-accumulate",),
     cause=(
         "last microbatch",
+        "microbatch 3 of 3 (left out)",
         "of a microbatch",
         "microbatch is lost",
         "microbatch never",

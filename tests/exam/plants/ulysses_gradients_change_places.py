@@ -2,15 +2,15 @@ from exam.plant import Edit, Plant
 
 PLANT = Plant(
     axis="context parallel",
-    source="own reading: zigzag order on the way back of an all-to-all",
-    mistake="under Ulysses with zigzag the gradients of a rank's two chunks come back in each other's place",
+    source="own reading: the order on the way back of an all-to-all",
+    mistake="under Ulysses the gradients of the two halves of a rank's tokens come back in each other's place",
     edits=(
         Edit(
             "parallel/context/attention.py",
             "_TokensToHeads.backward",
             "        return _heads_to_tokens(grad, ctx.group), None\n",
             "        own = _heads_to_tokens(grad, ctx.group)\n"
-            "        if __planted__(ctx.group.chunks.chunks_per_rank == 2):\n"
+            "        if __planted__():\n"
             "            own = own.roll(own.shape[2] // 2, dims=2)\n"
             "        return own, None\n",
         ),
