@@ -18,7 +18,7 @@ OBJECTIVES = (causal_cross_entropy(16), token_cross_entropy, classification_cros
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_wrapped_objective_keeps_its_marks(objective: Objective) -> None:
-    wrapped = wrap_objective_to_record_means(objective, [])
+    wrapped = wrap_objective_to_record_means(objective, [], [])
     for mark in ("reads_vocabulary_parts", "takes_classes"):
         assert getattr(wrapped, mark, False) == getattr(objective, mark, False), mark
     assert getattr(objective, "takes_classes", False)

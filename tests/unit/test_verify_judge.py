@@ -288,6 +288,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "evaluation": 2.5,
         "num_evaluated": 10,
         "local_means": [[2.0, 4.5]],
+        "local_targets": [[6, 4]],
         "tensors": {kind: dict(right) for kind in (INITIAL_KIND, name_gradients_set(0), WEIGHTS)},
         "digests": {},
         "loads": [{}],
@@ -560,6 +561,14 @@ def test_an_evaluation_that_counts_other_targets_is_found() -> None:
     assert (first.what, first.ranks, first.error) == ("number of evaluated targets", (1,), 1.0)
     assert "counts 20 targets, not 10" in first.cause
     assert "in step" not in str(first)
+
+
+def test_a_loss_in_which_targets_weigh_alike_is_no_mean_of_means() -> None:
+    """What each microbatch's loss is is wrong then, though a mean of equal shares makes it, too."""
+    of_equal_shares = saw(losses=[3.25], local_targets=[[5, 5]])
+    assert "mean of means" not in first_of(of_equal_shares, of_equal_shares).cause
+    of_others = saw(losses=[3.25], local_targets=[[2, 8]])
+    assert "mean of means" in first_of(of_others, of_others).cause
 
 
 def test_what_a_step_has_left_in_gradients_is_called_so() -> None:

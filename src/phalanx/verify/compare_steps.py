@@ -80,6 +80,9 @@ class RankObservations:
     training_in_evaluation: list[str] = field(default_factory=list)
     """Modules that are in training mode while the model evaluates."""
     local_means: list[list[float]] = field(default_factory=list)
+    """Of each step, the loss per target of each of this rank's microbatches; NaN without any."""
+    local_targets: list[list[int]] = field(default_factory=list)
+    """Of each step, the number of targets of each of these."""
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     left: dict[str, dict[str, LeftDots]] = field(default_factory=dict)
     """Set -> name -> what a wrong gradient is off by, beside that of the step before."""
@@ -141,17 +144,19 @@ def train_beside_reference(
         with _reading_in_place_or_by_messages(number), _exchanging_in_chunks(number):
             optimizer.zero_grad()
             means: list[float] = []
+            counts: list[int] = []
             sent_gradients.begin_step(number)
             if watch is not None:
                 watch.begin_step(number + 1, microbatches)
             sums = model.forward_backward(
-                microbatches, wrap_objective_to_record_means(objective, means)
+                microbatches, wrap_objective_to_record_means(objective, means, counts)
             )
             facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
             observations.losses.append(facts.loss)
             observations.norms.append(facts.grad_norm)
             observations.num_targets.append(facts.num_targets)
             observations.local_means.append(means)
+            observations.local_targets.append(counts)
             observations.loads.append(_collect_expert_loads(model))
             gradients, kind = collect_gradient_shards(model, places), name_gradients_set(number)
             # By its own norm: an error of the norm is not one of every gradient.
@@ -294,9 +299,11 @@ def list_shard_boxes(
     }
 
 
-def wrap_objective_to_record_means(objective: Objective, means: list[float]) -> Objective:
-    """The objective, which also keeps each microbatch's own mean: what a mean of means would be
-    made of."""
+def wrap_objective_to_record_means(
+    objective: Objective, means: list[float], counts: list[int]
+) -> Objective:
+    """The objective, which also keeps each microbatch's own mean and number of targets: what a mean
+    of means would be made of."""
 
     # With its marks: by them a layout chooses in which form it hands over a head's outputs.
     @functools.wraps(objective)
@@ -304,7 +311,8 @@ def wrap_objective_to_record_means(objective: Objective, means: list[float]) -> 
         loss, targets = objective(outputs, batch)
         # A pipeline's shape inference has no gradients, and its loss is none.
         if loss.requires_grad:
-            means.append(loss.item() / int(targets) if int(targets) else float("nan"))
+            counts.append(int(targets))
+            means.append(loss.item() / counts[-1] if counts[-1] else math.nan)
         return loss, targets
 
     return call_and_record

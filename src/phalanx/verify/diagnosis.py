@@ -6,6 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from phalanx.verify.compare import TraceComparison
@@ -128,14 +129,21 @@ class DifferenceDiagnosis:
     def _explain_loss_as_wrong_mean(self, loss: float, step: int) -> str:
         """The cause of a loss that is a mean of what ranks have, or what one has; "" if it is
         neither."""
+        reference = self._trace.steps[step].loss
         by_rank: list[list[float]] = []
         means: list[float] = []
+        total, num_targets = 0.0, 0
         for observation in self._observations:
             # A microbatch without targets has no mean: NaN.
             present = [mean for mean in observation["local_means"][step] if mean == mean]
             by_rank.append(present)
             means += present
-        reference = self._trace.steps[step].loss
+            counts = [count for count in observation["local_targets"][step] if count]
+            total += sum(map(operator.mul, present, counts))
+            num_targets += sum(counts)
+        # Where targets weigh alike, the mistake is in what each microbatch's loss is.
+        if num_targets and is_nearly_equal(loss, total / num_targets):
+            return ""
         if means and _is_told_from(reference, loss, _average_or_nan(means)):
             return "a mean of means: microbatches count alike, however many targets they have"
         for rank, present in enumerate(by_rank):
