@@ -209,7 +209,7 @@ def saved_under_all(saved: Any) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
     root, quick = saved
     names = {source for source, _ in saved_pairs(quick=False)} - quick.keys()
     found = dict(quick)
-    for num_ranks in (4, 8):
+    for num_ranks in (2, 4, 8):
         found |= run_ranks(num_ranks, save_each, num_ranks, root, names)[0]
     return root, found
 

@@ -250,11 +250,12 @@ def expert_pairs(*, quick: bool) -> list[tuple[str, str]]:
 
 
 # Of `SAVED` what `make test` leaves to `make test-all`: each way to cut is also one of two ranks, or
-# beside another one of these.
+# beside another one of these, and of two ranks copies are those of hsdp, and ZeRO-2 is beside tp.
 IN_OTHERS = (
     *("ddp", "zero3", "zero2", "ddp-tp", "zero3-tp", "pp-1f1b", "pp-zero3", "zero1-tp"),
     *("zero3-offload", "cp-tp"),
 )
+IN_OTHERS_OF_TWO = ("ddp", "zero2")
 
 
 def list_saved_layouts(num_ranks: int, *, quick: bool) -> dict[str, dict[str, Any]]:
@@ -262,7 +263,9 @@ def list_saved_layouts(num_ranks: int, *, quick: bool) -> dict[str, dict[str, An
     return {
         name: layout
         for name, layout in SAVED[num_ranks].items()
-        if not quick or num_ranks < 4 or (num_ranks == 4 and name not in IN_OTHERS)
+        if not quick
+        or (num_ranks < 4 and name not in IN_OTHERS_OF_TWO)
+        or (num_ranks == 4 and name not in IN_OTHERS)
     }
 
 
