@@ -311,6 +311,7 @@ SAMPLE_IN_RANKS = (
     "rank_1_spoils_one_gradient",
     "blocks_merged_without_weights",
     "tp_norms_not_summed",
+    "second_microbatch_weighs_more",
 )
 
 
