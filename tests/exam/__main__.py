@@ -204,9 +204,9 @@ def list_sittings(
     """The sitting of each plant in `types`, with the layouts `asked`, as `sit` has them."""
     works = []
     suffix = f"/{types}" if types else ""
-    guess_s = 12.0
+    guess_s = 20.0
     if asked == ALL_LAYOUTS:
-        suffix, guess_s = f"{suffix}/{ALL_LAYOUTS}", 600.0
+        suffix, guess_s = f"{suffix}/{ALL_LAYOUTS}", 1000.0
     for plant in plants:
 
         def run(plant: Plant = plant) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> list
             body = run_clean(clean, processes).to_json()
             return body | {"seconds": round(time.monotonic() - began, 1)}
 
-        works.append(Work(clean.name, f"{code}/{clean}", run, 50.0))
+        works.append(Work(clean.name, f"{code}/{clean}", run, 220.0))
     return works
 
 
@@ -235,7 +235,7 @@ def list_short_runs(plants: Sequence[Plant], code: str, processes: Processes) ->
             short_run.name,
             f"{code}/{short_run.key}",
             partial(train_short_run, short_run, processes),
-            8.0,
+            13.0,
         )
         for short_run in plan_short_runs(plants)
     ]
