@@ -175,7 +175,10 @@ class DifferenceDiagnosis:
             return (
                 f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
             )
-        if not wrong_output and self._are_outputs_compared():
+        reference = self._trace.steps[0].loss
+        factor = loss / reference if reference else math.inf
+        meaning = self._factors.explain(factor, 0)
+        if not wrong_output and self._are_outputs_compared() and not meaning:
             causes = [WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE]
             if self._tp > 1:
                 causes.append(WRONG_LOSS_OF_A_CUT_HEAD_CAUSE)
@@ -185,18 +188,14 @@ class DifferenceDiagnosis:
         causes = self._list_forward_mistakes_of_layout()
         if causes:
             return "; or ".join(causes)
-        reference = self._trace.steps[0].loss
-        factor = math.inf
-        if reference:
-            factor = loss / reference
-        if not self._factors.explain(factor, 0):
-            if "att" in wrong_output.rpartition(".")[2]:
-                return WRONG_ATTENTION_CAUSE
-            return (
-                "it is no multiple of one process's that the layout's numbers explain: the forward"
-                " of some rank, or of all, computes something else"
-            )
-        return self._factors.describe("it", factor, 0)
+        if meaning:
+            return self._factors.describe("it", factor, 0)
+        if "att" in wrong_output.rpartition(".")[2]:
+            return WRONG_ATTENTION_CAUSE
+        return (
+            "it is no multiple of one process's that the layout's numbers explain: the forward of"
+            " some rank, or of all, computes something else"
+        )
 
     def find_wrong_forward_buffer(self) -> str:
         """The first buffer that a forward changes and that differs from one process; "" if there is
