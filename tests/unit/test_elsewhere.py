@@ -35,7 +35,7 @@ CORES = sorted(os.sched_getaffinity(0))
 @pytest.mark.parametrize(
     ("path", "test", "expected"),
     [
-        ("distributed/test_bad_input.py", "test_a_run_directory_in_use", {"bits", "deadline"}),
+        ("distributed/test_bad_input.py", "test_a_run_directory_in_use", {"bits"}),
         (
             "unit/test_verify_routing_differences.py",
             "test_forced_choices_are_taken_and_those_that_differ_are_told",

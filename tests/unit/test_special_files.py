@@ -338,6 +338,7 @@ OURS = {
     "checkpoint/exchange/families.py": "reads our own tables",
     "verify/drive.py": "reads what our own ranks write, in a folder made for it",
     "verify/rank.py": "writes into a folder made for it",
+    "verify/row_gradients.py": "reads what our own rank wrote, in a folder made for it",
     "verify/trace.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trainer_reference.py": "reads what our own ranks wrote, in a folder made for it",

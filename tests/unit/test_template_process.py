@@ -66,7 +66,9 @@ def start(script: str, *arguments: str, **options: object) -> subprocess.Popen[b
 def test_a_template_without_a_processor_is_waited_for_and_one_that_is_stopped_is_not(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
-    monkeypatch.setattr(server_process, "_TEMPLATE_ANSWER_TIMEOUT_S", 0.5)
+    # As long as whoever waits may lack a processor, too: it looks at the template's lack between
+    # its own turns.
+    monkeypatch.setattr(server_process, "_TEMPLATE_ANSWER_TIMEOUT_S", 1.5)
     processor = str(min(os.sched_getaffinity(0)))
     ours, its = socket.socketpair()
     life_read, life_write = os.pipe()
@@ -79,8 +81,8 @@ def test_a_template_without_a_processor_is_waited_for_and_one_that_is_stopped_is
     template = TemplateProcess(answering, link, life_write, presence_read)
     if is_stopped:
         answering.send_signal(signal.SIGSTOP)
-    # Another program has the processor for three times as long as an answer may take.
-    timer = threading.Timer(1.5, spinning.kill)
+    # Another program has the processor for twice as long as an answer may take.
+    timer = threading.Timer(3.0, spinning.kill)
     timer.start()
     server = template.fork_server()
     timer.join()
