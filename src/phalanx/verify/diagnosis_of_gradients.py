@@ -102,7 +102,8 @@ class GradientDiagnosis:
                 f" this is the first step that has {special}, and what is computed otherwise for"
                 " that is wrong, or something of the step before is left in gradients"
             )
-        if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
+        # What is nearer to the loss owes nothing to keys.
+        if self._cp > 1 and step == 0 and _is_key_or_value_weight(off[-1]):
             return LOST_KEY_GRADIENTS_CAUSE
         if self._layout.is_plainly_data_parallel and self._do_gradients_beyond_agree(kind, off):
             return (
