@@ -96,17 +96,16 @@ def write_part_gradients_or_none(
     """Write what each part of the batch of `step` owes to each gradient of one process, once for a
     trace, a step and the parts that ranks of `plan` have, and return the parts; None where the
     module takes no single sequence."""
-    name = _name_parts_set(plan, step)
-    path = trace.directory / f"{name}.json"
-    try:
-        if not path.exists():
+    path = trace.directory / f"{_name_parts_set(plan, step)}.json"
+    if not path.exists():
+        try:
             parts = _write_part_gradients(job, plan, trace, step, microbatches)
-            path.write_text(json.dumps([astuple(part) for part in parts]))
-        return [BatchPart(*part) for part in json.loads(path.read_text())]
-    # A user's module may fail in any way: the difference then has another cause, or none.
-    except Exception:
-        traceback.print_exc()  # in the rank's log
-        return None
+        # A user's module may fail in any way: the difference then has another cause, or none.
+        except Exception:
+            traceback.print_exc()  # in the rank's log
+            return None
+        path.write_text(json.dumps([astuple(part) for part in parts]))
+    return [BatchPart(*part) for part in json.loads(path.read_text())]
 
 
 def _write_part_gradients(
