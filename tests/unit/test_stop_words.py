@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.stores import open_store_of_run
+from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.stop_request import describe_stop_on_signal
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished, StepFinished, wrap_event_in_envelope
+from phalanx.observe.tail import read_recorded_events
 from phalanx.observe.words import describe_event
-from phalanx.run.conclude import find_last_done_step
+from phalanx.run.conclude import emit_end_of_run, find_last_done_step
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,22 @@ def test_the_last_step_of_a_run_is_the_last_one_done_and_not_the_last_one_saved(
 def test_an_end_says_which_step_was_the_last(status: str, step: int, words: str) -> None:
     event = RunFinished(status, 0, step, 9.0)
     assert describe_event(wrap_event_in_envelope(event, rank=-1, attempt=0)) == words
+
+
+class SlowStore(LocalStore):
+    def folders(self) -> list[CheckpointFolder]:
+        time.sleep(0.5)
+        return super().folders()
+
+
+def test_what_the_store_takes_to_say_the_last_step_belongs_to_the_run(tmp_path: Path) -> None:
+    """The ledger charges a rank up to the moment of the event: a wall that ended before it made
+    seconds look counted twice."""
+    bus = Bus(rank=-1, attempt=0, run_dir=tmp_path)
+    began_s = time.monotonic()
+    emit_end_of_run(tmp_path, SlowStore(tmp_path), RunOutcome(0, "finished", "", 1), bus, began_s)
+    bus.close()
+    (end,) = read_recorded_events(tmp_path, RunFinished, rank=-1)
+    assert isinstance(end.event, RunFinished)
+    assert end.event.wall_s >= 0.5
+    assert end.monotonic_s - began_s - end.event.wall_s < 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +65,18 @@ def record_and_report_end_of_run(
     stack: contextlib.ExitStack,
     output: RunOutput,
     *,
-    elapsed_s: float,
+    began_s: float,
     refusal: PhalanxError | None = None,
 ) -> RunEnd:
     """Record how the run ended, close what `stack` holds (the bus, the console), say what came out.
+
+    `began_s` (monotonic) is when the run was asked for.
 
     Raises `refusal`, which makes the run as if it had never been; and ResourceError where a run is
     finished and its record does not say so: whoever starts it again then repeats what comes after
     the last step.
     """
-    last_step = find_last_done_step(run.run_dir, run.store)
-    bus.emit(RunFinished(outcome.status, outcome.exit_code, last_step, elapsed_s))
+    emit_end_of_run(run.run_dir, run.store, outcome, bus, began_s)
     # Asked now: a closed bus no longer says it.
     bus_refusal = bus.refusal
     # The console first: lines that follow must not meet its own.
@@ -89,6 +91,17 @@ def record_and_report_end_of_run(
         doing = "recording that the run is finished (its last step is saved)"
         raise build_path_resource_error(bus_refusal, doing, run.run_dir / "events")
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
+
+
+def emit_end_of_run(
+    run_dir: Path, store: Store, outcome: RunOutcome, bus: Bus, began_s: float
+) -> None:
+    """Record the end of a run that was asked for at `began_s` (monotonic)."""
+    last_step = find_last_done_step(run_dir, store)
+    # Read last: a store may take seconds to answer, and the ledger charges the rank's end up to
+    # the moment of the event.
+    elapsed_s = time.monotonic() - began_s
+    bus.emit(RunFinished(outcome.status, outcome.exit_code, last_step, elapsed_s))
 
 
 def find_last_done_step(run_dir: Path, store: Store) -> int:

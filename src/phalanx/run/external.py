@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,9 +157,8 @@ def _train_and_conclude_as_rank_zero(
             # A run that another job has by now gets no end from us.
             if not fence.is_lost(now=True):
                 outcome = RunOutcome(code, STATUS_OF_EXIT_CODE.get(code, "failed"), "", 1)
-                elapsed_s = time.monotonic() - run.started_s
                 end = record_and_report_end_of_run(
-                    prepared, outcome, bus, stack, output, elapsed_s=elapsed_s
+                    prepared, outcome, bus, stack, output, began_s=run.started_s
                 )
     if end is None:
         raise fence.run_taken_error()

@@ -130,12 +130,9 @@ def train_in_supervised_ranks(
             _print_new_events(console, tail)
         # Again: scoring took a while.
         require_run_still_owned(fence)
-        refusal, elapsed_s = (
-            _find_refusal_before_first_step(run, outcome),
-            time.monotonic() - began_s,
-        )
+        refusal = _find_refusal_before_first_step(run, outcome)
         return record_and_report_end_of_run(
-            run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal
+            run, outcome, bus, stack, output, began_s=began_s, refusal=refusal
         )
 
 
