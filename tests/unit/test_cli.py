@@ -66,6 +66,20 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
     ]
 
 
+def test_a_removed_working_directory_is_one_line(tmp_path: Path) -> None:
+    """A run's directory that somebody removes while a shell stands in it."""
+    stands_in = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m phalanx plan --models'
+    done = subprocess.run(
+        ["sh", "-c", stands_in, sys.executable],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (6, "")
+    assert done.stderr == (
+        "phalanx: the directory that you stand in cannot be reached (No such file or directory);"
+        " cd into one that is there\n"
+    )
+
+
 def test_a_pipe_that_closes_early_is_no_error() -> None:
     """`phalanx plan | head -1`."""
     ours, theirs = os.pipe()

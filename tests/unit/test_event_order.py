@@ -21,7 +21,7 @@ from phalanx.observe.events import (
     StepFinished,
 )
 from phalanx.observe.order import sort_events
-from phalanx.observe.tail import EventTail, _list_field_checks
+from phalanx.observe.tail import EventTail, _list_field_checks, read_recorded_events
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -307,3 +307,20 @@ def test_a_reader_can_check_every_field(kind: str) -> None:
     event_class = EVENT_CLASS_OF_KIND[kind]
     names = [name for name, _, _ in _list_field_checks(event_class)]
     assert names == list(event_class.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("torn", [b'{"event":"run_fini', b"\0" * 100], ids=["cut", "zeros"])
+def test_a_line_that_a_killed_command_left_torn_costs_no_other(tmp_path: Path, torn: bytes) -> None:
+    """A kill in the middle of a write, a power cut: the next command of the run goes on in the
+    supervisor's file."""
+    path = build_event_file_path(tmp_path, -1, 0)
+    for attempt in range(3):
+        bus = Bus(rank=-1, attempt=attempt, run_dir=tmp_path)
+        bus.emit(events.Note("resumed", {"attempt": attempt}))
+        bus.close()
+        if attempt != 1:
+            with path.open("ab") as file:
+                file.write(torn)
+    notes = read_recorded_events(tmp_path, events.Note, rank=-1)
+    assert [note.event.facts["attempt"] for note in notes] == [0, 1, 2]
+    assert path.read_bytes().count(b"\n") == 4  # the torn part between the first two, too

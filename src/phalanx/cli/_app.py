@@ -15,7 +15,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from phalanx.core.errors import ExitCode, JobError, PhalanxError, format_nearest_word_hint
+from phalanx.core.errors import (
+    EnvironmentProblem,
+    ExitCode,
+    JobError,
+    PhalanxError,
+    format_nearest_word_hint,
+)
 from phalanx.core.files import convert_disk_error
 from phalanx.core.garbage import pausing_garbage_collection
 from phalanx.core.output import open_closed_standard_streams, redirect_stream_to_devnull
@@ -186,12 +192,26 @@ def run_command_line(arguments: Sequence[str]) -> int:
             server_process.end_server_ahead()
 
 
-def _invoke_app(arguments: Sequence[str]) -> int:
-    if os.getcwd() not in sys.path:
-        # package.module:factory is found beside where you stand; last, so that nothing there stands
-        # in for a library.
-        sys.path.append(os.getcwd())
+def _find_modules_in_working_directory() -> None:
+    """Let package.module:factory be found beside where you stand; last, so that nothing there
+    stands in for a library.
+
+    Raises EnvironmentProblem where that directory was removed: no relative path leads anywhere.
+    """
     try:
+        folder = os.getcwd()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the directory that you stand in cannot be reached ({error.strerror})",
+            fix="cd into one that is there",
+        ) from None
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _invoke_app(arguments: Sequence[str]) -> int:
+    try:
+        _find_modules_in_working_directory()
         # Not standalone: click would end the process, with exit codes of its own.
         result = build_app().main(list(arguments), prog_name="phalanx", standalone_mode=False)
         if isinstance(result, int):

@@ -38,7 +38,8 @@ class EventFile:
         self._earlier = earlier
         self._kept: deque[bytes] = deque()
         self._num_dropped = 0
-        self._is_torn = False
+        # An earlier command may have been killed in the middle of its last line.
+        self._is_torn = not _ends_with_whole_line(self._fd)
 
     @property
     def num_unwritten(self) -> int:
@@ -119,3 +120,12 @@ class EventFile:
             os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR) - num_bytes)
         except OSError:
             self._is_torn = True
+
+
+def _ends_with_whole_line(fd: int) -> bool:
+    """True also for an empty file, and where its last byte cannot be read."""
+    try:
+        size = os.fstat(fd).st_size
+        return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+    except OSError:
+        return True
