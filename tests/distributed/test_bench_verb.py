@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -104,3 +105,25 @@ def test_a_directory_for_the_profile_is_refused_before_anything_is_measured(
     monkeypatch.setattr("phalanx.bench.drive.bench_machine", None)
     assert run_command_line(["bench", "gemm", "--out", str(tmp_path)]) == ExitCode.USAGE
     assert f"--out {tmp_path} is a directory" in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said after all of it, which was lost."""
+    monkeypatch.setattr("phalanx.bench.drive.bench_machine", None)
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    for out in ("file/profile.json", "pipe"):
+        words = ["bench", "gemm", "--out", str(tmp_path / out)]
+        assert run_command_line(words) == ExitCode.RESOURCES
+        assert capsys.readouterr().err.startswith(f"phalanx: {tmp_path / out}: failed while")
+    (tmp_path / ".cache").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_command_line(["bench", "all"]) == ExitCode.RESOURCES
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_collectives_of_one_rank_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["bench", "comm", "--ranks", "1"]) == ExitCode.USAGE
+    assert "one rank has nobody to talk to" in capsys.readouterr().err

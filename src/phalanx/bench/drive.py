@@ -100,6 +100,10 @@ def bench_machine(
         cluster = detect_cluster(request.device)
     if cluster.device != "cpu" and (request.ranks or 0) > cluster.num_devices:
         raise UsageError(f"{request.ranks} ranks, and there are {cluster.num_devices} GPUs")
+    if request.sections == ("comm",) and not list_group_sizes(cluster, request.ranks):
+        raise UsageError(
+            "one rank has nobody to talk to", fix="measure collectives with --ranks 2 or more"
+        )
     return _BenchRun(request, cluster, on_progress).run_sections()
 
 

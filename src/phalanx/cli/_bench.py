@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
+from phalanx.cli._output_files import require_writable_place
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import UsageError
 from phalanx.core.units import format_seconds
@@ -26,9 +28,7 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
     with print_errors_as_json(as_json), ProgressLine("measuring") as line:
         if request.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"--device is auto, cpu or cuda, not {request.device!r}")
-        if out is not None and out.is_dir():
-            # Said before a minute of measuring, and not after it.
-            raise UsageError(f"--out {out} is a directory", fix="give a file, which is written")
+        _check_place_of_profile(out)
         result = bench_machine(
             request, on_progress=lambda progress: _show_bench_progress(line, progress)
         )
@@ -51,6 +51,22 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
     elif missing:
         print(f"        without {' and '.join(missing)}; phalanx bench all measures them")
     return 0
+
+
+def _check_place_of_profile(out: Path | None) -> None:
+    """Raises UsageError or ResourceError where the profile cannot be written: before a minute of
+    measuring, and not after it."""
+    from phalanx.core.files import build_path_resource_error
+    from phalanx.plan.profiles import PROFILE_FOLDER
+
+    if out is not None and out.is_dir():
+        raise UsageError(f"--out {out} is a directory", fix="give a file, which is written")
+    # Of a machine that is not known yet: any file of the folder.
+    path = out or Path(os.path.expanduser(PROFILE_FOLDER)) / "profile.json"
+    try:
+        require_writable_place(path, makes_folder=True)
+    except OSError as error:
+        raise build_path_resource_error(error, "writing the profile", path, place="--out") from None
 
 
 def _show_bench_progress(line: ProgressLine, progress: BenchProgress) -> None:

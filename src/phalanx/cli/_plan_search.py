@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli._output_files import require_writable_place
 from phalanx.cli._plan_options import spell_keys_as_options
 from phalanx.core.errors import LayoutError, UsageError
-from phalanx.core.files import build_path_resource_error, require_regular_file_mode
+from phalanx.core.files import build_path_resource_error
 
 if TYPE_CHECKING:
     from phalanx.job.schema import Job
@@ -161,26 +160,9 @@ def check_plan_files(out: Path | None, page: Path | None, *, force: bool) -> Non
         targets.append((page, "--page"))
     for file, option in targets:
         try:
-            _require_writable_place(file, makes_folder=option == "--out")
+            require_writable_place(file, makes_folder=option == "--out")
         except OSError as error:
             raise build_path_resource_error(error, "writing the plan", file, place=option) from None
-
-
-def _require_writable_place(file: Path, *, makes_folder: bool) -> None:
-    """Raise OSError where `file` is something else than a regular file, or its folder cannot be
-    written; with `makes_folder` a folder that is not there is made later."""
-    if file.exists():
-        # A device has its name for others, too: it is not replaced.
-        require_regular_file_mode(file.stat().st_mode, file)
-    folder = file.parent
-    while makes_folder and not folder.exists():
-        folder = folder.parent
-    if not folder.exists():
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(folder))
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def _search_and_spell_advice(job: Job, options: SearchOptions) -> JobSearch:
