@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +43,7 @@ class StageCut:
 
     num_blocks: tuple[int, ...]
 
-    @property
+    @cached_property
     def block_ranges(self) -> tuple[tuple[int, int], ...]:
         """(first block, one past the last) of each stage."""
         ends = tuple(accumulate(self.num_blocks))

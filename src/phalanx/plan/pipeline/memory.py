@@ -178,7 +178,7 @@ def predict_rank_activation_bytes(
         predict_stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)
     ]
     peaks = compute_peak_activation_bytes(
-        pipeline.schedule(), [s.saved for s in stages], [s.for_weights for s in stages]
+        pipeline.schedule_of_peaks(), [s.saved for s in stages], [s.for_weights for s in stages]
     )
     redone = (
         max(stages[stage].redone for stage in pipeline.stages_of_rank(rank))

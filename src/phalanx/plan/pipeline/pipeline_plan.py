@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from phalanx.plan.pipeline.cut import StageCut
@@ -70,7 +70,14 @@ class Pipeline:
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in ascending order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return self._stages_by_rank.get(rank, ())
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        stages: dict[int, tuple[int, ...]] = {}
+        for stage, rank in enumerate(self.rank_of_stage):
+            stages[rank] = (*stages.get(rank, ()), stage)
+        return stages
 
     def schedule(self) -> Schedule:
         """The actions of each rank, in order."""
@@ -80,6 +87,15 @@ class Pipeline:
         return _generate_cached_schedule(
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
         )
+
+    def schedule_of_peaks(self) -> Schedule:
+        """A schedule in which each rank holds as much at once as in `schedule`: of fewer
+        microbatches, where those that are left out repeat the others."""
+        number = self.num_microbatches
+        # GPipe keeps the activations of every microbatch.
+        if not self.rows and self.schedule_name != "gpipe":
+            number = count_microbatches_to_simulate(self.num_ranks, self.stages_per_rank, number)
+        return self.change_num_microbatches(number).schedule()
 
     def change_num_microbatches(self, num_microbatches: int) -> Pipeline:
         """The same stages for a step of another number of microbatches.

@@ -34,7 +34,7 @@ class ScreenedLayouts:
     rows: LayoutRows
     seconds: npt.NDArray[np.float64]
     num_considered: int
-    smallest: LayoutRows
+    find_smallest: Callable[[], LayoutRows]
     """The layouts that need least by the screen's formulas, the best of each family first."""
     recompute_modes: tuple[int, ...]
     """Indices into RECOMPUTE_CHOICES that the job allows, from little recomputation to much."""
@@ -206,8 +206,9 @@ def _get_costs(
 def _plan_smallest(screened: ScreenedLayouts, planner: FinalistPlanner) -> list[RankedLayout]:
     """The layouts with the smallest estimates that an exact plan takes, at most one a family."""
     fitting: dict[str, RankedLayout] = {}
-    for row in range(len(screened.smallest)):
-        ranked = _plan_row(planner, screened.smallest, row)
+    smallest = screened.find_smallest()
+    for row in range(len(smallest)):
+        ranked = _plan_row(planner, smallest, row)
         if ranked is not None:
             fitting.setdefault(ranked.family, ranked)
     return list(fitting.values())

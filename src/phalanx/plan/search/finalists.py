@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import JobError, LayoutError
@@ -15,7 +15,6 @@ from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.host_memory import HostMemoryError
 from phalanx.plan.layout import Layout
-from phalanx.plan.pipeline.pipeline_plan import count_microbatches_to_simulate
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.predicted_time import predict_step_time
@@ -121,7 +120,7 @@ class FinalistPlanner:
         job = apply_job_keys(self.job, keys)
         try:
             plan = make_plan(
-                _shorten_schedule(job, keys),
+                job,
                 cluster=self.cluster,
                 shape=self.shape,
                 vocab_size=self.vocab_size,
@@ -151,8 +150,6 @@ class FinalistPlanner:
                 self.smallest_host_shortage = error
 
     def _build_ranked_layout(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
-        num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
-        plan = replace(plan, num_microbatches=num_microbatches)
         time = predict_step_time(job, plan, self.shape, self.cluster)
         pipeline, chosen = plan.pipeline, plan.chosen
         rank = 0
@@ -193,27 +190,6 @@ class FinalistPlanner:
         if self.cluster.accelerator is not None:
             peak_flops = self.cluster.accelerator.peak_flops(plan.precision)
         return add_throughput(ranked, job, self.shape, peak_flops)
-
-
-def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
-    """`job` with as few microbatches as its pipeline needs to have the same memory."""
-    if job.parallel.schedule == "gpipe":
-        return job  # keeps the activations of every microbatch
-    pp, stages = job.parallel.degrees.pp, job.parallel.stages_per_rank or 1
-    num_ranks, micro = keys.get("parallel.ranks"), keys.get("train.micro_batch_size")
-    if pp == 1 or num_ranks is None or micro is None:
-        return job
-    shares = num_ranks // job.parallel.degrees.model_parallel_size
-    number = job.train.global_batch_size // (shares * micro)
-    enough = count_microbatches_to_simulate(pp, stages, number)
-    if enough == number:
-        return job
-    return apply_job_keys(job, {"train.global_batch_size": shares * micro * enough})
-
-
-def _count_microbatches(job: Job, layout: Layout, micro_batch_size: int) -> int:
-    """Microbatches of a step of the job itself, whatever the plan was made with."""
-    return job.train.global_batch_size // (layout.data_parallel_size * micro_batch_size)
 
 
 def add_throughput(

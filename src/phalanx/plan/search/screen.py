@@ -42,6 +42,17 @@ class _SegmentBytes:
 
 
 @dataclass(frozen=True)
+class _CountedOnce:
+    """What is equal for many rows, by the degrees and choices that it depends on."""
+
+    shapes: dict[int, ModelCosts] = field(default_factory=dict)
+    works: dict[tuple[int, int, int, int], Workload] = field(default_factory=dict)
+    segments: dict[tuple[int, int, int], _SegmentBytes] = field(default_factory=dict)
+    values: dict[str, dict[tuple[int, ...], float]] = field(default_factory=dict)
+    """Of each method that counts: its value by arguments."""
+
+
+@dataclass(frozen=True)
 class MemoryScreen:
     """Bytes of the rank that needs most, for layouts of one model. `work` is any rank's work: what
     it says beside degrees and batch holds for all."""
@@ -52,42 +63,54 @@ class MemoryScreen:
     is_of_last_rank: bool = False
     """Of pipelines, the rank with the head is counted, and not the one with the embedding and most
     microbatches in flight. Where stages lie in a V, that is one rank, counted as the first."""
+    _counted: _CountedOnce = field(default_factory=_CountedOnce, repr=False, compare=False)
     _groups: dict[tuple[str, ...], tuple[list[tuple[int, ...]], Integers]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _shapes: dict[int, ModelCosts] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _works: dict[tuple[int, int, int, int], Workload] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _segments: dict[tuple[int, int, int], _SegmentBytes] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _tables: dict[tuple[str, ...], Bytes] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
-    def total_bytes(self) -> Bytes:
+    def total_bytes(self, limits: Bytes | float = np.inf) -> Bytes:
         """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
-        loss is made, in the backward of the last block, or at the end of the backward."""
+        loss is made, in the backward of the last block, or at the end of the backward. Of a
+        pipeline whose first rank has more than its limit the last is not looked at."""
         total = self._count_bytes_of_rank()
-        in_loops = np.flatnonzero((self.rows.pp > 1) & ~self._is_v_shaped)
+        in_loops = np.flatnonzero((self.rows.pp > 1) & ~self._is_v_shaped & (total <= limits))
         if len(in_loops):
-            last = self._take_last_ranks(in_loops)
+            last = self._take_rows(in_loops, is_of_last_rank=True)
             total[in_loops] = np.maximum(total[in_loops], last._count_bytes_of_rank())
         return total
 
-    def _take_last_ranks(self, numbers: npt.NDArray[np.intp]) -> MemoryScreen:
-        """The screen of the last ranks of rows `numbers`, with what has been counted already."""
-        last = replace(self, rows=self.rows.take(numbers), is_of_last_rank=True)
-        last._shapes.update(self._shapes)
-        last._works.update(self._works)
-        last._segments.update(self._segments)
-        last._tables.update(self._tables)
+    def find_least_recompute(
+        self, limits: Bytes, num_modes: int
+    ) -> tuple[npt.NDArray[np.intp], Bytes]:
+        """Numbers, and bytes, of the rows that fit with the least recomputation, of each
+        `num_modes` rows in turn, which differ in nothing else: more of it only takes longer.
+
+        `limits`: the bytes that each of so many rows may have.
+        """
+        left = np.arange(len(limits))
+        # No recomputation makes states smaller, and those of most layouts of a large model are
+        # too large by themselves.
+        left = left[self._take_rows(num_modes * left)._state_bytes() <= limits]
+        found, bytes_of_found = [], []
+        for mode in range(num_modes):
+            numbers = num_modes * left + mode
+            total = self._take_rows(numbers).total_bytes(limits[left])
+            fits = total <= limits[left]
+            found.append(numbers[fits])
+            bytes_of_found.append(total[fits])
+            left = left[~fits]
+        numbers = np.concatenate(found)
+        order = np.argsort(numbers)
+        return numbers[order], np.concatenate(bytes_of_found)[order]
+
+    def _take_rows(
+        self, numbers: npt.NDArray[np.intp], *, is_of_last_rank: bool = False
+    ) -> MemoryScreen:
+        """The screen of rows `numbers`, which shares what is counted once for many rows."""
+        taken = replace(self, rows=self.rows.take(numbers), is_of_last_rank=is_of_last_rank)
         for columns, (combinations, inverse) in self._groups.items():
-            last._groups[columns] = (combinations, inverse[numbers])
-        return last
+            taken._groups[columns] = (combinations, inverse[numbers])
+        return taken
 
     def _count_bytes_of_rank(self) -> Bytes:
         gradients = self._gradient_bytes()
@@ -108,14 +131,15 @@ class MemoryScreen:
 
     def _map_distinct_rows(self, count: Callable[..., float], *columns: str) -> Bytes:
         """`count` of each row's values in `columns`, called once for each different combination.
-        What a method counts is kept: the first and the last rank of a pipeline share it."""
+        What a method counts is kept: other rows, and the last rank of a pipeline, share it."""
         combinations, inverse = self._group_rows(*columns)
-        key = (count.__name__, *columns)
-        table = self._tables.get(key)
-        if table is None:
-            table = np.array([count(*values) for values in combinations], dtype=np.float64)
+        known: dict[tuple[int, ...], float] = {}
         if getattr(count, "__self__", None) is self:
-            self._tables[key] = table
+            known = self._counted.values.setdefault(count.__name__, known)
+        for values in combinations:
+            if values not in known:
+                known[values] = count(*values)
+        table = np.array([known[values] for values in combinations], dtype=np.float64)
         return table[inverse]
 
     def _group_rows(self, *columns: str) -> tuple[list[tuple[int, ...]], Integers]:
@@ -126,15 +150,15 @@ class MemoryScreen:
 
     def _shard_shape(self, tp: int) -> ModelCosts:
         # Here by degree: `shard_shape` would compute a digest of the whole shape each time.
-        if tp not in self._shapes:
-            self._shapes[tp] = shard_shape(self.shape, tp, self.work.rules)
-        return self._shapes[tp]
+        if tp not in self._counted.shapes:
+            self._counted.shapes[tp] = shard_shape(self.shape, tp, self.work.rules)
+        return self._counted.shapes[tp]
 
     def _build_workload(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
         key = (tp, cp, micro, mode)
-        if key not in self._works:
+        if key not in self._counted.works:
             recompute, recompute_every = RECOMPUTE_CHOICES[mode]
-            self._works[key] = replace(
+            self._counted.works[key] = replace(
                 self.work,
                 tp=tp,
                 cp=cp,
@@ -142,7 +166,7 @@ class MemoryScreen:
                 recompute=recompute,
                 segments=_list_segments(recompute, self.shape.num_layers, recompute_every),
             )
-        return self._works[key]
+        return self._counted.works[key]
 
     # States
 
@@ -221,6 +245,10 @@ class MemoryScreen:
         )
         weights = 4.0 * np.where(rows.zero_stage >= 2, self._shard_params, local)
         return np.where(on_host, 0.0, optimizer) + np.where(all_on_host, 0.0, weights)
+
+    def _state_bytes(self) -> Bytes:
+        """Bytes of a rank at the end of the backward beside activations: no total is less."""
+        return self._held_bytes() + self._gradient_bytes()
 
     def _gradient_bytes(self) -> Bytes:
         """Bytes of all gradients at the end of the backward."""
@@ -334,14 +362,14 @@ class MemoryScreen:
 
     def _count_segments(self, tp: int, cp: int, mode: int) -> _SegmentBytes:
         key = (tp, cp, mode)
-        if key not in self._segments:
+        if key not in self._counted.segments:
             saved, redone = count_segment_bytes(
                 self._shard_shape(tp), self._build_workload(tp, cp, 1, mode)
             )
             first = float(saved[0] + redone[0]) if saved else 0.0
             peak = peak_segment_bytes(saved, redone)
-            self._segments[key] = _SegmentBytes(peak, sum(saved), first)
-        return self._segments[key]
+            self._counted.segments[key] = _SegmentBytes(peak, sum(saved), first)
+        return self._counted.segments[key]
 
     def _largest_stage_share(self) -> Bytes:
         """The part of the blocks that a rank has, where they do not divide: the one with most."""

@@ -49,7 +49,6 @@ from phalanx.plan.search.space import (
     LayoutRows,
     OpenKeys,
     enumerate_layouts,
-    keep_cheapest_recompute,
     list_open_keys,
 )
 from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
@@ -264,28 +263,35 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
             f" train.global_batch_size {job.train.global_batch_size}"
         )
     work = _build_any_workload(task, keys)
-    total = MemoryScreen(shape, work, rows).total_bytes()
     memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
     headroom = choose_headroom(cluster.device)
     capacity = headroom.compute_capacity_bytes(memory_bytes, 1)
-    groups = headroom.communicator_bytes * (count_communicators_by_row(rows) - 1)
-    fits = total <= (capacity - groups) * SCREEN_SLACK
-    cheapest = keep_cheapest_recompute(rows, fits, len(keys.recompute))
+    num_modes = len(keys.recompute)
+    groups = count_communicators_by_row(rows.take(np.arange(0, len(rows), num_modes)))
+    limits = (capacity - headroom.communicator_bytes * (groups - 1)) * SCREEN_SLACK
+    cheapest, bytes_of_cheapest = MemoryScreen(shape, work, rows).find_least_recompute(
+        limits, num_modes
+    )
     rows_that_fit = rows.take(cheapest)
     predict = partial(_predict_row_seconds, task, sequence_parallel=work.cuts_sequence)
     seconds = predict(rows_that_fit)
-    # Without times the simplest are first, and of these the ones that take least memory.
-    order = np.lexsort((total[cheapest], count_mechanisms_by_row(rows_that_fit)))
-    if not np.isnan(seconds).any():
+    if np.isnan(seconds).any():
+        # The simplest are first, and of these the ones that take least memory.
+        order = np.lexsort((bytes_of_cheapest, count_mechanisms_by_row(rows_that_fit)))
+    else:
         order = np.argsort(seconds, kind="stable")
     return ScreenedLayouts(
         rows_that_fit.take(order),
         seconds[order],
         len(rows),
-        choose_smallest_rows(rows, total),
+        partial(_find_smallest_rows, shape, work, rows),
         keys.recompute,
         predict,
     )
+
+
+def _find_smallest_rows(shape: ModelCosts, work: Workload, rows: LayoutRows) -> LayoutRows:
+    return choose_smallest_rows(rows, MemoryScreen(shape, work, rows).total_bytes())
 
 
 def estimate_row_bytes(task: SearchTask, rows: LayoutRows) -> npt.NDArray[np.float64]:

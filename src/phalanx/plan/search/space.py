@@ -258,7 +258,7 @@ def enumerate_layouts(
         for name in _COLUMNS_OF_BASE
     }
     columns |= dict(zip(_COLUMNS_OF_SHARDING, sharding.T, strict=True))
-    # Modes innermost: `keep_cheapest_recompute` relies on it.
+    # Modes innermost: `MemoryScreen.find_least_recompute` relies on it.
     columns = {name: np.repeat(column, len(keys.recompute)) for name, column in columns.items()}
     columns["recompute"] = np.tile(np.array(keys.recompute, dtype=np.int64), len(sharding))
     return LayoutRows(**columns)
@@ -287,17 +287,6 @@ def _list_sharding_choices(
                 if OFFLOAD_CHOICES[offload] == "parameters" and (stage < 2 or base.pp > 1):
                     continue
                 yield ep, replicate, shard, stage, sharded, offload
-
-
-def keep_cheapest_recompute(
-    rows: LayoutRows, fits: npt.NDArray[np.bool_], num_modes: int
-) -> npt.NDArray[np.intp]:
-    """Numbers of the rows that fit with the least recomputation, of rows that differ in nothing
-    else: more of it only takes longer."""
-    by_mode = fits.reshape(-1, num_modes)
-    first = np.argmax(by_mode, axis=1)
-    groups = np.flatnonzero(by_mode.any(axis=1))
-    return np.asarray(groups * num_modes + first[groups], dtype=np.intp)
 
 
 def _list_bases(
