@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+
+from phalanx.core.records import dataclass
 
 
 @dataclass(frozen=True)

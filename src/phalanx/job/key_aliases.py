@@ -7,7 +7,8 @@ Data for messages; standard library only, since errors of the command line read 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from phalanx.core.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
-from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.finalists import apply_job_keys
-from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
 
@@ -88,8 +86,13 @@ def search_layouts_of_job(
     try:
         result = search_layouts(task)
     except LayoutError as error:
+        # Here and below: most jobs have a layout that fits.
+        from phalanx.plan.search.contradiction import explain_contradiction
+
         raise explain_contradiction(task, error) from None
     if result.winner is None:
+        from phalanx.plan.search.nearest import find_nearest_fits
+
         result = replace(result, nearest=find_nearest_fits(task))
     return JobSearch(job, task, result)
 

@@ -6,8 +6,7 @@ saves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from phalanx.core.records import dataclass
 from phalanx.job.costs import BlockBytes, LossBytes, RankMicrobatch
 from phalanx.job.shapes.transformer import TransformerShape
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from functools import cached_property
 from typing import Literal
 
+from phalanx.core.records import dataclass
 from phalanx.job.costs import Flops, ModelFlops
 from phalanx.job.shapes import tensors, work
 from phalanx.job.shapes.transformer import TransformerShape

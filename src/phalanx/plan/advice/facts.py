@@ -6,8 +6,9 @@ Rules read nothing else: what is None here nobody computed, and a rule that need
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from phalanx.core.records import dataclass
 from phalanx.plan.layout import Layout
 
 # Terms of a step that are messages which nothing hides.

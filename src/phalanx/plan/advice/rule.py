@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from phalanx.core.records import dataclass
 from phalanx.plan.advice.facts import PlanFacts
 
 State = Literal["holds", "tight", "fails", "unknown"]

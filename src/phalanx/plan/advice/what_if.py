@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from phalanx.core.errors import PhalanxError
+from phalanx.core.records import dataclass
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job_keys
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes

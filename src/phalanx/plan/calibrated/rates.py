@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.records import dataclass
 from phalanx.plan.profiles import (
     PROCESSOR,
     FittedRate,

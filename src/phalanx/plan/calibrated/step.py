@@ -4,8 +4,9 @@ gradients, optimizer."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from phalanx.core.records import dataclass
 from phalanx.job.work import ModelWork
 from phalanx.plan.calibrated.blocks import (
     FP32_BYTES,

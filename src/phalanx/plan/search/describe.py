@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.job.schema import Job
@@ -11,7 +11,9 @@ from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
-from phalanx.plan.search.scaling import DeviceCountResult
+
+if TYPE_CHECKING:
+    from phalanx.plan.search.scaling import DeviceCountResult
 
 MAX_REASONS = 3
 UNKNOWN_PRICE = "no price is known: set cluster.instance or cluster.price_per_hour"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from phalanx.core.records import dataclass
 from phalanx.plan.accelerators import GB, Accelerator
 
 
