@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from phalanx.core.errors import LayoutError
@@ -223,6 +224,24 @@ def test_the_screen_is_near_the_exact_plan(keys):
         ranked = planner.plan_layout(list_job_keys_of_row(task.job, rows, row))
         assert ranked is not None, planner.refused
         assert totals[row] == pytest.approx(ranked.memory.total_bytes, rel=tolerance)
+
+
+def test_the_least_recompute_is_the_first_that_fits_of_all_that_are_counted():
+    task = open_task("mixtral-8x7b", H100, "cluster.nodes=2", seq_len=4096, batch=64)
+    rows = enumerate_layouts(task.job, task.shape, task.cluster, task.num_ranks, task.open_keys)
+    work = build_workload(
+        task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
+    )
+    num_modes = len(task.open_keys.recompute)
+    totals = MemoryScreen(task.shape, work, rows).total_bytes()
+    limits = np.full(len(rows) // num_modes, 70e9)
+    fits = totals.reshape(-1, num_modes) <= limits[:, None]
+    groups = np.flatnonzero(fits.any(axis=1))
+    expected = num_modes * groups + np.argmax(fits, axis=1)[groups]
+    numbers, found = MemoryScreen(task.shape, work, rows).find_least_recompute(limits, num_modes)
+    assert 0 < len(numbers) < len(limits)
+    assert numbers.tolist() == expected.tolist()
+    assert found.tolist() == totals[expected].tolist()
 
 
 def test_communicators_are_counted_as_the_planner_counts_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from fractions import Fraction
 
 import pytest
@@ -11,12 +12,15 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.closed_forms import closed_form_bubble, closed_form_idle_s
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.execution import find_execution_order
 from phalanx.plan.pipeline.generate import generate_schedule
+from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import (
     StageCosts,
     Timeline,
+    compute_peak_activation_bytes,
     compute_step_s,
     simulate_timeline,
 )
@@ -184,3 +188,27 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
 def test_json_comes_back() -> None:
     timeline = simulated("dualpipe-v", 2, 4, 2, StageCosts(0.5, 0.75, 0.25))
     assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
+
+
+@pytest.mark.parametrize(
+    ("name", "per_rank"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("interleaved-zero-bubble", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+    ],
+)
+def test_fewer_microbatches_have_the_peaks_of_all(name: str, per_rank: int) -> None:
+    ranks, microbatches = 8, 1024
+    stages = ranks * per_rank
+    pipeline = build_named_pipeline(name, ranks, microbatches, StageCut((1,) * stages))
+    draw = random.Random(name)
+    of_stages = [[draw.randrange(1, 1000) for _ in range(stages)] for _ in range(2)]
+    shorter = pipeline.schedule_of_peaks()
+    assert (shorter.num_microbatches < microbatches) is (name != "gpipe")
+    assert compute_peak_activation_bytes(shorter, *of_stages) == compute_peak_activation_bytes(
+        pipeline.schedule(), *of_stages
+    )

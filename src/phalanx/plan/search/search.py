@@ -269,9 +269,9 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     capacity = headroom.compute_capacity_bytes(memory_bytes, 1)
     num_modes = len(keys.recompute)
     groups = count_communicators_by_row(rows.take(np.arange(0, len(rows), num_modes)))
-    limits = (capacity - headroom.communicator_bytes * (groups - 1)) * SCREEN_SLACK
+    limits = np.asarray(capacity - headroom.communicator_bytes * (groups - 1), dtype=np.float64)
     cheapest, bytes_of_cheapest = MemoryScreen(shape, work, rows).find_least_recompute(
-        limits, num_modes
+        SCREEN_SLACK * limits, num_modes
     )
     rows_that_fit = rows.take(cheapest)
     predict = partial(_predict_row_seconds, task, sequence_parallel=work.cuts_sequence)
