@@ -590,6 +590,7 @@ def refused_without_trace(
         ("libary/a.txt", 'did you mean "library"?'),
         ("bok.npy", 'did you mean "book.npy"?'),
         ("x" * 5000, "File name too long"),
+        ("link.txt", "link.txt: the link leads nowhere (gone is not there)"),
     ],
 )
 def test_a_missing_source(
@@ -598,6 +599,7 @@ def test_a_missing_source(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("text")
     (tmp_path / "library").mkdir()
+    (tmp_path / "link.txt").symlink_to("gone")
     if source.startswith("bok"):
         (tmp_path / source.replace("bok", "book")).write_text("text")
     refused_without_trace(source, out_dir, said, "data.source")

@@ -53,6 +53,7 @@ def command(
     )
     from phalanx.job.json_schema import SCHEMA_FILE_NAME
     from phalanx.job.template import format_job_template
+    from phalanx.run.next_command import format_program_command, spell_path_as_argument
 
     if schema:
         print_document(read_schema_text(), end="")
@@ -67,7 +68,8 @@ def command(
         print_document(text, end="")
         return 0
     path = write_job_file(file, text, force=force)
-    print(f"wrote   {path}; next: phalanx train {shlex.quote(str(path))}")
+    command = f"{format_program_command()} train {shlex.quote(spell_path_as_argument(path))}"
+    print(f"wrote   {path}; next: {command}")
     if editor:
         print(f"wrote   {write_schema_beside(path)}")
     return 0

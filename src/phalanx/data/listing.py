@@ -182,6 +182,14 @@ def _split_glob_pattern(pattern: Path) -> tuple[Path, str]:
 
 
 def _missing_source_error(source: str) -> DataError:
+    path = _expand_user_path(source)
+    if os.path.islink(path):
+        # A file of that name is there: no other one was meant.
+        return DataError(
+            "the link leads nowhere",
+            where=str(source),
+            why=f"{os.readlink(path)} is not there",
+        )
     if "://" in source:
         fix = "only files of this machine are read: copy it here first"
     else:

@@ -25,7 +25,11 @@ from phalanx.report.reduce import collect_run_facts
 from phalanx.report.trace.merge import list_traced_steps
 from phalanx.report.trace.words import list_windows_in_words
 from phalanx.run.baselines import compute_ngram_baseline_losses
-from phalanx.run.next_command import build_next_line_after_training, format_program_command
+from phalanx.run.next_command import (
+    build_next_line_after_training,
+    format_program_command,
+    spell_path_as_argument,
+)
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.usable_checkpoints import UsableCheckpoints
@@ -143,9 +147,8 @@ def _list_trace_lines_of_run(run_dir: Path) -> list[str]:
     traced = list(list_traced_steps(run_dir))
     if not traced:
         return []
-    command = (
-        f"{format_program_command()} trace {shlex.quote(str(run_dir))} --steps {traced[-1][1]}"
-    )
+    place = shlex.quote(spell_path_as_argument(run_dir))
+    command = f"{format_program_command()} trace {place} --steps {traced[-1][1]}"
     return [f"traces  of steps {list_windows_in_words(traced)}: {command} shows them"]
 
 

@@ -38,8 +38,15 @@ def format_next_command(*words: str) -> str:
     return f"next    {format_program_command()} {shlex.join(words)}"
 
 
+def spell_path_as_argument(path: Path | str) -> str:
+    """The path as a verb takes it: a name that begins like an option gets its folder."""
+    name = str(path)
+    return f"./{name}" if name.startswith("-") else name
+
+
 def build_next_line_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
     """The line that says what to do with a finished run: generate, evaluate or read its page."""
+    run = spell_path_as_argument(run_dir)
     if (
         corpus.is_text
         and job.model.objective is None
@@ -47,10 +54,10 @@ def build_next_line_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir
         and job.checkpoint.at_end
     ):
         prompt = _PROMPTS.get(corpus.source, "The ")
-        return format_next_command("generate", str(run_dir), "--prompt", prompt)
+        return format_next_command("generate", run, "--prompt", prompt)
     if _has_held_out_samples(corpus) and job.checkpoint.at_end:
-        return format_next_command("eval", str(run_dir))
-    return format_next_command("report", str(run_dir))
+        return format_next_command("eval", run)
+    return format_next_command("report", run)
 
 
 def _has_held_out_samples(corpus: Corpus) -> bool:
@@ -62,4 +69,4 @@ def _has_held_out_samples(corpus: Corpus) -> bool:
 
 def build_next_line_after_planning(arguments: Sequence[str]) -> str:
     """The line that says how to train what was planned."""
-    return format_next_command("train", *arguments)
+    return format_next_command("train", *map(spell_path_as_argument, arguments))
