@@ -97,7 +97,7 @@ def data_parallel_bytes(
     if stage == 0:
         return all_reduce(4 * params, ranks)
     if stage == 1:
-        return all_reduce(4 * params, ranks) + all_gather(4 * params, ranks)
+        return 2 * all_gather(4 * params, ranks)
     once = staged or stage == 2
     gathered = params if once else 2 * (params - root) + root
     return all_gather(compute * gathered * (1 if staged else microbatches) + 4 * params, ranks)

@@ -696,6 +696,20 @@ def check_in_place(rank: int, num_ranks: int, max_mapped_bytes: int) -> list[str
                     total /= num_ranks
                 if not torch.allclose(result.double(), total, rtol=2**-7):
                     wrong.append(f"reduce_scatter {op} {dtype} {in_arena} {size}")
+                # Of two parts each rank has its rows; what lies between and behind is nobody's.
+                own = make_shown(transport, rows_of_all[rank], in_arena=in_arena)
+                rows = [
+                    part[rank * chunk : (rank + 1) * chunk] for part in (own[:size], own[size:-1])
+                ]
+                transport.reduce_rows_in_place(group, own, rows, op).wait()
+                scale = num_ranks if op == "avg" else 1
+                wanted = rows_of_all[rank].clone()
+                mean = (torch.stack(rows_of_all).double().sum(0) / scale).to(dtype)
+                for start, stop in ((0, size), (size, wanted.numel() - 1)):
+                    where = slice(start + rank * chunk, min(start + (rank + 1) * chunk, stop))
+                    wanted[where] = mean[where]
+                if not torch.allclose(own, wanted, rtol=2**-7):
+                    wrong.append(f"reduce_rows {op} {dtype} {in_arena} {size}")
     return wrong
 
 

@@ -35,7 +35,7 @@ from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.data_parallel import zero1
 from phalanx.parallel.data_parallel.compression import GradientCompression
-from phalanx.parallel.data_parallel.shared_buckets import SharedBucketReduction
+from phalanx.parallel.data_parallel.ddp_buckets import WholeReduction
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.dropout.transform import LayoutIndependentDropout
 from phalanx.parallel.hooks import int8
@@ -217,7 +217,7 @@ def sum_instead_of_average() -> None:
                 unit.set_gradient_divide_factor(1.0)
 
     dp_replicate.DpReplicate.apply = apply_ddp  # type: ignore[method-assign]
-    SharedBucketReduction.attach_to_ddp = attach  # type: ignore[method-assign]
+    WholeReduction.attach_to_ddp = attach  # type: ignore[method-assign]
     dp_shard.DpShard.apply = apply_fsdp  # type: ignore[method-assign]
 
 

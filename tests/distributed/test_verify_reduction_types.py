@@ -12,7 +12,7 @@ from test_verify_low_types import rows_with
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from phalanx.parallel.data_parallel import shard as dp_shard
-from phalanx.parallel.data_parallel.shared_buckets import SharedBucketReduction
+from phalanx.parallel.data_parallel.ddp_buckets import WholeReduction
 from phalanx.verify.reduction_types import REDUCTIONS_JUDGED
 
 BF16 = ("bfloat16",)
@@ -31,15 +31,16 @@ def reduce_in_compute_type() -> None:
 
 def reduce_buckets_in_bfloat16() -> None:
     """DDP's buckets are rounded on their way."""
-    post = SharedBucketReduction._post
+    post = WholeReduction._post
 
-    def rounded(self: Any, index: int, buffer: torch.Tensor, is_last: bool) -> Any:
+    def rounded(self: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
         half = buffer.bfloat16()
         dist.all_reduce(half, op=dist.ReduceOp.AVG, group=self._group)
         buffer.copy_(half)
-        return post(self, index, buffer, is_last)
+        return post(self, bucket)
 
-    SharedBucketReduction._post = rounded  # type: ignore[method-assign]
+    WholeReduction._post = rounded  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,7 @@ BY_CONTRACT = {
     "inject": "what each fault's file gives the drills",
 }
 # The same word in two rooms, for a reason.
-REVIEWED_FUNCTIONS: dict[str, str] = {
-    "format_rank_list": "a failure names each rank, what is told of waits joins neighbours (0-2)",
-}
+REVIEWED_FUNCTIONS: dict[str, str] = {}
 REVIEWED_CLASSES = {
     "Cluster": "the section [cluster] of a job, and the machine that a plan is for, which it describes",
 }

@@ -273,7 +273,7 @@ def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(
     module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
     plan = SimpleNamespace(parallel=SimpleNamespace(unused_parameters="refuse"))
     piece: Any = SimpleNamespace(phases=None, plan=plan, root=SimpleNamespace(module=module))
-    watch = BackwardCommunicationTimer(piece, None)
+    watch = BackwardCommunicationTimer(piece, None, "all_reduce gradients")
     watch.start_before_backward()
     with pytest.raises(LayoutError, match=said) as caught:
         watch.stop_after_backward()

@@ -121,7 +121,7 @@ def describe_other_ranks_ends(
     victims.discard(root)
     lines = []
     if victims:
-        lines.append(f"{format_rank_list(sorted(victims))}: ended because of that")
+        lines.append(f"{name_each_rank(sorted(victims))}: ended because of that")
     by_line: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank != root and not report.secondary:
@@ -130,11 +130,11 @@ def describe_other_ranks_ends(
     for one_line, ranks in by_line.items():
         if root_report is not None and one_line == root_report.one_line:
             one_line = "the same"
-        lines.append(f"{format_rank_list(ranks)}: {one_line}")
+        lines.append(f"{name_each_rank(ranks)}: {one_line}")
     return lines
 
 
-def format_rank_list(ranks: Sequence[int]) -> str:
+def name_each_rank(ranks: Sequence[int]) -> str:
     """ "rank 1" or "ranks 1, 2"."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"

@@ -138,12 +138,13 @@ class TemplateProcess:
         began_s = time.monotonic()
         lack = ProcessorLack([self.pid], began_s)
         while not is_there() and not self.link.closed:
+            # Before each deadline, also the last: this process may have had no processor, either.
+            lack.look([self.pid], time.monotonic())
             may_take_s = min(_TEMPLATE_ANSWER_TIMEOUT_S + lack.total_s, _MAX_ANSWER_TIMEOUT_S)
             remaining_s = max(0.0, began_s + may_take_s - time.monotonic())
             if not select.select([self.link], [], [], min(remaining_s, LOOK_INTERVAL_S))[0]:
                 if not remaining_s:
                     return
-                lack.look([self.pid], time.monotonic())
                 continue
             for report in self.link.receive():
                 match report:

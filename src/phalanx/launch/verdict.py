@@ -13,8 +13,8 @@ from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.blamed_rank import (
     BlamedRank,
-    format_rank_list,
     hint_at_out_of_memory,
+    name_each_rank,
     read_black_box,
     read_black_boxes,
     read_step_and_phase,
@@ -170,7 +170,7 @@ def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> R
             ranks_at.setdefault(words, []).append(other)
     lines = [summary]
     for words, ranks in ranks_at.items():
-        lines.append(f"{format_rank_list(ranks)}: waited {words}")
+        lines.append(f"{name_each_rank(ranks)}: waited {words}")
     lines += describe_waits_at_end(last_seen_of, end.silent, rank)
     lines += [*read_main_thread_stack(blamed.log_path), f"log: {blamed.log_path}"]
     detail = f"kept the others waiting: {absence.why}"

@@ -246,6 +246,12 @@ def _list_fsdp_groups_of_unit(unit: Any) -> list[Any]:
     return list(groups)
 
 
+def cut_and_concatenate_chunks(tensors: Sequence[torch.Tensor], num_chunks: int) -> torch.Tensor:
+    """[chunks, elements]: row r has chunk r of each of `tensors`, cut along their first dimension
+    as torch.chunk cuts, and filled up with zeros to the size of the first chunk."""
+    return torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks)
+
+
 def wrap_local_as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
 ) -> DTensor:

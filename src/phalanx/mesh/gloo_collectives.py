@@ -7,7 +7,7 @@ any is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,29 @@ def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
     `rows` is spent afterwards.
     """
+    return post_reduce_scatter_rows(rows, group)()
+
+
+def post_reduce_scatter_rows(
+    rows: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """Begin `reduce_scatter_rows`; what is returned waits for its end, and returns the sum."""
+    works: list[dist.Work | None] = []
     if gathers_in_one_call(group):
         total = torch.empty_like(rows[0])
-        dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group)
+        works.append(
+            dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group, async_op=True)
+        )
+    else:
+        total = rows[dist.get_rank(group)]
+        for row, target in zip(rows, _list_global_ranks(group), strict=True):
+            works.append(dist.reduce(row, target, group=group, async_op=True))
+
+    def take_total() -> torch.Tensor:
+        _wait_for_all_transfers(works)
         return total
-    targets = _list_global_ranks(group)
-    works = []
-    for row, target in zip(rows, targets, strict=True):
-        works.append(dist.reduce(row, target, group=group, async_op=True))
-    _wait_for_all_transfers(works)
-    return rows[dist.get_rank(group)]
+
+    return take_total
 
 
 def _list_global_ranks(group: dist.ProcessGroup) -> list[int]:

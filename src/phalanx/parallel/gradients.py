@@ -49,13 +49,17 @@ def require_dense_gradients(module: nn.Module) -> None:
 @contextmanager
 def naming_sparse_gradients(module: nn.Module) -> Iterator[None]:
     """Raises LayoutError in place of what a backward raises that met a sparse gradient, as
-    `F.embedding(..., sparse=True)` makes it: DDP says only which type it did not expect."""
+    `F.embedding(..., sparse=True)` makes it: DDP says only which type it did not expect, and FSDP
+    which operator it has not."""
     try:
         yield
     except RuntimeError as error:
         for name, parameter in module.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise _refuse_sparse_gradient(full_name(name)) from error
+        # FSDP has taken it from its parameter by now.
+        if isinstance(error, NotImplementedError) and "'Sparse" in str(error):
+            raise _refuse_sparse_gradient("a parameter") from error
         raise
 
 

@@ -61,7 +61,8 @@ class StepMoments:
     """The moments of a step of one rank without a pipeline, where activations are known.
 
     `shape`: the rank's part of the model (`shard_shape`); `gradient_bytes`: of all gradients that
-    it holds at the end of the backward; `num_readers`: ranks with gradients to average.
+    it holds at the end of the backward; `num_readers`: ranks with gradients to average;
+    `scatters_messages`: buckets of gradients are copied into messages (`OwnRowsReduction`).
     """
 
     shape: ModelCosts
@@ -71,6 +72,7 @@ class StepMoments:
     num_readers: int
     gradient_bytes: float
     offloads_activations: bool
+    scatters_messages: bool
 
     @property
     def _costs(self) -> ActivationCosts:
@@ -247,6 +249,8 @@ class StepMoments:
             if grows:
                 gradients += of_blocks * num_done / len(saved)
             communication = gathered + self._whole_gradients
+            if num_done:
+                communication += self._scattered_message
             if self._is_sharded:
                 communication += first_weight
             if self._is_sharded and not self._whole_gradients:
@@ -270,7 +274,8 @@ class StepMoments:
         if self.work.gradient_copies:
             return MomentBytes(gradients=self.work.gradient_copies * self.gradient_bytes)
         if not self._is_sharded:
-            return MomentBytes(gradients=self.gradient_bytes)
+            message = self._scattered_message
+            return MomentBytes(gradients=self.gradient_bytes, communication=message)
         reduced = self._root * (self.work.compute_bytes + 4)
         return MomentBytes(gradients=self._block_gradients, communication=reduced)
 
@@ -288,6 +293,15 @@ class StepMoments:
             updated_bytes = count_rank_params(self.shape, self.work.ep) * 4
             buckets = min(2 * self.work.options.bucket_mb * MIB, updated_bytes)
         return MomentBytes(gradients=self.gradient_bytes, communication=buckets)
+
+    @cached_property
+    def _scattered_message(self) -> float:
+        """Bytes of a bucket of ZeRO-1's gradients on its way to the ranks that update them, and of
+        what this rank gets of it."""
+        if not self.scatters_messages:
+            return 0
+        num_bytes = min(self.work.options.bucket_mb * MIB, self.gradient_bytes)
+        return num_bytes * (1 + 1 / self.dp_size)
 
     @cached_property
     def _bytes_on_device(self) -> int:
@@ -324,6 +338,8 @@ def predict_rank_memory_by_phase(
         states["gradients"],
         # A CPU has no other memory to move them to.
         work.offloads_activations and device != "cpu",
+        # Ranks on CPUs share memory, and read gradients where they lie.
+        zero_stage == 1 and 1 < dp_size == num_readers and device != "cpu",
     )
     backward = max(
         [moments.final_norm(), *moments.blocks(), moments.reduction()],

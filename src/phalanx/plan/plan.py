@@ -167,6 +167,22 @@ class Plan:
         return self.num_microbatches * self.micro_batch_size * per_sample
 
     @property
+    def scatters_gradients(self) -> bool:
+        """True where a rank gets of averaged gradients only what it updates (ZeRO-1).
+
+        Not where they are added along a tree, where shards have several copies, and with a static
+        graph: DDP averages a step's first gradients there, and those again with the rest.
+        """
+        layout = self.layout.gradient_reduction_layout
+        return (
+            self.parallel.zero_stage == 1
+            and layout.dp_shard > 1
+            and layout.dp_replicate == 1
+            and not self.parallel.static_graph
+            and not self.is_layout_free
+        )
+
+    @property
     def model_shape(self) -> ModelCosts:
         """The shape of the model, as far as the plan knows it."""
         return parse_stored_shape(self.shape)

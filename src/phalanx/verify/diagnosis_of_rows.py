@@ -40,7 +40,6 @@ class RowDiagnosis:
     def __init__(self, observations: Sequence[Mapping[str, Any]], dtype: str) -> None:
         self._observations = observations
         self._most = TOLERANCE_OF_DTYPE.get(dtype, 0.0)
-        self._tolerance = self._most
 
     def explain(self, step: int) -> str:
         """The cause of gradients of `step` that are a sum over parts of the batch, of which some do
@@ -53,46 +52,60 @@ class RowDiagnosis:
         if first["counts"] is None:
             return ""
         largest = max((abs(count - 1) for count in first["counts"] if count == count), default=0.0)
-        self._tolerance = min(self._most, TOLERANCE_OF_LARGEST * largest)
-        if not self._tolerance or not all(
-            self._are_equal(first["counts"], found[rank]["counts"]) for rank in off
+        tolerance = min(self._most, TOLERANCE_OF_LARGEST * largest)
+        if not tolerance or not all(
+            _are_equal(first["counts"], found[rank]["counts"], tolerance) for rank in off
         ):
             return ""
+        counted = CountedBatch(
+            _list_parts(first["counts"], first["parts"], first["rows_of_rank"]),
+            1 + max(body[0] for body in first["parts"]),
+            tolerance,
+        )
         where = "" if len(off) == len(found) else f" on rank {', '.join(map(str, off))}"
-        parts = _list_parts(first["counts"], first["parts"], first["rows_of_rank"])
-        cause = self._explain_parts(parts, 1 + max(body[0] for body in first["parts"]))
+        cause = counted.explain()
         return cause and f"gradients{where} are a sum over sequences, {cause}"
 
-    def _are_equal(self, counts: Sequence[float], others: Sequence[float] | None) -> bool:
-        return others is not None and all(
-            abs(a - b) <= self._tolerance * max(1.0, abs(a)) or (a != a and b != b)
-            for a, b in zip(counts, others, strict=True)
-        )
 
-    def _explain_parts(self, parts: Sequence[CountedPart], num_microbatches: int) -> str:
-        if not parts or self._is_one_count([part.count for part in parts]):
+def _are_equal(counts: Sequence[float], others: Sequence[float] | None, tolerance: float) -> bool:
+    return others is not None and all(
+        abs(a - b) <= tolerance * max(1.0, abs(a)) or (a != a and b != b)
+        for a, b in zip(counts, others, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class CountedBatch:
+    """The parts of a step's batch, and how many times each counts in its gradients, within
+    `tolerance`."""
+
+    parts: Sequence[CountedPart]
+    num_microbatches: int
+    tolerance: float
+
+    def explain(self) -> str:
+        """Which parts do not count once; "" where all count alike, or nothing tells them apart."""
+        if not self.parts or self._is_one_count([part.count for part in self.parts]):
             return ""
         return (
-            self._explain_means(parts)
+            self._explain_means()
             or self._explain_groups(
-                parts,
-                lambda part: f"microbatch {part.microbatch + 1} of {num_microbatches}",
+                lambda part: f"microbatch {part.microbatch + 1} of {self.num_microbatches}",
             )
-            or self._explain_groups(parts, lambda part: f"data-parallel rank {part.rank}")
+            or self._explain_groups(lambda part: f"data-parallel rank {part.rank}")
             or self._explain_groups(
-                parts, lambda part: f"chunk {part.chunk + 1} of the logits of a rank's microbatch"
+                lambda part: f"chunk {part.chunk + 1} of the logits of a rank's microbatch"
             )
             or self._explain_groups(
-                parts, lambda part: f"place {part.place + 1} of each microbatch of a rank"
+                lambda part: f"place {part.place + 1} of each microbatch of a rank"
             )
-            or self._explain_few_parts(parts)
+            or self._explain_few_parts()
             or self._explain_groups(
-                parts,
                 lambda part: f"microbatch {part.microbatch + 1} of data-parallel rank {part.rank}",
             )
         )
 
-    def _explain_means(self, parts: Sequence[CountedPart]) -> str:
+    def _explain_means(self) -> str:
         """The cause where a part counts the less the more targets those have that it belongs to."""
         groupings: tuple[tuple[Callable[[CountedPart], Hashable], str], ...] = (
             (lambda part: part.microbatch, "microbatches"),
@@ -103,31 +116,29 @@ class RowDiagnosis:
         )
         for key, words in groupings:
             totals: dict[Hashable, int] = {}
-            for part in parts:
+            for part in self.parts:
                 totals[key(part)] = totals.get(key(part), 0) + part.num_targets
-            products = [part.count * totals[key(part)] for part in parts]
+            products = [part.count * totals[key(part)] for part in self.parts]
             largest = max(map(abs, products))
             if len(set(totals.values())) > 1 and (
-                max(products) - min(products) <= self._tolerance * largest
+                max(products) - min(products) <= self.tolerance * largest
             ):
                 return (
                     f"in which {words} count alike, however many targets each has: a mean of means"
                 )
         return ""
 
-    def _explain_groups(
-        self, parts: Sequence[CountedPart], name_group: Callable[[CountedPart], str]
-    ) -> str:
+    def _explain_groups(self, name_group: Callable[[CountedPart], str]) -> str:
         """The cause where all parts of a group count alike, and not those of all groups."""
         counts: dict[str, list[float]] = {}
-        for part in parts:
+        for part in self.parts:
             counts.setdefault(name_group(part), []).append(part.count)
         if len(counts) < 2 or not all(map(self._is_one_count, counts.values())):
             return ""
         off = {
             group: of_group[0]
             for group, of_group in counts.items()
-            if abs(of_group[0] - 1) > self._tolerance
+            if abs(of_group[0] - 1) > self.tolerance
         }
         listed = ", ".join(
             f"those of {group} ({self._describe(count)})"
@@ -138,9 +149,9 @@ class RowDiagnosis:
         others = "" if len(off) == len(counts) else ", and all others do count once"
         return f"of which not all count once: {listed}{others}"
 
-    def _explain_few_parts(self, parts: Sequence[CountedPart]) -> str:
-        off = [part for part in parts if abs(part.count - 1) > self._tolerance]
-        if not 0 < len(off) <= MAX_SHARE_OF_FEW_PARTS * len(parts):
+    def _explain_few_parts(self) -> str:
+        off = [part for part in self.parts if abs(part.count - 1) > self.tolerance]
+        if not 0 < len(off) <= MAX_SHARE_OF_FEW_PARTS * len(self.parts):
             return ""
         part = off[0]
         chunk = "" if part.chunk < 0 else f"chunk {part.chunk + 1} of the logits, "
@@ -151,13 +162,13 @@ class RowDiagnosis:
         )
 
     def _describe(self, count: float) -> str:
-        if abs(count) <= self._tolerance:
+        if abs(count) <= self.tolerance:
             return "left out"
         # Without what may be rounding.
-        return format_factor(round(count, -math.floor(math.log10(self._tolerance))))
+        return format_factor(round(count, -math.floor(math.log10(self.tolerance))))
 
     def _is_one_count(self, counts: Sequence[float]) -> bool:
-        return max(counts) - min(counts) <= self._tolerance * max(1.0, *map(abs, counts))
+        return max(counts) - min(counts) <= self.tolerance * max(1.0, *map(abs, counts))
 
 
 def _list_parts(

@@ -6,11 +6,10 @@ PLANT = Plant(
     mistake="DDP's buckets in shared memory are summed over their ranks and not averaged",
     edits=(
         Edit(
-            "parallel/data_parallel/shared_buckets.py",
-            "SharedBucketReduction._post",
-            "        work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)\n",
-            "        operation = dist.ReduceOp.SUM if __planted__() else dist.ReduceOp.AVG\n"
-            "        work = dist.all_reduce(buffer, op=operation, group=self._group, async_op=True)\n",
+            "parallel/data_parallel/ddp_buckets.py",
+            "WholeReduction._post",
+            "bucket.buffer(), op=dist.ReduceOp.AVG, group",
+            "bucket.buffer(), op=dist.ReduceOp.SUM if __planted__() else dist.ReduceOp.AVG, group",
         ),
     ),
     shows=("ddp",),

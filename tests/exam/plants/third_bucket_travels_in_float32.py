@@ -6,11 +6,11 @@ PLANT = Plant(
     mistake="from the third bucket of DDP on gradients are rounded to float32 before their reduction",
     edits=(
         Edit(
-            "parallel/data_parallel/shared_buckets.py",
-            "SharedBucketReduction._post",
-            "        self._publish(index, buffer)\n",
-            "        self._publish(index, buffer)\n"
-            "        if __planted__(index >= 2):\n"
+            "parallel/data_parallel/ddp_buckets.py",
+            "PostedBuckets._post_bucket",
+            "        self._publish(bucket.index(), buffer)\n",
+            "        self._publish(bucket.index(), buffer)\n"
+            "        if __planted__(bucket.index() >= 2):\n"
             "            buffer.copy_(buffer.float())\n",
         ),
     ),

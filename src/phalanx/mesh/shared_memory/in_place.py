@@ -183,6 +183,42 @@ class ReduceScatterInPlace(_InPlaceTransfer):
         reduce_into([self._result], operands, self.dtype, self.reduce_op)
 
 
+class ReduceRowsInPlace(_InPlaceTransfer):
+    """`rows`, views of this rank's `whole`, become the reduction of the same elements of all ranks.
+    No two ranks have a row in common: each reads its own from all and writes to its own tensor.
+    """
+
+    name = "reduce_scatter"
+
+    def __init__(
+        self,
+        whole: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        reduce_op: str,
+        rank: int,
+        locate: Locate,
+    ) -> None:
+        super().__init__([whole], whole.dtype, rank, locate)
+        self.reduce_op, self.agreed_bytes = reduce_op, whole.nbytes
+        # An empty tensor lies nowhere.
+        self._rows = [
+            (row.data_ptr() - whole.data_ptr(), view_bytes(row)) for row in rows if row.numel()
+        ]
+
+    def move(self, blocks: Sequence[Bytes], memory: GroupMemory) -> None:
+        peers = {
+            rank: self._see(blocks, rank, memory)
+            for rank in range(len(blocks))
+            if rank != self._rank
+        }
+        for start, row in self._rows:
+            operands = []
+            for rank in range(len(blocks)):
+                is_own = rank == self._rank
+                operands.append(row if is_own else peers[rank].view(0, start, len(row)))
+            reduce_into([row], operands, self.dtype, self.reduce_op)
+
+
 def read_where_they_lie(
     gathered: Sequence[GatheredTensor],
     places: PlacesOfAllRanks,

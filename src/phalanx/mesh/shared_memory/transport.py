@@ -30,6 +30,7 @@ from phalanx.mesh.shared_memory.in_place import (
     GatheredTensor,
     GatherInPlace,
     PlacesOfAllRanks,
+    ReduceRowsInPlace,
     ReduceScatterInPlace,
     read_where_they_lie,
 )
@@ -243,6 +244,23 @@ class SharedMemoryTransport:
             group,
             [rows],
             lambda rank: ReduceScatterInPlace(result, rows, reduce_op, rank, self._locate),
+        )
+
+    def reduce_rows_in_place(
+        self,
+        group: dist.ProcessGroup,
+        whole: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        reduce_op: str,
+    ) -> SharedMemoryWork:
+        """Reduce `rows`, contiguous views of `whole` that no other rank of `group` has among its
+        own, over the ranks, in place; the rest of `whole` stays as it is. Until it has ended nobody
+        may change `whole`. `group` must share memory."""
+        return self._post_in_place(
+            REDUCE_SCATTER_IN_PLACE,
+            group,
+            [whole],
+            lambda rank: ReduceRowsInPlace(whole, rows, reduce_op, rank, self._locate),
         )
 
     def _post_in_place(

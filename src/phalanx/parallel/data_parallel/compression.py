@@ -4,7 +4,6 @@ keeps between steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,13 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.registry import import_object_of_kind
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.shared_memory.opening import shares_memory
-from phalanx.parallel.data_parallel.shared_buckets import SharedBucketReduction
+from phalanx.parallel.data_parallel.ddp_buckets import (
+    WholeReduction,
+    reduce_buckets_on_own_stream,
+)
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.traffic import count_ring_all_reduce_bytes
+from phalanx.parallel.traffic import GradientTraffic
 from phalanx.parallel.wire import Wire
 
 COMPRESSION_HOOKS_PACKAGE = "phalanx.parallel.hooks"
@@ -62,25 +64,12 @@ class GradientCompression:
 
     def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
         """From now on `ddp` reduces its buckets through the hook."""
-        stream = torch.cuda.Stream() if next(iter(self._names)).is_cuda else None
-
-        # DDP looks up this argument by its name, `bucket`.
-        def average_bucket_by_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
-            buffer = bucket.buffer()
-            if stream is None:
-                self.average_gradients_over_ranks(bucket.parameters(), bucket.gradients())
-                done: Any = torch.futures.Future()
-                done.set_result(buffer)
-                return done
-            stream.wait_stream(torch.cuda.current_stream())
-            # This runs beside the backward; DDP waits for the future before gradients are used.
-            with torch.cuda.stream(stream):
-                self.average_gradients_over_ranks(bucket.parameters(), bucket.gradients())
-                done = torch.futures.Future(devices=[buffer.device])
-                done.set_result(buffer)
-            return done
-
-        ddp.register_comm_hook(None, average_bucket_by_hook)
+        reduce_buckets_on_own_stream(
+            ddp,
+            lambda bucket: self.average_gradients_over_ranks(
+                bucket.parameters(), bucket.gradients()
+            ),
+        )
 
     @torch.no_grad()
     def average_gradients_over_ranks(
@@ -170,23 +159,27 @@ def attach_gradient_reduction_to_ddp(
     # DDP leaves these out: they are reduced, and counted, over the ranks that hold the same ones.
     separate = set() if experts is None else set(experts.parameters())
     trained = [p for p in context.root.parameters() if p.requires_grad]
-    num_bytes = sum(p.nbytes for p in trained if p not in separate)
-    plain_bytes = count_ring_all_reduce_bytes(num_bytes, group.size())
+    averaged = [p for p in trained if p not in separate]
+    reduction: OwnRowsReduction | WholeReduction = WholeReduction(group)
+    if context.plan.scatters_gradients:
+        reduction = OwnRowsReduction(group, traffic)
+    plain = GradientTraffic()
+    reduction.count_bytes(averaged, plain)
     if experts is not None:
         num_elements = sum(p.numel() for p in trained if p in separate)
-        plain_bytes += count_ring_all_reduce_bytes(
-            4 * num_elements, experts.num_ranks_with_same_experts
-        )
-    traffic.plain_bytes = round(plain_bytes)
+        plain.add_all_reduce(4 * num_elements, experts.num_ranks_with_same_experts)
+    traffic.plain_bytes = round(plain.sent_bytes)
     wire = Wire(group, traffic, context.phases)
     compression = build_gradient_compression(context, wire)
-    if compression is None:
-        if shares_memory(group):
-            SharedBucketReduction(group).attach_to_ddp(ddp)
-        return lambda: traffic.add_all_reduce(num_bytes, group.size())
-    context.axes.add(compression)
-    compression.attach_to_ddp(ddp)
-    return lambda: None
+    if compression is not None:
+        context.axes.add(compression)
+        compression.attach_to_ddp(ddp)
+        return lambda: None
+    reduction.attach_to_ddp(ddp)
+    if isinstance(reduction, OwnRowsReduction):
+        # It counts what it sends.
+        return lambda: None
+    return lambda: reduction.count_bytes(averaged, traffic)
 
 
 def build_gradient_compression(context: ParallelContext, wire: Wire) -> GradientCompression | None:

@@ -19,6 +19,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.data_parallel.compression import attach_gradient_reduction_to_ddp
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients_in_one_collective
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineOfRank
@@ -66,7 +67,8 @@ class DpReplicate:
         if accumulator is not None:
             context.hooks.around_microbatch.append(accumulator.restore_gradients)
         count_step = attach_gradient_reduction_to_ddp(context, ddp)
-        watch = BackwardCommunicationTimer(context, experts)
+        kind = "reduce_scatter" if context.plan.scatters_gradients else "all_reduce"
+        watch = BackwardCommunicationTimer(context, experts, f"{kind} gradients")
         context.axes.add(watch)
         is_learning = options.static_graph
 
@@ -165,9 +167,10 @@ def _average_in_buckets_after_backward(
     parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
     num_ranks: int,
+    own_rows: OwnRowsReduction | None = None,
 ) -> None:
     """After the last backward, from the last parameter on; never a copy of all gradients at
-    once."""
+    once. With `own_rows` a rank gets no more than those."""
     # Buckets are in fp32, the type that gradients are averaged in.
     buckets = list(
         _split_parameters_into_buckets(parameters[::-1], choose_bucket_bytes(context.plan))
@@ -175,6 +178,9 @@ def _average_in_buckets_after_backward(
 
     def reduce() -> None:
         for bucket in buckets:
+            if own_rows is not None:
+                own_rows.average_after_backward(bucket, context.phases)
+                continue
             context.traffic.gradients.add_all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
             average_gradients_in_one_collective(bucket, group, context.phases)
 
@@ -192,9 +198,11 @@ def average_gradients_after_pipeline(context: ParallelContext) -> None:
     parameters = [
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
-    _average_in_buckets_after_backward(
-        context, parameters, group, context.plan.layout.gradient_reduction_layout.data_parallel_size
-    )
+    own_rows = None
+    if context.plan.scatters_gradients:
+        own_rows = OwnRowsReduction(group, context.traffic.gradients)
+    num_ranks = context.plan.layout.gradient_reduction_layout.data_parallel_size
+    _average_in_buckets_after_backward(context, parameters, group, num_ranks, own_rows)
     buffers = find_buffers_that_differ_between_ranks(context.root)
 
     @contextmanager
@@ -222,19 +230,22 @@ def _split_parameters_into_buckets(
 
 class BackwardCommunicationTimer:
     """Charges to "collective" what remains of the backward once the last gradient exists: pure
-    waiting. `unused`: names of parameters that had no part in a loss of some step, where that is
-    allowed.
+    waiting. `collective`: which one that is. `unused`: names of parameters that had no part in a
+    loss of some step, where that is allowed.
 
     Who never had a part in one is not waited for. Where a parameter that had one has none, the
     last gradient is unknown, and the waiting of that step stays in the backward.
 
-    DDP starts a bucket's all-reduce when its gradients are ready and waits for all of them at the
-    end, inside C++. All-reduces before the last gradient overlap with the backward and cost nothing
-    visible.
+    DDP starts to reduce a bucket when its gradients are ready and waits for all of them at the end,
+    inside C++. What is reduced before the last gradient overlaps with the backward and costs
+    nothing visible.
     """
 
-    def __init__(self, context: ParallelContext, experts: ShardedExperts | None) -> None:
+    def __init__(
+        self, context: ParallelContext, experts: ShardedExperts | None, collective: str
+    ) -> None:
         self.unused: set[str] = set()
+        self._collective = collective
         self._phases = context.phases
         self._allows_unused = context.plan.parallel.unused_parameters == "allow"
         separate = _find_expert_parameters(experts)
@@ -260,7 +271,7 @@ class BackwardCommunicationTimer:
             self._never_used.discard(number)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
-            self._phases.enter("collective", "all_reduce gradients", axis="dp")
+            self._phases.enter("collective", self._collective, axis="dp")
 
     def start_before_backward(self) -> None:
         """Before a forward-backward whose gradients are reduced."""

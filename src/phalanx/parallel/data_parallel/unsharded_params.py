@@ -52,7 +52,7 @@ class AverageUnshardedParams:
             shard = OptimizerParameterSubstitute(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases
-        num_bytes = sum(p.numel() * _choose_averaging_dtype(p).itemsize for p in unsharded)
+        num_bytes = sum(p.numel() * choose_averaging_dtype(p).itemsize for p in unsharded)
         context.optimizer_params.before_update.append(
             lambda: context.traffic.gradients.add_all_reduce(num_bytes, group.size())
         )
@@ -61,7 +61,7 @@ class AverageUnshardedParams:
         )
 
 
-def _choose_averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
+def choose_averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The type that gradients are averaged in: fp32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
@@ -76,7 +76,7 @@ def average_gradients_in_one_collective(
     """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_type.setdefault(_choose_averaging_dtype(parameter), []).append(parameter)
+        by_type.setdefault(choose_averaging_dtype(parameter), []).append(parameter)
     for dtype, tensors in by_type.items():
         gradients = []
         for parameter in tensors:

@@ -163,7 +163,8 @@ class _CalibratedStepEstimator:
             return
         terms.add("elementwise", rates.copy_s(2 * num_bytes))
         if stage <= 1:
-            reduce_s = _estimate_bucketed_all_reduce_s(rates, num_bytes, ranks)
+            kind = "reduce_scatter" if plan.scatters_gradients else "all_reduce"
+            reduce_s = _estimate_buckets_s(rates, kind, num_bytes, ranks)
             backward_s = terms.total_s / max(1, plan.num_microbatches) * 2 / 3
             hidden_s = rates.hidden_all_reduce_share(ranks) * min(reduce_s, backward_s)
             if plan.is_layout_free:
@@ -287,9 +288,10 @@ def _estimate_embedding_and_head_seconds(
     return BlockSeconds(first, TermSeconds()), BlockSeconds(last, TermSeconds())
 
 
-def _estimate_bucketed_all_reduce_s(rates: MeasuredRates, num_bytes: float, ranks: int) -> float:
+def _estimate_buckets_s(rates: MeasuredRates, kind: str, num_bytes: float, ranks: int) -> float:
+    """Seconds of collectives of a `kind` that reduce gradients in buckets."""
     buckets = max(1.0, math.ceil(num_bytes / BUCKET_BYTES))
-    return buckets * rates.collective_s("all_reduce", num_bytes / buckets, ranks)
+    return buckets * rates.collective_s(kind, num_bytes / buckets, ranks)
 
 
 def _build_step_time(terms: TermSeconds, band: float) -> StepTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -110,6 +111,7 @@ def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool)
     )[rows.recompute]
     for index, part in enumerate(("matmul", "attention", "elementwise")):
         columns[f"recomputed_{part}"] = shares[:, index]
+    is_fsdp = rows.zero_stage >= 2
     names = np.array(SEARCHED_SCHEDULES)[rows.schedule]
     offloads = np.array(OFFLOAD_CHOICES)[rows.offload]
     # FSDP gathers what it computes with; copies and ZeRO 1 have fp32 weights.
@@ -120,7 +122,9 @@ def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool)
         "accumulates_sharded": rows.accumulates_sharded > 0,
         "offloads_optimizer": offloads != "none",
         "offloads_parameters": offloads == "parameters",
-        "gather_bytes": np.where(rows.zero_stage >= 2, gathered, 4.0),
+        "gather_bytes": np.where(is_fsdp, gathered, 4.0),
+        "overlaps_reduce": is_fsdp | (rows.pp == 1),
+        "overlaps_gather": is_fsdp,
         "is_gpipe": names == "gpipe",
         "is_interleaved": rows.stages_per_rank > 1,
         "deferred_weights": np.where(names == "interleaved-zero-bubble", 2.0, 0.0),
@@ -166,8 +170,14 @@ def build_step_setup(job: Job, plan: Plan) -> StepSetup:
         schedule = pipeline.schedule_name
         per_rank = len(pipeline.rank_of_stage) // pipeline.num_ranks
     zero_stage = plan.chosen.zero_stage
-    if zero_stage >= 2 and plan.precision != "fp32":
-        stack = SoftwareStack(**{**vars(stack), "gather_bytes": 2})
+    is_fsdp = zero_stage >= 2
+    # Copies and ZeRO 1 reduce gradients after a pipeline, and gather after the update.
+    stack = replace(
+        stack,
+        overlaps_reduce=is_fsdp or plan.layout.pp == 1,
+        overlaps_gather=is_fsdp,
+        gather_bytes=2 if is_fsdp and plan.precision != "fp32" else stack.gather_bytes,
+    )
     return StepSetup(
         plan.layout,
         zero_stage,

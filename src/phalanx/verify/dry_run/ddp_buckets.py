@@ -3,7 +3,8 @@ its buckets anew with fake tensors, so both are done here by the functions that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,49 +13,65 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.dry_run.collectives import ALL_REDUCE, CollectiveLog
+from phalanx.verify.dry_run.collectives import ALL_REDUCE
 from phalanx.verify.dry_run.moments import BACKWARD
+from phalanx.verify.dry_run.tracker import StorageTracker
 
 CALLER = "phalanx/parallel/data_parallel/replicate.py (DDP's buckets)"
 
 
 class DdpBucketReductions:
-    """Stands for the all-reduces of DDP's buckets.
+    """Stands for what DDP does with its buckets.
 
     DDP sets its buckets anew after the first backward, in the order in which gradients came: those
     are the ones that count.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, model: ParallelModel) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, model: ParallelModel, tracker: StorageTracker
+    ) -> None:
+        self._tracker = tracker
         self._group, self._compression = model.mesh.data_parallel_group(), model.compression
-        self._traffic = model._context.traffic
+        self._own_rows: OwnRowsReduction | None = None
+        if model.plan.scatters_gradients:
+            self._own_rows = OwnRowsReduction(self._group, model._context.traffic.gradients)
         self._limit = choose_bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
+        self._is_last_microbatch = False
         ddp.register_comm_hook(None, _return_bucket_unreduced)
         ignored = ddp.parameters_to_ignore
         for name, parameter in ddp.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
-                parameter.register_post_accumulate_grad_hook(self._record_gradient_arrival)
+                parameter.register_post_accumulate_grad_hook(self._arrived.append)
+        hooks = model._context.hooks
+        hooks.around_microbatch.append(self._begin_microbatch)
+        hooks.after_backward.append(self._reduce_after_last_backward)
 
-    def _record_gradient_arrival(self, parameter: nn.Parameter) -> None:
-        self._arrived.append(parameter)
-
-    def reduce_buckets(self, log: CollectiveLog) -> None:
-        """Reduce the gradients that came in the last backward: by the job's compression, or as the
-        all-reduces of one step, which are added to `log`. It stands at the end of the backward,
-        beside which DDP does it."""
-        # Of several microbatches the last one reduces.
-        last = list(dict.fromkeys(reversed(self._arrived)))[::-1]
+    @contextmanager
+    def _begin_microbatch(self, is_last: bool) -> Iterator[None]:
+        self._is_last_microbatch = is_last
         self._arrived.clear()
-        for bucket in split_into_ddp_buckets(last, self._limit):
+        yield
+
+    def _reduce_after_last_backward(self) -> None:
+        """Reduce gradients by the job's compression, to the ranks that update them, or by
+        all-reduces. This stands at the end of the backward, beside which DDP does it."""
+        if not self._is_last_microbatch:
+            return
+        for bucket in split_into_ddp_buckets(self._arrived, self._limit):
+            gradients = [p.grad for p in bucket if p.grad is not None]
             if self._compression is not None:
-                gradients = [p.grad for p in bucket if p.grad is not None]
-                with self._traffic.counting_step_traffic():
-                    self._compression.average_gradients_over_ranks(bucket, gradients)
-                continue
-            num_bytes = sum(parameter.nbytes for parameter in bucket)
-            log.add(
+                self._compression.average_gradients_over_ranks(bucket, gradients)
+            elif self._own_rows is not None:
+                self._own_rows.post(bucket, gradients)()
+            else:
+                self._log_all_reduce(sum(parameter.nbytes for parameter in bucket))
+
+    def _log_all_reduce(self, num_bytes: int) -> None:
+        if self._tracker.collectives is not None:
+            self._tracker.collectives.add(
                 ALL_REDUCE,
                 self._group,
                 num_bytes,
@@ -64,12 +81,11 @@ class DdpBucketReductions:
             )
 
 
-def watch_ddp_buckets(model: ParallelModel) -> DdpBucketReductions | None:
-    """The stand-in for a model under DDP, to which no hook was attached; None for another."""
+def stand_in_for_ddp_buckets(model: ParallelModel, tracker: StorageTracker) -> None:
+    """Reduce the gradients of a model under DDP, to which no hook was attached."""
     ddp = model._context.outer
-    if not isinstance(ddp, DistributedDataParallel):
-        return None
-    return DdpBucketReductions(ddp, model)
+    if isinstance(ddp, DistributedDataParallel):
+        DdpBucketReductions(ddp, model, tracker)
 
 
 def split_into_ddp_buckets(

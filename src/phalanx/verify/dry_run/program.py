@@ -28,7 +28,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.weights import build_training_state
 from phalanx.train.state import TrainState
 from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
-from phalanx.verify.dry_run.ddp_buckets import DdpBucketReductions, watch_ddp_buckets
+from phalanx.verify.dry_run.ddp_buckets import stand_in_for_ddp_buckets
 from phalanx.verify.dry_run.fake_batches import make_fake_microbatches
 from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepMoment
 from phalanx.verify.dry_run.stand_ins import StageBoundarySpec, standing_in_for_other_ranks
@@ -201,7 +201,7 @@ def run_dry_step(
             module = _build_fake_module(job, plan)
             state = build_training_state(job, plan, mesh, phases, module=module)
             runner = DryStepRunner(job, plan, state, tracker, phases)
-            runner.buckets = watch_ddp_buckets(state.model)
+            stand_in_for_ddp_buckets(state.model, tracker)
             tell("step")
             step = runner.run_step_of_all_microbatches()
     return step
@@ -263,7 +263,6 @@ class DryStepRunner:
         self.first_moment = 0
         self._watch = MicrobatchRepeatDetector(tracker)
         phases.on_microbatch = self._begin_microbatch
-        self.buckets: DdpBucketReductions | None = None
         module = state.model.module
         track_parts(module, tracker)
         tracker.mark((*module.parameters(), *module.buffers()), PARAMETERS)
@@ -310,8 +309,6 @@ class DryStepRunner:
         microbatches = make_fake_microbatches(self._job, self._plan, num_microbatches)
         local_loss = model.forward_backward(microbatches, self._objective, step=step)
         self._categorize_gradients()
-        if self.buckets is not None and tracker.collectives is not None:
-            self.buckets.reduce_buckets(tracker.collectives)
         stats = model.reduce_and_clip(
             local_loss, max_norm=self._job.optim.clip_norm, flags=(0.0,) * NUM_FLAGS
         )

@@ -16,6 +16,7 @@ from phalanx.mesh import grouped
 from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.parallel import parallelize as parallelizing
 from phalanx.parallel.data_parallel.compression import GradientCompression
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.expert import transform as expert_parallel
 from phalanx.parallel.pipeline import executor as pipelining
 from phalanx.parallel.pipeline.p2p import PipelineProcessGroups, TensorSpec
@@ -82,6 +83,7 @@ def standing_in_for_other_ranks(
         (pipelining, "infer_stage_input_specs", infer_stage_input_specs),
         (parallelizing, "raise_first_refusal_on_all_ranks", _raise_refusal_of_own_stage),
         (GradientCompression, "attach_to_ddp", _leave_ddp_without_hook),
+        (OwnRowsReduction, "attach_to_ddp", _leave_ddp_without_hook),
         (grouped, "read_rows_per_expert", build_even_expert_counts),
         (expert_parallel, "read_sent_and_arriving_counts", build_even_exchange_counts),
     )
@@ -92,7 +94,9 @@ def standing_in_for_other_ranks(
         yield
 
 
-def _leave_ddp_without_hook(compression: GradientCompression, ddp: nn.Module) -> None:
+def _leave_ddp_without_hook(
+    reduction: GradientCompression | OwnRowsReduction, ddp: nn.Module
+) -> None:
     """What reduces instead is `ddp_buckets.DdpBucketReductions`."""
 
 

@@ -1,0 +1,173 @@
+"""Gradients of ZeRO-1, averaged where they are needed: each rank gets the mean of the rows that it
+updates, which sends half of what an all-reduce does. The other rows keep what this rank has
+computed, and nobody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.compat import cut_and_concatenate_chunks
+from phalanx.mesh.devices import is_on_cpu
+from phalanx.mesh.gloo_collectives import post_reduce_scatter_rows
+from phalanx.mesh.shared_memory.opening import find_transport_in_place
+from phalanx.parallel.data_parallel.ddp_buckets import PostedBuckets, reduce_buckets_on_own_stream
+from phalanx.parallel.data_parallel.unsharded_params import choose_averaging_dtype
+from phalanx.parallel.data_parallel.zero1 import RowsOfRank, find_rows_of_rank
+from phalanx.parallel.traffic import GradientTraffic
+
+# Waits until what was posted has ended.
+End = Callable[[], None]
+_CutGradient = tuple[torch.Tensor, RowsOfRank]
+
+
+class OwnRowsReduction:
+    """Averages gradients over the ranks of `group`: of each its rows of this rank, or all of one
+    that has none (`find_rows_of_rank`)."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: GradientTraffic) -> None:
+        self._group, self._traffic = group, traffic
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        # One message at a time: a bucket is as large.
+        self._open_message: _RowsInMessage | None = None
+
+    def count_bytes(self, parameters: Iterable[nn.Parameter], traffic: GradientTraffic) -> None:
+        """Add to `traffic` what this rank sends for gradients of the type of `parameters`."""
+        for parameter in parameters:
+            self._count_gradient(parameter.nbytes, self._find_rows(parameter), traffic)
+
+    def _count_gradient(
+        self, num_bytes: int, rows: RowsOfRank | None, traffic: GradientTraffic
+    ) -> None:
+        if rows is None:
+            traffic.add_all_reduce(num_bytes, self._num_ranks)
+        else:
+            traffic.add_reduce_scatter(num_bytes, self._num_ranks)
+
+    def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
+        """From now on `ddp` reduces its buckets so."""
+        if next(ddp.parameters()).is_cuda:
+            reduce_buckets_on_own_stream(
+                ddp, lambda bucket: self.post(bucket.parameters(), bucket.gradients())()
+            )
+            return
+        posted = PostedBuckets(
+            lambda bucket: self.post(bucket.parameters(), bucket.gradients(), bucket.buffer())
+        )
+        posted.attach_to_ddp(ddp)
+
+    @torch.no_grad()
+    def average_after_backward(
+        self, parameters: Iterable[nn.Parameter], phases: PhaseTimer
+    ) -> None:
+        """Average the gradients of `parameters`, in fp32 at least, in one collective per type. One
+        that a rank lacks is zero."""
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_type.setdefault(choose_averaging_dtype(parameter), []).append(parameter)
+        for dtype, tensors in by_type.items():
+            averaged = []
+            for parameter in tensors:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                averaged.append(parameter.grad.to(dtype))
+            with phases("collective", "reduce_scatter gradients", axis="dp"):
+                self.post(tensors, averaged)()
+            for parameter, mean in zip(tensors, averaged, strict=True):
+                if parameter.grad is not mean:
+                    parameter.grad = mean.to(parameter.dtype)
+
+    def post(
+        self,
+        parameters: Iterable[nn.Parameter],
+        gradients: Iterable[torch.Tensor],
+        bucket: torch.Tensor | None = None,
+    ) -> End:
+        """Begin to average `gradients` in place; what is returned waits for the end. `bucket`: the
+        flat tensor that they are views of, if there is one."""
+        cut: list[_CutGradient] = []
+        whole: list[torch.Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            rows = self._find_rows(parameter)
+            self._count_gradient(gradient.nbytes, rows, self._traffic)
+            if rows is None:
+                whole.append(gradient)
+            else:
+                cut.append((gradient, rows))
+        ends = [self._post_whole(whole)] if whole else []
+        if cut:
+            ends.append(self._post_own_rows(cut, bucket))
+
+        def wait() -> None:
+            for end in ends:
+                end()
+
+        return wait
+
+    def _find_rows(self, parameter: nn.Parameter) -> RowsOfRank | None:
+        return find_rows_of_rank(parameter, self._rank, self._num_ranks)
+
+    def _post_own_rows(self, cut: Sequence[_CutGradient], bucket: torch.Tensor | None) -> End:
+        transport = find_transport_in_place(self._group)
+        if transport is not None and bucket is not None:
+            own = [rows.slice_tensor(gradient) for gradient, rows in cut]
+            work = transport.reduce_rows_in_place(self._group, bucket, own, "avg")
+
+            def wait_for_work() -> None:
+                work.wait()
+
+            return wait_for_work
+        if self._open_message is not None:
+            self._open_message.end()
+        self._open_message = _RowsInMessage(cut, self._group)
+        return self._open_message.end
+
+    def _post_whole(self, gradients: Sequence[torch.Tensor]) -> End:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+
+        def write_means() -> None:
+            work.wait()
+            means = (flat / self._num_ranks).split([gradient.numel() for gradient in gradients])
+            for gradient, mean in zip(gradients, means, strict=True):
+                gradient.copy_(mean.view(gradient.shape))
+
+        return write_means
+
+
+class _RowsInMessage:
+    """Gradients on their way in one message, [ranks, rows of a rank], to those who update them."""
+
+    def __init__(self, cut: Sequence[_CutGradient], group: dist.ProcessGroup) -> None:
+        self._cut, self._num_ranks = cut, dist.get_world_size(group)
+        matrices = [gradient.view(gradient.shape[rows.dim], -1) for gradient, rows in cut]
+        message = cut_and_concatenate_chunks(matrices, self._num_ranks)
+        # Elements of each gradient in a row of the message, the last ranks' padding with them.
+        self._sizes = [
+            rows.chunk * matrix.shape[1] for (_, rows), matrix in zip(cut, matrices, strict=True)
+        ]
+        self._take_total: Callable[[], torch.Tensor] | None = None
+        if is_on_cpu(message):
+            self._take_total = post_reduce_scatter_rows(message, group)
+            return
+        total = torch.empty_like(message[0])
+        dist.reduce_scatter_tensor(total, message.view(-1), group=group)
+        self._write_means(total)
+
+    def end(self) -> None:
+        """Wait for the message, and write the means to the gradients."""
+        if self._take_total is not None:
+            take, self._take_total = self._take_total, None
+            self._write_means(take())
+
+    def _write_means(self, total: torch.Tensor) -> None:
+        parts = (total.view(-1) / self._num_ranks).split(self._sizes)
+        for (gradient, rows), part in zip(self._cut, parts, strict=True):
+            own = rows.slice_tensor(gradient)
+            own.copy_(part[: own.numel()].view(own.shape))

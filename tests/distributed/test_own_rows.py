@@ -1,0 +1,98 @@
+"""ZeRO-1's reduce-scatter of gradients, beside the mean of all ranks' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.mesh import open_mesh
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
+from phalanx.parallel.data_parallel.zero1 import find_rows_of_rank
+from phalanx.parallel.traffic import GradientTraffic
+from phalanx.plan.layout import Layout
+from ranks import run_ranks
+
+RANKS = 3
+# Rows that divide, that leave the last rank fewer, that leave it none, below a dimension of one, of
+# one number each, and a single number, which has none.
+SHAPES = [(6, 4), (5, 3), (2, 7), (1, 4, 2), (5,), ()]
+
+
+def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    tensors = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+    # One that does not lie in the order of its dimensions has no rows, either.
+    return [nn.Parameter(tensor) for tensor in (*tensors, torch.zeros(4, 3, dtype=dtype).t())]
+
+
+def make_gradient(parameter: nn.Parameter, index: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return torch.empty_like(parameter, requires_grad=False).copy_(values)
+
+
+def make_gradients_in_bucket(
+    parameters: Sequence[nn.Parameter], rank: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(bucket, views of it), as DDP lays gradients out."""
+    bucket = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    views, start = [], 0
+    for index, parameter in enumerate(parameters):
+        view = bucket.as_strided(parameter.shape, parameter.stride(), start)
+        views.append(view.copy_(make_gradient(parameter, index, rank)))
+        start += parameter.numel()
+    return bucket, views
+
+
+def expect_gradient(parameter: nn.Parameter, index: int, rank: int) -> torch.Tensor:
+    """This rank's gradient, with the mean over ranks in its rows, or in all of it."""
+    gradients = [make_gradient(parameter, index, other).double() for other in range(RANKS)]
+    mean, expected = torch.stack(gradients).mean(0), gradients[rank].clone()
+    rows = find_rows_of_rank(parameter, rank, RANKS)
+    if rows is None:
+        return mean
+    rows.slice_tensor(expected).copy_(rows.slice_tensor(mean))
+    return expected
+
+
+def reduce_rows(rank: int, collectives: str, dtype: torch.dtype) -> list[str]:
+    """What is wrong after gradients were averaged in a bucket, twice over, and after a pipeline."""
+    wrong = []
+    with open_mesh(Layout(dp_shard=RANKS), device="cpu", collectives=collectives):
+        group = dist.group.WORLD
+        assert group is not None
+        parameters = make_parameters(dtype)
+        reduction = OwnRowsReduction(group, GradientTraffic())
+        buckets = [make_gradients_in_bucket(parameters, rank) for _ in range(2)]
+        ends = [reduction.post(parameters, views, bucket) for bucket, views in buckets]
+        for end in ends:
+            end()
+        for index, parameter in enumerate(parameters):
+            parameter.grad = make_gradient(parameter, index, rank)
+        reduction.average_after_backward(parameters, PhaseTimer())
+        ways = {"bucket": buckets[0][1], "second bucket": buckets[1][1]}
+        ways["pipeline"] = [p.grad for p in parameters if p.grad is not None]
+        for way, gradients in ways.items():
+            for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                expected = expect_gradient(parameter, index, rank)
+                if not torch.allclose(gradient.double(), expected, rtol=8 * torch.finfo(dtype).eps):
+                    wrong.append(f"{way}: {tuple(parameter.shape)} of {dtype}")
+        # What a rank lacks is zero.
+        parameters[0].grad = None if rank else make_gradient(parameters[0], 0, 0)
+        reduction.average_after_backward(parameters[:1], PhaseTimer())
+        assert parameters[0].grad is not None
+        mean = make_gradient(parameters[0], 0, 0) / RANKS
+        own = slice(2 * rank, 2 * rank + 2)
+        if not torch.allclose(parameters[0].grad[own], mean[own]):
+            wrong.append("a gradient that ranks lack")
+    return wrong
+
+
+@pytest.mark.parametrize("collectives", ["gloo", "shared"])
+def test_a_rank_gets_the_mean_of_its_rows_and_keeps_its_own_of_the_rest(collectives: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(RANKS, reduce_rows, collectives, dtype) == [[]] * RANKS
