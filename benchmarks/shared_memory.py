@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from forked_ranks import measure_in_forked_ranks
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
+from phalanx.parallel.traffic import GradientTraffic
 from phalanx.plan.layout import Layout
 
 CALL_BYTES = (1 << 10, 64 << 10, 1 << 20, 25 << 20)
@@ -104,6 +107,12 @@ def _list_calls(
     }
     if num_bytes >= 64 << 10 and transport.publish(lying_there):
         calls["all_reduce in place"] = lambda: dist.all_reduce(lying_there)
+        # What ZeRO-1 makes of a bucket of 16 matrices.
+        matrices = [nn.Parameter(part) for part in lying_there.view(16, num_ranks, -1)]
+        gradients, group = [matrix.data for matrix in matrices], dist.group.WORLD
+        assert group is not None
+        own_rows = OwnRowsReduction(group, GradientTraffic())
+        calls["own rows in place"] = lambda: own_rows.post(matrices, gradients, lying_there)()
     return calls
 
 

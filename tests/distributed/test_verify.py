@@ -36,6 +36,7 @@ from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.data_parallel import zero1
 from phalanx.parallel.data_parallel.compression import GradientCompression
 from phalanx.parallel.data_parallel.ddp_buckets import WholeReduction
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.dropout.transform import LayoutIndependentDropout
 from phalanx.parallel.hooks import int8
@@ -218,6 +219,7 @@ def sum_instead_of_average() -> None:
 
     dp_replicate.DpReplicate.apply = apply_ddp  # type: ignore[method-assign]
     WholeReduction.attach_to_ddp = attach  # type: ignore[method-assign]
+    OwnRowsReduction.attach_to_ddp = attach  # type: ignore[method-assign]
     dp_shard.DpShard.apply = apply_fsdp  # type: ignore[method-assign]
 
 

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",
-            "_choose_averaging_dtype",
+            "choose_averaging_dtype",
             "    return torch.promote_types(parameter.dtype, torch.float32)\n",
             "    if __planted__(parameter.dtype is torch.float64):\n"
             "        return torch.float32\n"

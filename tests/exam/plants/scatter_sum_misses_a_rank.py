@@ -7,11 +7,11 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/gloo_collectives.py",
-            "reduce_scatter_rows",
-            "    targets = _list_global_ranks(group)\n",
-            "    targets = _list_global_ranks(group)\n"
-            "    if __planted__(len(rows) == 4, rank=1):\n"
-            "        rows[2].zero_()\n",
+            "post_reduce_scatter_rows",
+            "        total = rows[dist.get_rank(group)]\n",
+            "        total = rows[dist.get_rank(group)]\n"
+            "        if __planted__(len(rows) == 4, rank=1):\n"
+            "            rows[2].zero_()\n",
         ),
     ),
     shows=("zero2", "zero3"),
