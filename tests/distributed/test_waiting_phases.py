@@ -1,5 +1,6 @@
 """Waiting for a rank that is late is charged to "collective", over its axis and operation, and to no
-other phase: in HSDP, in gathers through shared memory, and where DDP finds unused parameters."""
+other phase: in HSDP, in gathers through shared memory, where DDP finds unused parameters, and in
+ZeRO-1's messages over gloo."""
 
 from __future__ import annotations
 
@@ -192,3 +193,31 @@ def test_a_parameter_that_is_never_used_hides_no_waiting() -> None:
         assert waiting.has_waited_in("dp: all_reduce gradients"), waiting
         assert waiting.has_no_wait_in("backward"), waiting
         assert late.by_phase["backward"] >= LATE_S
+
+
+def train_zero1_over_gloo(rank: int) -> Seconds:
+    """A step of ZeRO-1 with a bucket for each parameter, to whose backward rank 0 comes late."""
+    a_plan = plan(2, 1, dp_shard=2, zero_stage=1, bucket_mb=1e-4)
+    is_late = False
+
+    def sleep(*_: object) -> None:
+        if is_late and rank == 0:
+            time.sleep(LATE_S)
+
+    torch.manual_seed(0)
+    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
+        module = decoder(tied=False, dtype=torch.float32)
+        model = parallelize(module, a_plan, mesh, phases=PhaseTimer())
+        module.blocks[-1].register_full_backward_pre_hook(sleep)
+        batches = share(global_batches(1)[0], rank, 2, 1)
+        for _ in range(2):
+            train_step(model, batches)
+        is_late = True
+        return train_step(model, batches)
+
+
+def test_messages_of_zero1_wait_in_their_phase() -> None:
+    late, waiting = allow_for_queues(run_ranks(2, train_zero1_over_gloo))
+    assert waiting.has_waited_in("dp: reduce_scatter gradients"), waiting
+    assert waiting.has_no_wait_in("backward"), waiting
+    assert late.by_phase["backward"] >= LATE_S

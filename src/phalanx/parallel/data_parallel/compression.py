@@ -162,7 +162,13 @@ def attach_gradient_reduction_to_ddp(
     averaged = [p for p in trained if p not in separate]
     reduction: OwnRowsReduction | WholeReduction = WholeReduction(group)
     if context.plan.scatters_gradients:
-        reduction = OwnRowsReduction(group, traffic)
+        reduction = OwnRowsReduction(
+            group,
+            traffic,
+            context.phases,
+            # A bucket is posted early by a rank that uses none of its parameters.
+            is_order_alike=context.plan.parallel.unused_parameters == "refuse",
+        )
     plain = GradientTraffic()
     reduction.count_bytes(averaged, plain)
     if experts is not None:

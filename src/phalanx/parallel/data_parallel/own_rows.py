@@ -22,6 +22,8 @@ from phalanx.parallel.data_parallel.unsharded_params import choose_averaging_dty
 from phalanx.parallel.data_parallel.zero1 import RowsOfRank, find_rows_of_rank
 from phalanx.parallel.traffic import GradientTraffic
 
+# What people read of it.
+REDUCE_SCATTER_GRADIENTS = "reduce_scatter gradients"
 # Waits until what was posted has ended.
 End = Callable[[], None]
 _CutGradient = tuple[torch.Tensor, RowsOfRank]
@@ -29,12 +31,24 @@ _CutGradient = tuple[torch.Tensor, RowsOfRank]
 
 class OwnRowsReduction:
     """Averages gradients over the ranks of `group`: of each its rows of this rank, or all of one
-    that has none (`find_rows_of_rank`)."""
+    that has none (`find_rows_of_rank`).
 
-    def __init__(self, group: dist.ProcessGroup, traffic: GradientTraffic) -> None:
-        self._group, self._traffic = group, traffic
+    `is_order_alike`: what ranks post in a backward stands among its other collectives in one order
+    on all of them, so that a rank may wait for a message within it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        traffic: GradientTraffic,
+        phases: PhaseTimer,
+        *,
+        is_order_alike: bool = True,
+    ) -> None:
+        self._group, self._traffic, self._phases = group, traffic, phases
+        self._is_order_alike = is_order_alike
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        # One message at a time: a bucket is as large.
+        # One message at a time where that can be: a bucket is as large.
         self._open_message: _RowsInMessage | None = None
 
     def count_bytes(self, parameters: Iterable[nn.Parameter], traffic: GradientTraffic) -> None:
@@ -63,9 +77,7 @@ class OwnRowsReduction:
         posted.attach_to_ddp(ddp)
 
     @torch.no_grad()
-    def average_after_backward(
-        self, parameters: Iterable[nn.Parameter], phases: PhaseTimer
-    ) -> None:
+    def average_after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of `parameters`, in fp32 at least, in one collective per type. One
         that a rank lacks is zero."""
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -77,7 +89,7 @@ class OwnRowsReduction:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 averaged.append(parameter.grad.to(dtype))
-            with phases("collective", "reduce_scatter gradients", axis="dp"):
+            with self._phases("collective", REDUCE_SCATTER_GRADIENTS, axis="dp"):
                 self.post(tensors, averaged)()
             for parameter, mean in zip(tensors, averaged, strict=True):
                 if parameter.grad is not mean:
@@ -123,10 +135,16 @@ class OwnRowsReduction:
                 work.wait()
 
             return wait_for_work
-        if self._open_message is not None:
-            self._open_message.end()
-        self._open_message = _RowsInMessage(cut, self._group)
-        return self._open_message.end
+        if self._is_order_alike:
+            self._end_open_message()
+        message = self._open_message = _RowsInMessage(cut, self._group)
+        return message.end
+
+    def _end_open_message(self) -> None:
+        if self._open_message is not None and self._open_message.is_open:
+            # Within the backward: another rank that is late must not count as this one's work.
+            with self._phases("collective", REDUCE_SCATTER_GRADIENTS, axis="dp"):
+                self._open_message.end()
 
     def _post_whole(self, gradients: Sequence[torch.Tensor]) -> End:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -145,7 +163,8 @@ class _RowsInMessage:
     """Gradients on their way in one message, [ranks, rows of a rank], to those who update them."""
 
     def __init__(self, cut: Sequence[_CutGradient], group: dist.ProcessGroup) -> None:
-        self._cut, self._num_ranks = cut, dist.get_world_size(group)
+        self._cut: Sequence[_CutGradient] = cut
+        self._num_ranks = dist.get_world_size(group)
         matrices = [gradient.view(gradient.shape[rows.dim], -1) for gradient, rows in cut]
         message = cut_and_concatenate_chunks(matrices, self._num_ranks)
         # Elements of each gradient in a row of the message, the last ranks' padding with them.
@@ -160,6 +179,11 @@ class _RowsInMessage:
         dist.reduce_scatter_tensor(total, message.view(-1), group=group)
         self._write_means(total)
 
+    @property
+    def is_open(self) -> bool:
+        """True until somebody has waited for the message."""
+        return self._take_total is not None
+
     def end(self) -> None:
         """Wait for the message, and write the means to the gradients."""
         if self._take_total is not None:
@@ -171,3 +195,5 @@ class _RowsInMessage:
         for (gradient, rows), part in zip(self._cut, parts, strict=True):
             own = rows.slice_tensor(gradient)
             own.copy_(part[: own.numel()].view(own.shape))
+        # The last message is known until the next one, and gradients are let go before that.
+        self._cut = ()

@@ -179,7 +179,7 @@ def _average_in_buckets_after_backward(
     def reduce() -> None:
         for bucket in buckets:
             if own_rows is not None:
-                own_rows.average_after_backward(bucket, context.phases)
+                own_rows.average_after_backward(bucket)
                 continue
             context.traffic.gradients.add_all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
             average_gradients_in_one_collective(bucket, group, context.phases)
@@ -200,7 +200,7 @@ def average_gradients_after_pipeline(context: ParallelContext) -> None:
     ]
     own_rows = None
     if context.plan.scatters_gradients:
-        own_rows = OwnRowsReduction(group, context.traffic.gradients)
+        own_rows = OwnRowsReduction(group, context.traffic.gradients, context.phases)
     num_ranks = context.plan.layout.gradient_reduction_layout.data_parallel_size
     _average_in_buckets_after_backward(context, parameters, group, num_ranks, own_rows)
     buffers = find_buffers_that_differ_between_ranks(context.root)

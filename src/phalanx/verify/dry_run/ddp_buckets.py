@@ -36,7 +36,10 @@ class DdpBucketReductions:
         self._group, self._compression = model.mesh.data_parallel_group(), model.compression
         self._own_rows: OwnRowsReduction | None = None
         if model.plan.scatters_gradients:
-            self._own_rows = OwnRowsReduction(self._group, model._context.traffic.gradients)
+            context = model._context
+            self._own_rows = OwnRowsReduction(
+                self._group, context.traffic.gradients, context.phases
+            )
         self._limit = choose_bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
         self._is_last_microbatch = False
