@@ -31,8 +31,11 @@ def list_fits(num_ranks: int) -> list[FittedRate]:
     return fits
 
 
-def make_profile(*, num_devices: int = 2, comm_per_s: float = 2e9) -> MachineProfile:
-    """Every rank computes at the same rates; messages are of `comm_per_s` and 100 us."""
+def make_profile(
+    *, num_devices: int = 2, comm_per_s: float = 2e9, hidden_share: float = 0.25
+) -> MachineProfile:
+    """Every rank computes at the same rates; messages are of `comm_per_s` and 100 us, and products
+    beside an all-reduce hide `hidden_share` of it."""
     comm = []
     for num_ranks in (2, 4):
         for kind in COLLECTIVES:
@@ -40,7 +43,7 @@ def make_profile(*, num_devices: int = 2, comm_per_s: float = 2e9) -> MachinePro
                 comm.append(
                     make_fit(kind, mode, "fp32", num_ranks, overhead_s=1e-4, per_s=comm_per_s)
                 )
-        comm.append(make_fit("overlap", "", "fp32", num_ranks, hidden_share=0.25))
+        comm.append(make_fit("overlap", "", "fp32", num_ranks, hidden_share=hidden_share))
     date = "2026-11-24T18:00:00+00:00"
     return MachineProfile(
         "cpu",

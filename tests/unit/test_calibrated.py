@@ -104,6 +104,15 @@ def test_slower_links_make_slower_steps_and_zero3_suffers_more_than_ddp() -> Non
     assert 0 < costs["ddp"] < costs["zero3"]
 
 
+@pytest.mark.parametrize("axes", [("dp_replicate=2",), ("dp_shard=2", "zero_stage=1")])
+def test_a_backward_hides_reductions_and_a_pipeline_hides_none(axes: tuple[str, ...]) -> None:
+    profile, hiding = make_profile(hidden_share=0.0), make_profile(hidden_share=1.0)
+    keys = [f"parallel.{axis}" for axis in axes]
+    assert total_s(*keys, profile=hiding) < total_s(*keys, profile=profile)
+    keys += ["parallel.pp=2", "train.micro_batch_size=1"]
+    assert total_s(*keys, profile=hiding) == total_s(*keys, profile=profile)
+
+
 def test_recomputing_all_adds_about_a_forward() -> None:
     none, full = (
         total_s("parallel.ranks=1", f"train.recompute={mode}") for mode in ("none", "full")

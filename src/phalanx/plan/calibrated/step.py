@@ -167,6 +167,9 @@ class _CalibratedStepEstimator:
             reduce_s = _estimate_buckets_s(rates, kind, num_bytes, ranks)
             backward_s = terms.total_s / max(1, plan.num_microbatches) * 2 / 3
             hidden_s = rates.hidden_all_reduce_share(ranks) * min(reduce_s, backward_s)
+            if plan.layout.pp > 1:
+                # After the pipeline's last backward.
+                hidden_s = 0.0
             if plan.is_layout_free:
                 # After the last backward; each part is copied into a bucket and out of it.
                 hidden_s = -rates.copy_s(4 * num_bytes)
