@@ -9,9 +9,9 @@ only what the protocol `Microbatch` names. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from phalanx.core.records import dataclass
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.work import ModelWork
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-
-from phalanx.core.records import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)

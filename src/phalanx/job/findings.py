@@ -6,12 +6,12 @@ The words come from the schema itself (types, bounds, choices), so that a new ke
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.job.key_aliases import KEYS_OF_ALIAS
 from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path

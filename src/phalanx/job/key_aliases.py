@@ -7,8 +7,7 @@ Data for messages; standard library only, since errors of the command line read 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from phalanx.core.records import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

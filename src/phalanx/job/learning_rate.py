@@ -9,8 +9,8 @@ scale them too, which matters at factors far beyond those that are safe to extra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.job.hugging_face import find_weights_directory, is_hugging_face
 from phalanx.job.schema import Job, Model, Optim
 

@@ -7,12 +7,12 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from phalanx.core.errors import JobError, JobProblem, UsageError, format_nearest_word_hint
 from phalanx.core.files import read_whole_regular_file
-from phalanx.core.records import dataclass
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import (
     Finding,

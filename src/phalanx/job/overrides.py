@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from phalanx.core.errors import format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.job.findings import (
     Finding,
     find_key_annotation,

@@ -9,10 +9,9 @@ kinds of blocks are counted by hashing. Torch-free.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
-
-from phalanx.core.records import dataclass
 
 Cut = Literal["column", "row", "none"]
 

@@ -6,11 +6,11 @@ The figures stand in accelerators.toml, each with its source.
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 
 GB = 1e9
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_bytes
 from phalanx.job.checks.experts import check_experts_have_no_conflicts, find_ranks_for_experts
 from phalanx.job.costs import ModelCosts

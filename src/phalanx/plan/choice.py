@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
-
-from phalanx.core.records import dataclass
 
 T = TypeVar("T")
 

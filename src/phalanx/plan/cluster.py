@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.records import dataclass
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.accelerators import Accelerator, find_accelerator_by_driver_name
 from phalanx.plan.nvidia import Gpu, list_visible_gpus

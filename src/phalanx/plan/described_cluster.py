@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError, format_nearest_word_hint
 from phalanx.core.files import read_whole_regular_file
-from phalanx.core.records import dataclass
 from phalanx.core.units import plural
 from phalanx.job.schema import Cluster as ClusterSection
 from phalanx.job.schema import Job, Link

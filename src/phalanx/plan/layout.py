@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.job.nearest import find_nearest_degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

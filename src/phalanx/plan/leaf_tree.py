@@ -9,8 +9,9 @@ as a whole: it adds along its own branches, and the rest of the tree is over ran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job

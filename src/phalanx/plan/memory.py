@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.job.schema import Parallel
 from phalanx.plan.host_allocator import estimate_retained_bytes, estimate_retained_gradient_bytes

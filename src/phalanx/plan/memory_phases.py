@@ -9,10 +9,9 @@ ranks are in `plan.pipeline.memory`. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from phalanx.core.records import dataclass
 from phalanx.core.units import MIB
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes

@@ -6,8 +6,9 @@ Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.records import dataclass
 from phalanx.plan.accelerators import GB
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (

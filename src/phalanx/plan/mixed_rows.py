@@ -5,9 +5,9 @@ Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.core.records import dataclass
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.schema import Job
 from phalanx.plan.plan import EarlyWarning, Plan

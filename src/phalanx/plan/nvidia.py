@@ -12,10 +12,10 @@ import importlib
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.records import dataclass
 
 NVIDIA_SMI_TIMEOUT_S = 60.0  # eight GPUs without persistence mode are woken one after the other
 

@@ -6,12 +6,11 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import digest
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import parse_stored_shape

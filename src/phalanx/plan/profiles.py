@@ -9,13 +9,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
 from phalanx.core.files import read_whole_regular_file, write_json_atomically
-from phalanx.core.records import dataclass
 from phalanx.core.typed_json import JsonRecord, TypedJsonError
 from phalanx.plan.cluster import Cluster
 

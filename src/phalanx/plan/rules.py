@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.core.units import plural
 
 RuleKind = Literal[

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_count, plural
 from phalanx.job.learning_rate import (
     RANDOM_WEIGHTS_LR,

@@ -5,10 +5,9 @@ Torch-free.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 
-from phalanx.core.records import dataclass
 from phalanx.core.registry import read_module_constant
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_model_kind

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job

@@ -6,7 +6,8 @@ saves.
 
 from __future__ import annotations
 
-from phalanx.core.records import dataclass
+from dataclasses import dataclass
+
 from phalanx.job.costs import BlockBytes, LossBytes, RankMicrobatch
 from phalanx.job.shapes.transformer import TransformerShape
 

@@ -4,11 +4,10 @@ latent attention where its numbers say so."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Literal, Self
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ExpertCosts, Flops, ModelFlops
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes import tensors, work

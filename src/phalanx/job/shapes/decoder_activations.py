@@ -3,11 +3,10 @@ dropped."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes import masks
 from phalanx.job.shapes.block_activations import (

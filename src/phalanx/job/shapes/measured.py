@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import AttentionHeads, DocumentIds, Flops, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.param_holder import ParamHolder

@@ -9,9 +9,9 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import Flops
 
 

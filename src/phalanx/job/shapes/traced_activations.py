@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes.block_activations import count_chunked_loss
 from phalanx.job.shapes.traced import (

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import (
     AttentionHeads,
     DocumentIds,

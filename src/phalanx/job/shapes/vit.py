@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import Flops, ModelFlops
 from phalanx.job.shapes import tensors, work
 from phalanx.job.shapes.transformer import TransformerShape

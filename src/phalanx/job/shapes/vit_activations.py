@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes.block_activations import (
     TransformerActivations,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.records import dataclass
 from phalanx.job.schema import Job
 from phalanx.plan.advice.check_rules import evaluate_rules_of_thumb
 from phalanx.plan.advice.decision_tables import TableAnswer, look_up_decision_tables

@@ -4,11 +4,11 @@ for this model and cluster, and whether the plan agrees."""
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.plan.advice.facts import PlanFacts
 
 STATE_BYTES_PER_PARAM = 16  # mixed precision with Adam, as the guides count

@@ -7,10 +7,10 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import UsageError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.formula_trace import FormulaCall, FormulaLine, trace_formulas
 from phalanx.plan.advice.waterfall import MEMORY_PHASES, TERM_LABELS

@@ -6,9 +6,8 @@ Rules read nothing else: what is None here nobody computed, and a rule that need
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from phalanx.core.records import dataclass
 from phalanx.plan.layout import Layout
 
 # Terms of a step that are messages which nothing hides.

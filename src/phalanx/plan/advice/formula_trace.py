@@ -9,11 +9,9 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
-
-from phalanx.core.records import dataclass
 
 # Of these modules a name stands for a function, not for a number.
 _MODULES_OF_FUNCTIONS = ("np", "math")

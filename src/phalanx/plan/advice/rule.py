@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from phalanx.core.records import dataclass
 from phalanx.plan.advice.facts import PlanFacts
 
 State = Literal["holds", "tight", "fails", "unknown"]

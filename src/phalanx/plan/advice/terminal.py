@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
 
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.decision_tables import TableAnswer
 from phalanx.plan.advice.rule import RuleVerdict

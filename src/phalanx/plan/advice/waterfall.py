@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from phalanx.core.records import dataclass
 
 # What each term of `StepTime` is called where it is drawn; a term without a name is shown as it is.
 TERM_LABELS = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.records import dataclass
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job_keys
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.job.work import AttentionWork, BlockWork, Matmul
 from phalanx.plan.calibrated.rates import NATIVE_GATHER_SLOWDOWN, MeasuredRates
 

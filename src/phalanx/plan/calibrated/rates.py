@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.profiles import (
     PROCESSOR,
     FittedRate,

@@ -4,9 +4,9 @@ at the rate of memory."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.calibrated.blocks import TENSORS_MOVED_BY_OPERATION
 from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.plan import Plan

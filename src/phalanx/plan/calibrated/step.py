@@ -4,9 +4,8 @@ gradients, optimizer."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from phalanx.core.records import dataclass
 from phalanx.job.work import ModelWork
 from phalanx.plan.calibrated.blocks import (
     FP32_BYTES,

@@ -4,9 +4,9 @@ measured: FLOPs where the model's shape knows them, parameters of any."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ModelCosts, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.schema import Job

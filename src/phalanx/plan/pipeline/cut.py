@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.simulate import Seconds
 
 

@@ -7,8 +7,8 @@ Many simulations of one schedule share it.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 
 ACTION_KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")

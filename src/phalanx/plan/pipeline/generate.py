@@ -9,11 +9,11 @@ backwards that are left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, place_stages_in_loop
 from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 

@@ -4,9 +4,9 @@ microbatches are in flight."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ModelCosts, PartParams
 from phalanx.plan.memory import (
     StateBytes,

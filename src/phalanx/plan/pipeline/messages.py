@@ -18,8 +18,8 @@ very work that its message, or a message of the other side, depends on. So there
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import simulate_schedule
 

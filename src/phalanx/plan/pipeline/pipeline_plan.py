@@ -6,11 +6,10 @@ Part of a Plan where pp > 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.execution import ExecutionOrder, find_execution_order
 from phalanx.plan.pipeline.generate import generate_schedule

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable_schedule

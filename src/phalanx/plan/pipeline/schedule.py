@@ -14,12 +14,12 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_whole_regular_file, write_bytes_atomically
-from phalanx.core.records import dataclass
 
 ActionKind = Literal["F", "B", "I", "W"]
 NAME_OF_ACTION_KIND: dict[ActionKind, str] = {

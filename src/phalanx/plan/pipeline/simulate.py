@@ -8,6 +8,7 @@ the order alone, not from the time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
@@ -15,7 +16,6 @@ from operator import itemgetter, sub
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.execution import (
     ACTION_KINDS,
     NO_LINK,

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.pipeline.cut import LayerCosts, StageCut, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule

@@ -6,12 +6,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.plan.search.finalists import FinalistPlanner, list_job_keys_of_row
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.space import SEARCHED_SCHEDULES, LayoutRows

@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.core.records import dataclass
 from phalanx.core.units import plural
 from phalanx.job.nearest import list_divisors
 from phalanx.plan.described_cluster import resize_cluster

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.plan.cluster import Cluster
 
 GB = 1e9

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.plan.described_cluster import resize_cluster

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.timing.step_time import StepTime

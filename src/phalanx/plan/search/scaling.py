@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.finalists import apply_job_keys

@@ -7,13 +7,12 @@ through is planned again, so an error here costs a candidate or a moment, never 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
 from phalanx.plan.pipeline.pipeline_plan import V_SHAPED_SCHEDULES

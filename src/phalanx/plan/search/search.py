@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.core.units import format_bytes, format_seconds, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape

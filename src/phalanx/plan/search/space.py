@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.job.checks.experts import check_experts_have_no_conflicts
 from phalanx.job.checks.pipeline import check_pipeline_has_no_conflicts
 from phalanx.job.costs import ModelCosts

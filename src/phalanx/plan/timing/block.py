@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from phalanx.core.records import dataclass
 from phalanx.job.work import BlockWork, Matmul
 from phalanx.plan.timing import collectives
 from phalanx.plan.timing.attention import estimate_attention_times

@@ -6,9 +6,10 @@ some together; the rest is reached through each one's share of the network.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.columns import Column
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.machine import MachineRates

@@ -4,13 +4,12 @@ setup is columns of length 1: there is one set of formulas."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.setup import SoftwareStack, StepSetup
 
 Column = npt.NDArray[Any]

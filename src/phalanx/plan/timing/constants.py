@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
-from phalanx.core.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@ beside no computation, and the optimizer on a rank's shard."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing import collectives
 from phalanx.plan.timing.collectives import GroupLinks
 from phalanx.plan.timing.columns import Column, SetupColumns

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.core.records import dataclass
+from dataclasses import dataclass
+
 from phalanx.plan.accelerators import GB, Accelerator
 
 

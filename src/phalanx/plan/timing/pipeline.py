@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing import collectives
 from phalanx.plan.timing.columns import Column, SetupColumns
 from phalanx.plan.timing.constants import TimingConstants

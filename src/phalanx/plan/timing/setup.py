@@ -4,10 +4,9 @@ through one model."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.core.records import dataclass
 from phalanx.plan.layout import Layout
 
 Kernels = Literal["fused", "eager", "compiled"]

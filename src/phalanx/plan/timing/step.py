@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.records import dataclass
 from phalanx.job.costs import ModelCosts
 from phalanx.job.work import ModelWork
 from phalanx.plan.timing import collectives

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.columns import SetupColumns, build_setup_columns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.setup import StepSetup

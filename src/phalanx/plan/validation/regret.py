@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.setup import StepSetup
 from phalanx.plan.validation.run import MANY_GPUS, MeasuredRun
 

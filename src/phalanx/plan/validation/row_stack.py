@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.setup import (
     AttentionKernel,
     Kernels,

@@ -6,12 +6,12 @@ import json
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, UsageError
 from phalanx.core.files import read_whole_regular_file
-from phalanx.core.records import dataclass
 from phalanx.plan.validation.row_values import UnusableRow
 from phalanx.plan.validation.run import MeasuredRun, build_measured_run
 

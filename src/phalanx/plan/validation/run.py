@@ -4,11 +4,10 @@ have had, and what was measured."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from phalanx.core.records import dataclass
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.work import ModelWork
 from phalanx.plan.timing.machine import MachineRates

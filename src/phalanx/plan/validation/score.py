@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.records import dataclass
 from phalanx.plan.timing.constants import TimingConstants, load_timing_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
 from phalanx.plan.validation.regret import RegretStats, measure_regret
