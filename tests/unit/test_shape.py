@@ -298,6 +298,16 @@ def test_foreign_shape(probe, tmp_path):
     assert parse_stored_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
+def test_the_answer_is_found_behind_half_a_line_of_the_module(probe):
+    """`print(".", end="")` while it builds its layers, say."""
+    probe(
+        "from phalanx.job.module_probe import print_answer\n"
+        f"print('...', end='')\nprint_answer({ANSWER!r})\nprint('bye', end='')"
+    )
+    shape = probe_foreign_shape("my_model:build", {}, probe_module="a_probe")
+    assert shape.num_params == 100
+
+
 def test_foreign_without_blocks_is_one_block(probe):
     probe(f"print({json.dumps(json.dumps(ANSWER | {'blocks': []}))})")
     shape = probe_foreign_shape("my_model:build", {}, probe_module="a_probe")

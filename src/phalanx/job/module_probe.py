@@ -205,6 +205,12 @@ def run_request_process(
         pipe.close()
 
 
+def print_answer(answer: Mapping[str, Any]) -> None:
+    """Print the answer of a request's process on a line of its own: the user's code may have
+    written half a line before it."""
+    print("", json.dumps(answer), sep="\n", flush=True)
+
+
 def _run_request_process(
     module: str, request: Mapping[str, Any], timeout_s: float, pipe: ProgressPipe | None
 ) -> str:

@@ -22,7 +22,7 @@ import phalanx
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
-from phalanx.job.module_probe import TellProgress, make_progress_writer
+from phalanx.job.module_probe import TellProgress, make_progress_writer, print_answer
 from phalanx.job.schema import Model
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
 from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
@@ -180,14 +180,12 @@ def report_os_exit_of_user_code() -> Iterator[None]:
         os._exit = leave
 
 
-def _answer_probe_request(request: Mapping[str, Any]) -> str:
-    return json.dumps(
-        describe_module_for_planner(
-            request["kind"],
-            request.get("args", {}),
-            request.get("trace"),
-            make_progress_writer(request),
-        )
+def _answer_probe_request(request: Mapping[str, Any]) -> dict[str, object]:
+    return describe_module_for_planner(
+        request["kind"],
+        request.get("args", {}),
+        request.get("trace"),
+        make_progress_writer(request),
     )
 
 
@@ -199,7 +197,7 @@ if __name__ == "__main__":
     request = json.loads(sys.argv[1])
     try:
         with report_os_exit_of_user_code():
-            print(_answer_probe_request(request), flush=True)
+            print_answer(_answer_probe_request(request))
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code

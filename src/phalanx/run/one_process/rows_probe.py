@@ -25,6 +25,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.core.registry import import_object_of_kind
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
+from phalanx.job.module_probe import print_answer
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS_PACKAGE
@@ -86,4 +87,4 @@ if __name__ == "__main__":
     # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    print(json.dumps(probe_row_mixing(json.loads(sys.argv[1]))))
+    print_answer(probe_row_mixing(json.loads(sys.argv[1])))
