@@ -253,6 +253,16 @@ def test_a_picture_of_lengths(
     assert "http" not in html.replace("http-equiv", "")
 
 
+def test_a_picture_takes_the_place_of_no_shard(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = made / "tokens" / "dataset.json"
+    before = facts.read_bytes()
+    assert _app.run_command_line(["data", "stats", str(facts.parent), "--page", str(facts)]) == 2
+    assert "is there already, and is no page" in capsys.readouterr().err
+    assert facts.read_bytes() == before
+
+
 def test_a_picture_where_only_ascii_can_be_shown(made: Path) -> None:
     done = finish(
         start("data", "stats", "tokens", cwd=made, env=environment(PYTHONIOENCODING="ascii"))

@@ -112,3 +112,14 @@ def test_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "Winner and runners-up" in page.read_text()
     # A directory is no file to write.
     assert _app.run_command_line([*QUESTION, "--page", str(tmp_path)]) == 7
+
+
+def test_a_job_file_after_page_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`phalanx plan --page job.toml`, by whoever takes --page for a switch."""
+    job = tmp_path / "job.toml"
+    job.write_text("[train]\nsteps = 5\n")
+    assert _app.run_command_line(["plan", "--page", str(job)]) == 2
+    assert f"{job}: is there already, and is no page" in capsys.readouterr().err
+    assert job.read_text() == "[train]\nsteps = 5\n"

@@ -726,7 +726,7 @@ def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFix
     assert text.index(lines[1]) < text.index("Steps done")
 
 
-def test_a_page_takes_the_place_of_no_file_of_its_run(
+def test_a_page_takes_the_place_of_no_file_that_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -736,7 +736,7 @@ def test_a_page_takes_the_place_of_no_file_of_its_run(
     (events_file,) = (run / "events").iterdir()
     before = events_file.read_bytes()
     assert run_command_line(["report", str(run), "--out", str(events_file)]) == 2
-    assert "the page would overwrite a file of the run" in capsys.readouterr().err
+    assert "is there already, and is no page; it is not overwritten" in capsys.readouterr().err
     assert events_file.read_bytes() == before
     # Its own page is written anew.
     for _ in range(2):

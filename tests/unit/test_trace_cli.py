@@ -121,6 +121,19 @@ def test_a_file_that_cannot_be_written(
     assert "failed while writing the trace (No such file or directory)" in err
 
 
+def test_a_trace_takes_the_place_of_no_file_that_is_none(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--out RUN/job.json`: the run could not be resumed."""
+    (run_dir / "job.json").write_text("{}")
+    code, _, err = ask(capsys, str(run_dir), "--steps", "5", "--out", str(run_dir / "job.json"))
+    assert (code, "is there already, and is no trace" in err) == (2, True)
+    assert (run_dir / "job.json").read_text() == "{}"
+    for _ in range(2):
+        code, _, _ = ask(capsys, str(run_dir), "--steps", "5", "--out", str(tmp_path / "again"))
+        assert code == 0
+
+
 def test_a_link_to_another_folder_is_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

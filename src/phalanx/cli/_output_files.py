@@ -6,7 +6,8 @@ import errno
 import os
 from pathlib import Path
 
-from phalanx.core.files import require_regular_file_mode
+from phalanx.core.errors import UsageError
+from phalanx.core.files import open_regular_file, require_regular_file_mode
 
 
 def require_writable_place(file: Path, *, makes_folder: bool) -> None:
@@ -24,3 +25,36 @@ def require_writable_place(file: Path, *, makes_folder: bool) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def require_page_or_new_file(file: Path) -> None:
+    """Raises UsageError where `file` is there and is no page that a page may replace: the job file
+    of `phalanx plan --page job.toml`, say, or an event file."""
+    beginning = _read_beginning(file)
+    if beginning and not beginning.lstrip().lower().startswith(b"<!doctype html"):
+        raise _build_overwriting_error(file, "page")
+
+
+def require_trace_or_new_file(file: Path) -> None:
+    """Raises UsageError where `file` is there and is no trace."""
+    # Each packet of a trace is field 1 of its message, a text begins otherwise.
+    beginning = _read_beginning(file)
+    if beginning and not beginning.startswith(b"\x0a"):
+        raise _build_overwriting_error(file, "trace")
+
+
+def _read_beginning(file: Path) -> bytes:
+    """Nothing of a file that is not there, or that cannot be read: whoever writes it says why."""
+    try:
+        with open_regular_file(file) as opened:
+            return opened.read(64)
+    except OSError:
+        return b""
+
+
+def _build_overwriting_error(file: Path, kind: str) -> UsageError:
+    return UsageError(
+        f"is there already, and is no {kind}; it is not overwritten",
+        where=str(file),
+        fix="give another file",
+    )

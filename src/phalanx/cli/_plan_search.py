@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli._output_files import require_writable_place
+from phalanx.cli._output_files import require_page_or_new_file, require_writable_place
 from phalanx.cli._plan_options import spell_keys_as_options
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.core.files import build_path_resource_error
@@ -157,6 +157,7 @@ def check_plan_files(out: Path | None, page: Path | None, *, force: bool) -> Non
                 fix="give another --out, or --force to replace it",
             )
     if page is not None:
+        require_page_or_new_file(page)
         targets.append((page, "--page"))
     for file, option in targets:
         try:

@@ -182,12 +182,15 @@ def stats_command(
     """Documents, tokens, lengths and the most frequent tokens, with a picture."""
     from phalanx.cli._data_stats_output import print_dataset_stats
     from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.cli._output_files import require_page_or_new_file
     from phalanx.cli._progress import ProgressLine
     from phalanx.data.dataset import open_dataset
     from phalanx.data.stats import compute_dataset_stats
     from phalanx.report.dataset_page import write_dataset_page
 
     with print_errors_as_json(as_json):
+        if page is not None:
+            require_page_or_new_file(Path(page))
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
             measured = compute_dataset_stats(opened, line.make_byte_counter(opened.num_token_bytes))

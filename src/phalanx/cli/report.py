@@ -34,6 +34,7 @@ def command(
 ) -> int:
     """Say how a run ended and what bounds it, and write its page, one self-contained file."""
     from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.cli._output_files import require_page_or_new_file
 
     with print_errors_as_json(as_json):
         run_dir = _require_run(run)
@@ -42,7 +43,7 @@ def command(
 
             raise UsageError("--out is for the page, and none is written here", fix="leave it out")
         if out is not None:
-            _require_no_file_of_run(out, run_dir)
+            require_page_or_new_file(out)
         if other is not None:
             return _compare(run_dir, _require_run(other), as_json=as_json)
         from phalanx.report.reduce import collect_run_facts
@@ -71,22 +72,6 @@ def command(
             print(f"warn    {gap}", file=sys.stderr)
         print(write_report(run_dir, facts, path=out))
     return 0
-
-
-def _require_no_file_of_run(out: Path, run_dir: Path) -> None:
-    """Raises UsageError where `out` is a file of the run that is no page: an event file, say."""
-    from phalanx.core.errors import UsageError
-
-    if not out.resolve().is_relative_to(run_dir.resolve()) or not out.is_file():
-        return
-    with out.open("rb") as file:
-        is_page = file.read(64).lstrip().lower().startswith(b"<!doctype html")
-    if not is_page:
-        raise UsageError(
-            "the page would overwrite a file of the run",
-            where=str(out),
-            fix="give another file, or leave --out out",
-        )
 
 
 def _require_run(run: str) -> Path:

@@ -63,12 +63,15 @@ def command(
     there if the job (observe.trace_steps) or this command has asked for them in time.
     """
     from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.cli._output_files import require_trace_or_new_file
     from phalanx.cli._trace_progress import TraceProgressLine
     from phalanx.run.collect_trace import find_or_request_parts, write_trace_file
 
     with print_errors_as_json(as_json):
         request = _read_options(steps, next_steps, kernels=kernels, timeout_s=timeout)
         run_dir = _require_run_directory(run)
+        if out is not None:
+            require_trace_or_new_file(Path(out))
         line = TraceProgressLine()
         try:
             with line:
