@@ -124,6 +124,20 @@ def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_measured
     assert "is not a folder" in capsys.readouterr().err
 
 
+def test_a_profile_takes_the_place_of_no_file_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ["bench", "storage", "--quick", "--directory", str(tmp_path / "measured")]
+    for name in ("job.toml", "job.json"):
+        job = tmp_path / name
+        job.write_text("{}")
+        assert run_command_line([*quick, "--out", str(job)]) == ExitCode.USAGE
+        assert "is there already, and is no profile" in capsys.readouterr().err
+        assert job.read_text() == "{}"
+    for _ in range(2):
+        assert run_command_line([*quick, "--out", str(tmp_path / "mine.json")]) == 0
+
+
 def test_collectives_of_one_rank_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["bench", "comm", "--ranks", "1"]) == ExitCode.USAGE
     assert "one rank has nobody to talk to" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
-from phalanx.cli._output_files import require_writable_place
+from phalanx.cli._output_files import require_profile_or_new_file, require_writable_place
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import UsageError
 from phalanx.core.units import format_seconds
@@ -61,6 +61,8 @@ def _check_place_of_profile(out: Path | None) -> None:
 
     if out is not None and out.is_dir():
         raise UsageError(f"--out {out} is a directory", fix="give a file, which is written")
+    if out is not None:
+        require_profile_or_new_file(out)
     # Of a machine that is not known yet: any file of the folder.
     path = out or Path(os.path.expanduser(PROFILE_FOLDER)) / "profile.json"
     try:

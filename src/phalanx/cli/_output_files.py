@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import open_regular_file, require_regular_file_mode
+from phalanx.core.files import open_regular_file, read_json, require_regular_file_mode
 
 
 def require_writable_place(file: Path, *, makes_folder: bool) -> None:
@@ -41,6 +41,24 @@ def require_trace_or_new_file(file: Path) -> None:
     beginning = _read_beginning(file)
     if beginning and not beginning.startswith(b"\x0a"):
         raise _build_overwriting_error(file, "trace")
+
+
+def require_profile_or_new_file(file: Path) -> None:
+    """Raises UsageError where `file` is there and is no profile that `phalanx bench` wrote, of any
+    version."""
+    from phalanx.plan.profiles import PROFILE_SCHEMA
+
+    if not _read_beginning(file):
+        return
+    try:
+        profile = read_json(file)
+    except ValueError:
+        profile = None
+    except OSError:
+        return
+    schema = profile.get("schema") if isinstance(profile, dict) else None
+    if not str(schema).startswith(PROFILE_SCHEMA.partition("/")[0] + "/"):
+        raise _build_overwriting_error(file, "profile")
 
 
 def _read_beginning(file: Path) -> bytes:
