@@ -105,12 +105,12 @@ class _Meeting(torch.autograd.Function):
     """Its backward ends when all ranks of `group` have come to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         dist.barrier(group=ctx.group)
         return grad, None
 
@@ -132,7 +132,7 @@ class _UsedByRankOne(nn.Module):
         return out
 
 
-def reduce_where_ranks_use_other_parameters(rank: int, collectives: str) -> list[torch.Tensor]:
+def reduce_where_ranks_use_other_parameters(rank: int, collectives: Any) -> list[torch.Tensor]:
     """This rank's rows of averaged gradients."""
     with open_mesh(Layout(dp_shard=2), device="cpu", collectives=collectives):
         group, other_group = dist.group.WORLD, dist.new_group([0, 1])
@@ -181,3 +181,20 @@ def keep_no_gradient(rank: int) -> bool:
 def test_a_gradient_is_let_go_when_it_was_reduced() -> None:
     """A bucket of one embedding may be as large as all the rest."""
     assert run_ranks(2, keep_no_gradient) == [True, True]
+
+
+def average_large_numbers(rank: int) -> list[torch.Tensor]:
+    with open_mesh(Layout(dp_shard=2), device="cpu", collectives="gloo"):
+        group = dist.group.WORLD
+        assert group is not None
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float16)) for shape in ((2,), ())]
+        gradients = [torch.full_like(parameter, 4e4).detach() for parameter in parameters]
+        OwnRowsReduction(group, GradientTraffic(), PhaseTimer()).post(parameters, gradients)()
+        return gradients
+
+
+def test_a_mean_overflows_only_where_a_gradient_does() -> None:
+    """DDP divides what it sends, too: the sum of two such numbers is no float16."""
+    for gradients in run_ranks(2, average_large_numbers):
+        for gradient in gradients:
+            assert torch.equal(gradient, torch.full_like(gradient, 4e4))

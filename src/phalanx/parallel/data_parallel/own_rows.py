@@ -148,11 +148,13 @@ class OwnRowsReduction:
 
     def _post_whole(self, gradients: Sequence[torch.Tensor]) -> End:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        # First, as DDP does: a sum may overflow where the mean does not.
+        flat.div_(self._num_ranks)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
 
         def write_means() -> None:
             work.wait()
-            means = (flat / self._num_ranks).split([gradient.numel() for gradient in gradients])
+            means = flat.split([gradient.numel() for gradient in gradients])
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view(gradient.shape))
 
@@ -164,9 +166,9 @@ class _RowsInMessage:
 
     def __init__(self, cut: Sequence[_CutGradient], group: dist.ProcessGroup) -> None:
         self._cut: Sequence[_CutGradient] = cut
-        self._num_ranks = dist.get_world_size(group)
+        num_ranks = dist.get_world_size(group)
         matrices = [gradient.view(gradient.shape[rows.dim], -1) for gradient, rows in cut]
-        message = cut_and_concatenate_chunks(matrices, self._num_ranks)
+        message = cut_and_concatenate_chunks(matrices, num_ranks).div_(num_ranks)
         # Elements of each gradient in a row of the message, the last ranks' padding with them.
         self._sizes = [
             rows.chunk * matrix.shape[1] for (_, rows), matrix in zip(cut, matrices, strict=True)
@@ -191,7 +193,7 @@ class _RowsInMessage:
             self._write_means(take())
 
     def _write_means(self, total: torch.Tensor) -> None:
-        parts = (total.view(-1) / self._num_ranks).split(self._sizes)
+        parts = total.view(-1).split(self._sizes)
         for (gradient, rows), part in zip(self._cut, parts, strict=True):
             own = rows.slice_tensor(gradient)
             own.copy_(part[: own.numel()].view(own.shape))
