@@ -20,6 +20,7 @@ from bare_loop import Tensors
 from checkpoints import newest, restore_state, save_state
 from collectives import CountCollectives
 from models import VOCAB, decoder, global_batches, plan, share
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
@@ -291,7 +292,10 @@ def bytes_sent(rank: int) -> dict[str, dict[str, int]]:
         "zero1": {"dp_shard": 2, "zero_stage": 1},
     }.items():
         a_plan = plan(2, **how)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+        with (
+            use_block_sizes(BlockSizes(shared_rows_bytes=1)),
+            open_mesh(a_plan.layout, device="cpu") as mesh,
+        ):
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
             with CountCollectives() as counter:
                 sums = model.forward_backward(

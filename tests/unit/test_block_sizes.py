@@ -57,6 +57,7 @@ SMALL = BlockSizes(
     shared_piece_bytes=203,
     shared_mapped_bytes=203,
     shared_bucket_bytes=1001,
+    shared_rows_bytes=1,
 )
 NUM_TOKENS, WIDTH, FFN_WIDTH, VOCAB = 64, 32, 90, 251
 Tensors = tuple[torch.Tensor, ...]

@@ -89,6 +89,11 @@ class BlockSizes:
     """Bytes from which a bucket of DDP's lies in shared memory; smaller ones are copied there in a
     few microseconds."""
 
+    shared_rows_bytes: int = 256 * KIB
+    """Bytes of the mean tensor of a bucket from which each rank of ZeRO-1 reduces in shared memory
+    only its rows; a bucket of smaller tensors is averaged whole, which takes less time than to go
+    through them. Ranks must have it alike."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
@@ -159,4 +164,5 @@ def shrink_block_sizes() -> BlockSizes:
         shared_piece_bytes=577,
         shared_mapped_bytes=2053,
         shared_bucket_bytes=4099,
+        shared_rows_bytes=1,
     )

@@ -338,7 +338,10 @@ def predict_rank_memory_by_phase(
         # A CPU has no other memory to move them to.
         work.offloads_activations and device != "cpu",
         # Ranks on CPUs share memory, and read gradients where they lie.
-        zero_stage == 1 and 1 < dp_size == num_readers and device != "cpu",
+        zero_stage == 1
+        and 1 < dp_size == num_readers
+        and device != "cpu"
+        and not work.options.static_graph,
     )
     backward = max(
         [moments.final_norm(), *moments.blocks(), moments.reduction()],

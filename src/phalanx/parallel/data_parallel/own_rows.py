@@ -1,17 +1,19 @@
 """Gradients of ZeRO-1, averaged where they are needed: each rank gets the mean of the rows that it
 updates, which sends half of what an all-reduce does. The other rows keep what this rank has
-computed, and nobody reads them.
+computed, or hold a mean as well, and nobody reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import cut_and_concatenate_chunks
 from phalanx.mesh.devices import is_on_cpu
@@ -25,7 +27,7 @@ from phalanx.parallel.traffic import GradientTraffic
 # What people read of it.
 REDUCE_SCATTER_GRADIENTS = "reduce_scatter gradients"
 # Waits until what was posted has ended.
-End = Callable[[], None]
+End = Callable[[], Any]
 _CutGradient = tuple[torch.Tensor, RowsOfRank]
 
 
@@ -112,6 +114,9 @@ class OwnRowsReduction:
                 whole.append(gradient)
             else:
                 cut.append((gradient, rows))
+        if bucket is not None and self._is_quicker_whole(bucket, len(cut) + len(whole)):
+            work = dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            return work.wait
         ends = [self._post_whole(whole)] if whole else []
         if cut:
             ends.append(self._post_own_rows(cut, bucket))
@@ -125,16 +130,17 @@ class OwnRowsReduction:
     def _find_rows(self, parameter: nn.Parameter) -> RowsOfRank | None:
         return find_rows_of_rank(parameter, self._rank, self._num_ranks)
 
+    def _is_quicker_whole(self, bucket: torch.Tensor, num_tensors: int) -> bool:
+        """True for a bucket of small tensors, whose rows are many, in shared memory."""
+        small_bytes = get_block_sizes().shared_rows_bytes * num_tensors
+        return bucket.nbytes < small_bytes and find_transport_in_place(self._group) is not None
+
     def _post_own_rows(self, cut: Sequence[_CutGradient], bucket: torch.Tensor | None) -> End:
         transport = find_transport_in_place(self._group)
         if transport is not None and bucket is not None:
             own = [rows.slice_tensor(gradient) for gradient, rows in cut]
             work = transport.reduce_rows_in_place(self._group, bucket, own, "avg")
-
-            def wait_for_work() -> None:
-                work.wait()
-
-            return wait_for_work
+            return work.wait
         if self._is_order_alike:
             self._end_open_message()
         message = self._open_message = _RowsInMessage(cut, self._group)

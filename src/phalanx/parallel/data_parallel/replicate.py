@@ -19,7 +19,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.data_parallel.compression import attach_gradient_reduction_to_ddp
-from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
+from phalanx.parallel.data_parallel.own_rows import REDUCE_SCATTER_GRADIENTS, OwnRowsReduction
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients_in_one_collective
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineOfRank
@@ -67,8 +67,9 @@ class DpReplicate:
         if accumulator is not None:
             context.hooks.around_microbatch.append(accumulator.restore_gradients)
         count_step = attach_gradient_reduction_to_ddp(context, ddp)
-        kind = "reduce_scatter" if context.plan.scatters_gradients else "all_reduce"
-        watch = BackwardCommunicationTimer(context, experts, f"{kind} gradients")
+        scatters = context.plan.scatters_gradients
+        what = REDUCE_SCATTER_GRADIENTS if scatters else "all_reduce gradients"
+        watch = BackwardCommunicationTimer(context, experts, what)
         context.axes.add(watch)
         is_learning = options.static_graph
 
