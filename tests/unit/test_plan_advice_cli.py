@@ -123,3 +123,13 @@ def test_a_job_file_after_page_is_not_overwritten(
     assert _app.run_command_line(["plan", "--page", str(job)]) == 2
     assert f"{job}: is there already, and is no page" in capsys.readouterr().err
     assert job.read_text() == "[train]\nsteps = 5\n"
+
+
+def test_the_next_command_trains_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of the plan are keys of the job: without them another model would be trained."""
+    command = ["plan", "--model", "small-mixtral", "--seq-len", "64", "parallel.ranks=2"]
+    assert _app.run_command_line(command) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.endswith(
+        "phalanx train parallel.ranks=2 data.seq_len=64 model.preset=small-mixtral"
+    )

@@ -137,7 +137,7 @@ def command(
         options = SearchOptions(gpus, out, force, as_json, page, None, all_rules, named)
         if explain:
             return _print_explained(words, options)
-        return _print_plan_of_job(words, options, arguments or [])
+        return _print_plan_of_job(words, options)
 
 
 def _print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
@@ -231,19 +231,15 @@ def _find_winner_to_explain(job: Job) -> RankedLayout | None:
     return winner
 
 
-def _print_plan_of_job(
-    words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
-) -> int:
+def _print_plan_of_job(words: Sequence[str], options: SearchOptions) -> int:
     """Plan the job of `words` and print the answer: a search's where the devices are known."""
     from phalanx.core.garbage import pausing_garbage_collection
 
     with pausing_garbage_collection():
-        return _plan_and_print_job(words, options, arguments)
+        return _plan_and_print_job(words, options)
 
 
-def _plan_and_print_job(
-    words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
-) -> int:
+def _plan_and_print_job(words: Sequence[str], options: SearchOptions) -> int:
     from phalanx.cli._plan_search import check_plan_files, run_and_print_search
 
     job = _load_job(words)
@@ -253,7 +249,7 @@ def _plan_and_print_job(
         return run_and_print_search(job, options)
     _print_planned(
         _plan_with_progress(job),
-        arguments,
+        words,
         options.page,
         as_json=options.as_json,
         all_rules=options.all_rules,
