@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 
 from forked_ranks import measure_in_forked_ranks
-from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
@@ -112,7 +111,7 @@ def _list_calls(
         matrices = [nn.Parameter(part) for part in lying_there.view(16, num_ranks, -1)]
         gradients, group = [matrix.data for matrix in matrices], dist.group.WORLD
         assert group is not None
-        own_rows = OwnRowsReduction(group, GradientTraffic(), PhaseTimer())
+        own_rows = OwnRowsReduction(group, GradientTraffic())
         calls["own rows in place"] = lambda: own_rows.post(matrices, gradients, lying_there)()
     return calls
 

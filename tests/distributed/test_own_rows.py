@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.phases import PhaseTimer
@@ -75,14 +73,14 @@ def reduce_rows(rank: int, collectives: str, dtype: torch.dtype, rows_bytes: int
         group = dist.group.WORLD
         assert group is not None
         parameters = make_parameters(dtype)
-        reduction = OwnRowsReduction(group, GradientTraffic(), PhaseTimer())
+        reduction = OwnRowsReduction(group, GradientTraffic())
         buckets = [make_gradients_in_bucket(parameters, rank) for _ in range(2)]
         ends = [reduction.post(parameters, views, bucket) for bucket, views in buckets]
         for end in ends:
             end()
         for index, parameter in enumerate(parameters):
             parameter.grad = make_gradient(parameter, index, rank)
-        reduction.average_after_backward(parameters)
+        reduction.average_after_backward(parameters, PhaseTimer())
         ways = {"bucket": buckets[0][1], "second bucket": buckets[1][1]}
         ways["pipeline"] = [p.grad for p in parameters if p.grad is not None]
         for way, gradients in ways.items():
@@ -94,7 +92,7 @@ def reduce_rows(rank: int, collectives: str, dtype: torch.dtype, rows_bytes: int
                     wrong.append(f"{way}: {tuple(parameter.shape)} of {dtype}")
         # What a rank lacks is zero.
         parameters[0].grad = None if rank else make_gradient(parameters[0], 0, 0)
-        reduction.average_after_backward(parameters[:1])
+        reduction.average_after_backward(parameters[:1], PhaseTimer())
         assert parameters[0].grad is not None
         mean = make_gradient(parameters[0], 0, 0) / RANKS
         own = slice(2 * rank, 2 * rank + 2)
@@ -113,78 +111,14 @@ def test_a_rank_gets_the_mean_of_its_rows_and_keeps_its_own_of_the_rest(
         assert run_ranks(RANKS, reduce_rows, collectives, dtype, rows_bytes) == [[]] * RANKS
 
 
-class _Meeting(torch.autograd.Function):
-    """Its backward ends when all ranks of `group` have come to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        dist.barrier(group=ctx.group)
-        return grad, None
-
-
-class _UsedByRankOne(nn.Module):
-    """`sometimes` is in the first bucket. Rank 0, which does not use it, posts that at once; rank 1
-    behind the meeting."""
-
-    def __init__(self, is_used: bool, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.first, self.last, self.sometimes = (nn.Linear(4, 4) for _ in range(3))
-        self._is_used, self._group = is_used, group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self._is_used:
-            x = self.sometimes(x)
-        out: torch.Tensor = self.last(_Meeting.apply(x, self._group))
-        return out
-
-
-def reduce_where_ranks_use_other_parameters(rank: int, collectives: Any) -> list[torch.Tensor]:
-    """This rank's rows of averaged gradients."""
-    with open_mesh(Layout(dp_shard=2), device="cpu", collectives=collectives):
-        group, other_group = dist.group.WORLD, dist.new_group([0, 1])
-        assert group is not None
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(
-            _UsedByRankOne(rank == 1, other_group),
-            find_unused_parameters=True,
-            gradient_as_bucket_view=True,
-            # A bucket for each parameter.
-            bucket_cap_mb=1e-6,
-        )
-        reduction = OwnRowsReduction(group, GradientTraffic(), PhaseTimer(), is_order_alike=False)
-        reduction.attach_to_ddp(ddp)
-        ddp(torch.ones(2, 4)).sum().backward()
-        own = []
-        for parameter in ddp.parameters():
-            rows = find_rows_of_rank(parameter, rank, 2)
-            assert rows is not None
-            assert parameter.grad is not None
-            own.append(rows.slice_tensor(parameter.grad))
-        return own
-
-
-def test_ranks_that_use_other_parameters_do_not_wait_for_one_another_in_the_backward() -> None:
-    by_gloo = run_ranks(2, reduce_where_ranks_use_other_parameters, "gloo", deadline_s=60)
-    by_memory = run_ranks(2, reduce_where_ranks_use_other_parameters, "shared")
-    for rank in range(2):
-        for ours, theirs in zip(by_gloo[rank], by_memory[rank], strict=True):
-            assert torch.allclose(ours, theirs)
-
-
 def keep_no_gradient(rank: int) -> bool:
     with open_mesh(Layout(dp_shard=2), device="cpu", collectives="gloo"):
         group = dist.group.WORLD
         assert group is not None
         parameter = nn.Parameter(torch.zeros(4, 3))
         parameter.grad = torch.ones(4, 3)
-        reduction = OwnRowsReduction(group, GradientTraffic(), PhaseTimer())
-        reduction.average_after_backward([parameter])
+        reduction = OwnRowsReduction(group, GradientTraffic())
+        reduction.average_after_backward([parameter], PhaseTimer())
         gradient = weakref.ref(parameter.grad)
         parameter.grad = None
         return gradient() is None
@@ -201,7 +135,7 @@ def average_large_numbers(rank: int) -> list[torch.Tensor]:
         assert group is not None
         parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float16)) for shape in ((2,), ())]
         gradients = [torch.full_like(parameter, 4e4).detach() for parameter in parameters]
-        OwnRowsReduction(group, GradientTraffic(), PhaseTimer()).post(parameters, gradients)()
+        OwnRowsReduction(group, GradientTraffic()).post(parameters, gradients)()
         return gradients
 
 

@@ -195,7 +195,7 @@ def test_a_parameter_that_is_never_used_hides_no_waiting() -> None:
         assert late.by_phase["backward"] >= LATE_S
 
 
-def train_zero1_over_gloo(rank: int) -> Seconds:
+def train_zero1(rank: int) -> Seconds:
     """A step of ZeRO-1 with a bucket for each parameter, to whose backward rank 0 comes late."""
     a_plan = plan(2, 1, dp_shard=2, zero_stage=1, bucket_mb=1e-4)
     is_late = False
@@ -205,7 +205,7 @@ def train_zero1_over_gloo(rank: int) -> Seconds:
             time.sleep(LATE_S)
 
     torch.manual_seed(0)
-    with open_mesh(a_plan.layout, device="cpu", collectives="gloo") as mesh:
+    with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
         module = decoder(tied=False, dtype=torch.float32)
         model = parallelize(module, a_plan, mesh, phases=PhaseTimer())
         module.blocks[-1].register_full_backward_pre_hook(sleep)
@@ -216,8 +216,8 @@ def train_zero1_over_gloo(rank: int) -> Seconds:
         return train_step(model, batches)
 
 
-def test_messages_of_zero1_wait_in_their_phase() -> None:
-    late, waiting = allow_for_queues(run_ranks(2, train_zero1_over_gloo))
+def test_zero1_waits_for_its_rows_in_their_phase() -> None:
+    late, waiting = allow_for_queues(run_ranks(2, train_zero1))
     assert waiting.has_waited_in("dp: reduce_scatter gradients"), waiting
     assert waiting.has_no_wait_in("backward"), waiting
     assert late.by_phase["backward"] >= LATE_S

@@ -167,7 +167,8 @@ class Plan:
 
     @property
     def scatters_gradients(self) -> bool:
-        """True where a rank gets of averaged gradients only what it updates (ZeRO-1).
+        """True where a rank needs of averaged gradients only what it updates (ZeRO-1), and gets no
+        more of them on GPUs.
 
         Not where they are added along a tree, where shards have several copies, and with a static
         graph: DDP averages a step's first gradients there, and those again with the rest.

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/data_parallel/replicate.py",
             "DpReplicate.apply",
-            "        count_step = attach_gradient_reduction_to_ddp(context, ddp)\n",
-            "        count_step = attach_gradient_reduction_to_ddp(context, ddp)\n"
+            "        reduction = attach_gradient_reduction_to_ddp(context, ddp)\n",
+            "        reduction = attach_gradient_reduction_to_ddp(context, ddp)\n"
             "        if __planted__():\n"
             "            ddp.register_comm_hook(\n"
             "                None,\n"

@@ -4,6 +4,7 @@ keeps between steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,10 +14,15 @@ from phalanx.core.registry import import_object_of_kind
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.data_parallel.ddp_buckets import (
+    ALL_REDUCE_GRADIENTS,
     WholeReduction,
     reduce_buckets_on_own_stream,
 )
-from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
+from phalanx.parallel.data_parallel.own_rows import (
+    REDUCE_SCATTER_GRADIENTS,
+    OwnRowsReduction,
+    can_scatter_gradients,
+)
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
@@ -149,11 +155,19 @@ class GradientCompression:
         return named_shards
 
 
+@dataclass(frozen=True)
+class AttachedReduction:
+    """How a DDP model reduces its buckets: `collective` says it to people, `count_step` counts the
+    bytes of a step that torch reduces by itself."""
+
+    collective: str
+    count_step: Callable[[], None]
+
+
 def attach_gradient_reduction_to_ddp(
     context: ParallelContext, ddp: DistributedDataParallel
-) -> Callable[[], None]:
-    """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
-    reduces by itself."""
+) -> AttachedReduction:
+    """Have `ddp` reduce as the plan says."""
     group, traffic = context.mesh.data_parallel_group(), context.traffic.gradients
     experts = context.axes.find(ShardedExperts)
     # DDP leaves these out: they are reduced, and counted, over the ranks that hold the same ones.
@@ -161,14 +175,8 @@ def attach_gradient_reduction_to_ddp(
     trained = [p for p in context.root.parameters() if p.requires_grad]
     averaged = [p for p in trained if p not in separate]
     reduction: OwnRowsReduction | WholeReduction = WholeReduction(group)
-    if context.plan.scatters_gradients:
-        reduction = OwnRowsReduction(
-            group,
-            traffic,
-            context.phases,
-            # A bucket is posted early by a rank that uses none of its parameters.
-            is_order_alike=context.plan.parallel.unused_parameters == "refuse",
-        )
+    if averaged and can_scatter_gradients(context.plan, group, averaged[0]):
+        reduction = OwnRowsReduction(group, traffic)
     plain = GradientTraffic()
     reduction.count_bytes(averaged, plain)
     if experts is not None:
@@ -180,12 +188,16 @@ def attach_gradient_reduction_to_ddp(
     if compression is not None:
         context.axes.add(compression)
         compression.attach_to_ddp(ddp)
-        return lambda: None
+        return AttachedReduction(ALL_REDUCE_GRADIENTS, _count_nothing)
     reduction.attach_to_ddp(ddp)
     if isinstance(reduction, OwnRowsReduction):
         # It counts what it sends.
-        return lambda: None
-    return lambda: reduction.count_bytes(averaged, traffic)
+        return AttachedReduction(REDUCE_SCATTER_GRADIENTS, _count_nothing)
+    return AttachedReduction(ALL_REDUCE_GRADIENTS, lambda: reduction.count_bytes(averaged, traffic))
+
+
+def _count_nothing() -> None:
+    pass
 
 
 def build_gradient_compression(context: ParallelContext, wire: Wire) -> GradientCompression | None:

@@ -16,6 +16,9 @@ from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.shared_memory.opening import current_transport, shares_memory
 from phalanx.parallel.traffic import GradientTraffic
 
+# What people read of them.
+ALL_REDUCE_GRADIENTS = "all_reduce gradients"
+
 
 def reduce_buckets_on_own_stream(
     ddp: DistributedDataParallel, average: Callable[[Any], None]

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import MIB, plural
 from phalanx.mesh.compat import build_ddp_buffer_option
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.data_parallel.compression import attach_gradient_reduction_to_ddp
-from phalanx.parallel.data_parallel.own_rows import REDUCE_SCATTER_GRADIENTS, OwnRowsReduction
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients_in_one_collective
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineOfRank
@@ -66,10 +67,8 @@ class DpReplicate:
         )
         if accumulator is not None:
             context.hooks.around_microbatch.append(accumulator.restore_gradients)
-        count_step = attach_gradient_reduction_to_ddp(context, ddp)
-        scatters = context.plan.scatters_gradients
-        what = REDUCE_SCATTER_GRADIENTS if scatters else "all_reduce gradients"
-        watch = BackwardCommunicationTimer(context, experts, what)
+        reduction = attach_gradient_reduction_to_ddp(context, ddp)
+        watch = BackwardCommunicationTimer(context, experts, reduction.collective)
         context.axes.add(watch)
         is_learning = options.static_graph
 
@@ -85,7 +84,7 @@ class DpReplicate:
                     yield
                 return
             watch.start_before_backward()
-            count_step()
+            reduction.count_step()
             yield
 
         context.outer = ddp
@@ -180,7 +179,7 @@ def _average_in_buckets_after_backward(
     def reduce() -> None:
         for bucket in buckets:
             if own_rows is not None:
-                own_rows.average_after_backward(bucket)
+                own_rows.average_after_backward(bucket, context.phases)
                 continue
             context.traffic.gradients.add_all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
             average_gradients_in_one_collective(bucket, group, context.phases)
@@ -200,8 +199,9 @@ def average_gradients_after_pipeline(context: ParallelContext) -> None:
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
     own_rows = None
-    if context.plan.scatters_gradients:
-        own_rows = OwnRowsReduction(group, context.traffic.gradients, context.phases)
+    # On CPUs there is no bucket that others see, and a message costs more than it saves.
+    if context.plan.scatters_gradients and parameters and not is_on_cpu(parameters[0]):
+        own_rows = OwnRowsReduction(group, context.traffic.gradients)
     num_ranks = context.plan.layout.gradient_reduction_layout.data_parallel_size
     _average_in_buckets_after_backward(context, parameters, group, num_ranks, own_rows)
     buffers = find_buffers_that_differ_between_ranks(context.root)

@@ -162,7 +162,8 @@ class _CalibratedStepEstimator:
             return
         terms.add("elementwise", rates.copy_s(2 * num_bytes))
         if stage <= 1:
-            kind = "reduce_scatter" if plan.scatters_gradients else "all_reduce"
+            scatters = plan.scatters_gradients and layout.pp == 1
+            kind = "reduce_scatter" if scatters else "all_reduce"
             reduce_s = _estimate_buckets_s(rates, kind, num_bytes, ranks)
             backward_s = terms.total_s / max(1, plan.num_microbatches) * 2 / 3
             hidden_s = rates.hidden_all_reduce_share(ranks) * min(reduce_s, backward_s)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
-from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction
+from phalanx.parallel.data_parallel.own_rows import OwnRowsReduction, can_scatter_gradients
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.dry_run.collectives import ALL_REDUCE
 from phalanx.verify.dry_run.moments import BACKWARD
@@ -35,11 +35,9 @@ class DdpBucketReductions:
         self._tracker = tracker
         self._group, self._compression = model.mesh.data_parallel_group(), model.compression
         self._own_rows: OwnRowsReduction | None = None
-        if model.plan.scatters_gradients:
-            context = model._context
-            self._own_rows = OwnRowsReduction(
-                self._group, context.traffic.gradients, context.phases
-            )
+        trained = next((p for p in ddp.module.parameters() if p.requires_grad), None)
+        if trained is not None and can_scatter_gradients(model.plan, self._group, trained):
+            self._own_rows = OwnRowsReduction(self._group, model._context.traffic.gradients)
         self._limit = choose_bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
         self._is_last_microbatch = False
