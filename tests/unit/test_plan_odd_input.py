@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.cli._plan_search import build_model_override, check_plan_files
-from phalanx.core.errors import LayoutError, ResourceError, UsageError
+from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.hugging_face import find_config_file, read_model_config
 from phalanx.job.load import load_job
 from phalanx.plan.advice.explain_term import parse_term_name
@@ -79,6 +79,16 @@ def test_a_config_without_blocks_is_no_model_that_fits(tmp_path: Path, size: int
     )
     with pytest.raises(LayoutError, match=f"num_hidden_layers is {size}"):
         read_model_config(f"hf:{tmp_path}")
+
+
+def test_more_blocks_than_a_plan_looks_at_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 10**30})
+    )
+    with pytest.raises(LayoutError, match="give at most 4,096"):
+        read_model_config(f"hf:{tmp_path}")
+    with pytest.raises(JobError, match=r"model.num_layers: wanted a whole number from 1 to 4096"):
+        load_job(None, ["model.num_layers=10000"])
 
 
 @pytest.mark.parametrize(

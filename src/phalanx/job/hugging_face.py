@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json
+from phalanx.job.limits import MAX_LAYERS
 
 HUGGING_FACE_PREFIX = "hf:"
 CONFIG_FILE_NAME = "config.json"
@@ -19,6 +20,7 @@ SIZE_KEYS = (
     *("intermediate_size", "vocab_size", "n_layer", "n_embd", "n_head"),
 )
 """Keys of config.json, in several families, of what a model has at least one of."""
+LAYER_KEYS = ("num_hidden_layers", "n_layer")
 SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -103,6 +105,10 @@ def read_model_config(kind: str) -> dict[str, Any]:
         # transformers takes such sizes, and builds a model without blocks, say.
         if isinstance(size, int) and not isinstance(size, bool) and size < 1:
             raise LayoutError(f"{path}: {key} is {size}", fix="give a number from 1 on")
+    for key in LAYER_KEYS:
+        size = values.get(key)
+        if isinstance(size, int) and size > MAX_LAYERS:
+            raise LayoutError(f"{path}: {key} is {size:,}", fix=f"give at most {MAX_LAYERS:,}")
     return values
 
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from phalanx.job.schema.base import AboveOne, Count, Positive, PositiveFloat, Section, Text
+from phalanx.job.schema.base import (
+    AboveOne,
+    Count,
+    LayerCount,
+    Positive,
+    PositiveFloat,
+    Section,
+    Text,
+)
 
 
 class Model(Section):
@@ -35,7 +43,7 @@ class Model(Section):
     init_cast: bool = False
     """Round weights of init_from that have another floating-point type; without it that is exit
     5."""
-    num_layers: Positive | None = None
+    num_layers: LayerCount | None = None
     """Number of blocks."""
     dim: Positive | None = None
     """Width of the residual stream."""
