@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.cli._plan_search import build_model_override, check_plan_files
-from phalanx.core.errors import JobError, LayoutError
+from phalanx.core.errors import JobError, LayoutError, ResourceError, UsageError
 from phalanx.job.hugging_face import find_config_file, read_model_config
 from phalanx.job.load import load_job
 from phalanx.plan.advice.explain_term import parse_term_name
