@@ -4,11 +4,13 @@ sum that is no mean is found."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import PHALANX
 from models import CPU
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
@@ -84,3 +86,36 @@ def test_a_head_in_bf16_is_judged_by_what_its_rounding_costs(
             # More than is allowed where nothing rounds to bfloat16.
             assert row["errors"]["gradient"] > 1e-4
             assert any("rounds to bfloat16 by itself" in note for note in row["notes"])
+
+
+# Four gates a layer, whose gradients are sums over all tokens that nearly cancel, in float32.
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.long
+def test_gates_that_compute_in_float32_are_no_difference(tmp_path: Path) -> None:
+    """An examiner's false alarm: Qwen3-Next under tp, in float32."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
+    job = [f"--model=hf:{tmp_path}", "data.seq_len=64", "--types=float64,float32"]
+    call = [*PHALANX, "verify", "--ranks=2", "--layouts=ddp,tp2", *job]
+    judged = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+    assert "verdict 4 of 4 rows equal the reference" in judged.stdout

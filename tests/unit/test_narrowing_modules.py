@@ -14,7 +14,13 @@ from torch import nn
 
 from phalanx.verify.bands import describe_error_bands
 from phalanx.verify.forward_probe import probe_forward
-from phalanx.verify.trace_facts import Trace, TraceStep, name_gradients_set, name_weights_set
+from phalanx.verify.trace_facts import (
+    MAX_RELAXED_TOLERANCE,
+    Trace,
+    TraceStep,
+    name_gradients_set,
+    name_weights_set,
+)
 
 Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 
@@ -121,3 +127,16 @@ def test_the_type_with_fewer_digits_is_the_one_that_counts() -> None:
     }
     assert rounds_to["float16", "bfloat16"] == rounds_to["bfloat16", "float16"] == "bfloat16"
     assert rounds_to["float64", "float16"] == rounds_to["float16", "float32"] == "float16"
+
+
+def test_a_sum_that_cancels_is_judged_by_the_most_that_rounding_moved_it_in_any_step() -> None:
+    """One that has four elements hardly moves in some steps, by chance."""
+    second = name_gradients_set(1)
+    sizes = {GRADIENTS: {"a": 2.0, "b": 1.0}, second: {"a": 2.0, "b": 1.0}}
+    rounding = {GRADIENTS: {"a": 0.0, "b": 0.0}, second: {"a": 2e-5, "b": 0.0}}
+    trace = replace(TRACE, narrows="float32", sizes=sizes, rounding=rounding)
+    for kind in (GRADIENTS, second):
+        assert trace.tolerance(kind, "a", 1e-5) == pytest.approx(16 * 1e-5)
+        assert trace.tolerance(kind, "b", 1e-5) == 1e-5
+    lost = {GRADIENTS: {"a": 0.2}, second: {"a": 0.2}}
+    assert replace(trace, rounding=lost).tolerance(second, "a", 1e-5) == MAX_RELAXED_TOLERANCE
