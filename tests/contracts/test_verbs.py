@@ -40,7 +40,9 @@ try:
 except SystemExit as stop:
     code = stop.code
 took_s = time.perf_counter() - began
-print(json.dumps([code, took_s, sorted(sys.modules)]))
+sys.stdout.flush()
+# Behind the filter that a command puts before its output, which shortens long lines.
+print(json.dumps([code, took_s, sorted(sys.modules)]), file=sys.__stdout__)
 """
 
 
