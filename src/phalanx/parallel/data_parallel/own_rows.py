@@ -20,7 +20,7 @@ from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.gloo_collectives import reduce_scatter_rows
 from phalanx.mesh.shared_memory.opening import find_transport_in_place
 from phalanx.parallel.data_parallel.ddp_buckets import PostedBuckets, reduce_buckets_on_own_stream
-from phalanx.parallel.data_parallel.unsharded_params import choose_averaging_dtype
+from phalanx.parallel.data_parallel.unsharded_params import group_by_averaging_dtype
 from phalanx.parallel.data_parallel.zero1 import RowsOfRank, find_rows_of_rank
 from phalanx.parallel.traffic import GradientTraffic
 from phalanx.plan.plan import Plan
@@ -36,10 +36,8 @@ def can_scatter_gradients(plan: Plan, group: dist.ProcessGroup, parameter: nn.Pa
     """True for the ranks of `group`, which train `parameter` under ZeRO-1, where that is quicker
     than to average all of each gradient: on GPUs, and where they read each other's memory. Over
     gloo it is not (25 MiB of two ranks on one host: 44 ms, and 26 ms averaged whole)."""
-    has_links_of_its_own = not is_on_cpu(parameter)
-    return plan.scatters_gradients and (
-        has_links_of_its_own or find_transport_in_place(group) is not None
-    )
+    is_on_gpu = not is_on_cpu(parameter)
+    return plan.scatters_gradients and (is_on_gpu or find_transport_in_place(group) is not None)
 
 
 class OwnRowsReduction:
@@ -81,10 +79,7 @@ class OwnRowsReduction:
     ) -> None:
         """Average the gradients of `parameters`, in fp32 at least, in one collective per type. One
         that a rank lacks is zero."""
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_type.setdefault(choose_averaging_dtype(parameter), []).append(parameter)
-        for dtype, tensors in by_type.items():
+        for dtype, tensors in group_by_averaging_dtype(parameters).items():
             averaged = []
             for parameter in tensors:
                 if parameter.grad is None:

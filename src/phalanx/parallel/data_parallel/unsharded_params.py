@@ -7,6 +7,8 @@ these alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -66,6 +68,16 @@ def choose_averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+def group_by_averaging_dtype(
+    parameters: Iterable[nn.Parameter],
+) -> dict[torch.dtype, list[nn.Parameter]]:
+    """The parameters by the type that their gradients are averaged in, each in its order."""
+    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_type.setdefault(choose_averaging_dtype(parameter), []).append(parameter)
+    return by_type
+
+
 @torch.no_grad()
 def average_gradients_in_one_collective(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: PhaseTimer
@@ -74,10 +86,7 @@ def average_gradients_in_one_collective(
 
     A gradient that a rank lacks is zero.
     """
-    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_type.setdefault(choose_averaging_dtype(parameter), []).append(parameter)
-    for dtype, tensors in by_type.items():
+    for dtype, tensors in group_by_averaging_dtype(parameters).items():
         gradients = []
         for parameter in tensors:
             # Zeros, for all ranks must add up tensors of one length.
