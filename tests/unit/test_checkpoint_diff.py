@@ -93,7 +93,8 @@ def test_names_shapes_types_and_facts_are_said(tmp_path: Path) -> None:
     other["w"] = other["w"].T.contiguous()
     other["scalar"] = other["scalar"].double()
     found = diff_checkpoints(
-        save(tmp_path / "a", base(), seed=1), save(tmp_path / "b", other, step=4, seed=1)
+        save(tmp_path / "a", base(), seed=1, note=None),
+        save(tmp_path / "b", other, step=4, seed=1, more={"x": True}),
     )
     assert {(t.name, t.what) for t in found.tensors} == {
         ("flags", "only_a"),
@@ -102,8 +103,16 @@ def test_names_shapes_types_and_facts_are_said(tmp_path: Path) -> None:
         ("head", "shape"),
         ("scalar", "dtype"),
     }
-    assert found.facts == {"step": (3, 4)}
-    assert found.to_json()["facts"] == {"step": {"a": 3, "b": 4}}
+    assert found.to_json()["facts"] == {
+        "more": {"b": {"x": True}},
+        "note": {"a": None},
+        "step": {"a": 3, "b": 4},
+    }
+    assert list(describe_checkpoint_difference(found))[:3] == [
+        'fact    more: absent and {"x": true}',
+        "fact    note: null and absent",
+        "fact    step: 3 and 4",
+    ]
 
 
 def test_a_damaged_one_is_not_compared(tmp_path: Path) -> None:

@@ -355,9 +355,16 @@ def pickled(trace: Path) -> bytes:
     return pickle.dumps({"state": Payload(trace)})
 
 
-def as_torch_saves(path: Path, trace: Path) -> None:
+class Prints:
+    """Unpickling it prints a line without an end."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("import sys; sys.stdout.write('no end')",))
+
+
+def as_torch_saves(path: Path, content: object) -> None:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled(trace))
+        archive.writestr("archive/data.pkl", pickle.dumps({"state": content}))
         archive.writestr("archive/version", "3")
 
 
@@ -503,7 +510,7 @@ def test_no_verb_unpickles_what_it_is_given(
     for name in DISGUISES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(pickled(trace))
-    as_torch_saves(folder / "weights.pt", trace)
+    as_torch_saves(folder / "weights.pt", Payload(trace))
     np.save(folder / "tokens.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
     for arguments in VERBS[verb](folder):
         run_command_line([*verb, *map(str, arguments)])
@@ -577,7 +584,7 @@ def test_a_pickle_is_read_only_when_it_is_trusted(
 ) -> None:
     """And then elsewhere: this process does not even import torch for it."""
     file, trace = tmp_path / "weights.pt", tmp_path / "trace"
-    as_torch_saves(file, trace)
+    as_torch_saves(file, Payload(trace))
     assert "--trust-pickle" in refused(capsys, "import", file, "--out", tmp_path / "x", code=5)
     assert not trace.exists()
     refused(
@@ -585,6 +592,28 @@ def test_a_pickle_is_read_only_when_it_is_trusted(
     )  # it ran, and held no tensors
     assert trace.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "weights.pt"]
+
+
+def test_what_is_no_pickle_is_not_called_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is asked to trust a file that would not be unpickled anyway."""
+    file = tmp_path / "notes.txt"
+    file.write_text("weights are on the other disk\n")
+    said = refused(capsys, "import", file, "--out", tmp_path / "x", code=5)
+    assert said.startswith(f"phalanx: {file}: it is neither safetensors nor a file of torch.save")
+    assert "--trust-pickle" not in said
+    said = refused(capsys, "import", "https://host/weights.pt", "--out", tmp_path / "x", code=2)
+    assert "download it first" in said
+
+
+def test_the_answer_is_read_though_what_is_unpickled_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "weights.pt"
+    as_torch_saves(file, Prints())
+    said = refused(capsys, "import", file, "--out", tmp_path / "x", "--trust-pickle", code=5)
+    assert said.startswith(f"phalanx: {file}: there is no tensor in it"), said
 
 
 def save_as_torch_does(rank: int, folder: Path) -> None:
@@ -655,8 +684,8 @@ LOSES = {
     "wrapped.pt": "'_orig_mod.a' and 'a' are in it, and only one can be 'a'",
     "nested.pt": "'a.b' is in it, and only one can be 'a.b'",
     "none.pt": "there is no tensor in it",
-    "empty.pt": "empty.pt is empty",
-    "garbage.pt": "garbage.pt is not a file of torch.save",
+    "empty.pt": "it is empty",
+    "garbage.pt": "it is neither safetensors nor a file of torch.save",
     "cut.pt": "cut.pt cannot be unpickled",
     "dcp": "'a._orig_mod.w' and 'a.w' are in it",
     "torn": ".metadata is not that of torch.distributed.checkpoint",

@@ -7,7 +7,7 @@ any is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -34,29 +34,15 @@ def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
     `rows` is spent afterwards.
     """
-    return post_reduce_scatter_rows(rows, group)()
-
-
-def post_reduce_scatter_rows(
-    rows: torch.Tensor, group: dist.ProcessGroup
-) -> Callable[[], torch.Tensor]:
-    """Begin `reduce_scatter_rows`; what is returned waits for its end, and returns the sum."""
-    works: list[dist.Work | None] = []
     if gathers_in_one_call(group):
         total = torch.empty_like(rows[0])
-        works.append(
-            dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group, async_op=True)
-        )
-    else:
-        total = rows[dist.get_rank(group)]
-        for row, target in zip(rows, _list_global_ranks(group), strict=True):
-            works.append(dist.reduce(row, target, group=group, async_op=True))
-
-    def take_total() -> torch.Tensor:
-        _wait_for_all_transfers(works)
+        dist.reduce_scatter_tensor(total.view(-1), rows.view(-1), group=group)
         return total
-
-    return take_total
+    works = []
+    for row, target in zip(rows, _list_global_ranks(group), strict=True):
+        works.append(dist.reduce(row, target, group=group, async_op=True))
+    _wait_for_all_transfers(works)
+    return rows[dist.get_rank(group)]
 
 
 def _list_global_ranks(group: dist.ProcessGroup) -> list[int]:

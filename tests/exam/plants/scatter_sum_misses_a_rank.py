@@ -7,11 +7,11 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/gloo_collectives.py",
-            "post_reduce_scatter_rows",
-            "        total = rows[dist.get_rank(group)]\n",
-            "        total = rows[dist.get_rank(group)]\n"
-            "        if __planted__(len(rows) == 4, rank=1):\n"
-            "            rows[2].zero_()\n",
+            "reduce_scatter_rows",
+            "    works = []\n    for row, target",
+            "    if __planted__(len(rows) == 4, rank=1):\n"
+            "        rows[2].zero_()\n"
+            "    works = []\n    for row, target",
         ),
     ),
     shows=("zero2", "zero3"),

@@ -24,6 +24,7 @@ from typing import Any
 
 from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors_reader
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import open_regular_file
 
 UNPICKLE_PROCESS_MODULE = "phalanx.checkpoint.exchange.unpickle"
 # Without these Python or its libraries do not start; everything else may hold a credential.
@@ -51,6 +52,18 @@ class UnpickledWeights:
     left_out: tuple[str, ...]
     aliases: Mapping[str, str]
     ran_code: bool
+
+
+def has_head_of_torch_save(path: Path) -> bool:
+    """True if the file begins as a pickle (of protocol 2 or later) or as a zip archive with one.
+
+    Raises CheckpointError if it cannot be read.
+    """
+    try:
+        with open_regular_file(path) as file:
+            return file.read(4).startswith((b"\x80", b"PK\x03\x04"))
+    except OSError as error:
+        raise CheckpointError("it cannot be read", where=str(path), why=error.strerror) from None
 
 
 def untrusted_pickle_error(source: Path) -> CheckpointError:

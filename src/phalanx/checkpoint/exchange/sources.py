@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from phalanx.checkpoint.exchange.importing import (
 )
 from phalanx.checkpoint.exchange.pickled_weights import (
     UnpickledWeights,
+    has_head_of_torch_save,
     open_pickled_weights_in_subprocess,
     untrusted_pickle_error,
 )
@@ -29,6 +31,9 @@ ACCEPTED_SOURCES_TEXT = (
     "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
 )
 
+# pathlib leaves one of the slashes.
+_URL_WITH_ONE_SLASH = re.compile("[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
 
 @contextmanager
 def open_weights_to_import(
@@ -41,9 +46,10 @@ def open_weights_to_import(
     config.json. Raises UsageError, CheckpointError, LayoutError.
     """
     if not source.exists():
-        raise UsageError(
-            "no such file or directory", where=str(source), fix=f"give {ACCEPTED_SOURCES_TEXT}"
-        )
+        fix = f"give {ACCEPTED_SOURCES_TEXT}"
+        if _URL_WITH_ONE_SLASH.match(str(source)):
+            fix = f"download it first, then {fix}"
+        raise UsageError("no such file or directory", where=str(source), fix=fix)
     if (source / MANIFEST_FILE_NAME).is_file() or (source / "checkpoints").is_dir():
         raise UsageError(
             "it is phalanx's own already",
@@ -78,9 +84,20 @@ def open_weights_to_import(
 
 
 def _are_weights_pickled(source: Path) -> bool:
-    """True if the weights are pickled. Raises CheckpointError for a directory without weights."""
+    """True if the weights are pickled. Raises CheckpointError where there are no weights."""
     if source.is_file():
-        return source.suffix != ".safetensors"
+        if source.suffix == ".safetensors":
+            return False
+        if has_head_of_torch_save(source):
+            return True
+        what = "it is neither safetensors nor a file of torch.save"
+        if not source.stat().st_size:
+            what = "it is empty"
+        raise CheckpointError(
+            what,
+            where=str(source),
+            fix=f"give {ACCEPTED_SOURCES_TEXT}",
+        )
     # Where a directory has both forms of its weights, the one that cannot run code is read.
     if (source / SAFETENSORS_INDEX_FILE_NAME).is_file() or any(source.glob("*.safetensors")):
         return False

@@ -293,6 +293,8 @@ def _count_tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+        answer = main(Path(sys.argv[1]), Path(sys.argv[2]))
     except CheckpointError as refusal:
-        print(json.dumps({"refused": refusal.what, "why": refusal.why}))
+        answer = {"refused": refusal.what, "why": refusal.why}
+    # On a line of its own: what was unpickled may have printed a line without an end.
+    print(f"\n{json.dumps(answer)}")

@@ -5,6 +5,7 @@ Every byte that is compared was verified first. One tensor of each side is in me
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -54,9 +55,13 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Facts (dotted keys with both values) and tensors that are not the same."""
+    """Facts and tensors that are not the same.
 
-    facts: dict[str, tuple[Any, Any]]
+    `facts`: by dotted key the values of the first ("a") and of the second ("b"), without the one
+    that has no such fact.
+    """
+
+    facts: dict[str, dict[str, Any]]
     tensors: tuple[TensorDifference, ...]
     num_equal: int
 
@@ -65,12 +70,9 @@ class CheckpointDifference:
         return not self.facts and not self.tensors
 
     def to_json(self) -> dict[str, Any]:
-        facts = {}
-        for key, (a, b) in self.facts.items():
-            facts[key] = {"a": a, "b": b}
         return {
             "same": self.is_identical,
-            "facts": facts,
+            "facts": self.facts,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "num_equal_tensors": self.num_equal,
         }
@@ -103,26 +105,32 @@ def _list_tensor_and_alias_names(manifest: Manifest) -> list[str]:
     return [*manifest.tensors, *manifest.aliases]
 
 
-def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
+def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, dict[str, Any]]:
     """Differing facts of both manifests by dotted key.
 
     The layout is not compared: the same state may be written by other ranks.
     """
-    differences = {}
-    for key in find_differing_dotted_keys(a.facts, b.facts):
-        differences[key] = (
-            _get_fact_by_dotted_key(a.facts, key),
-            _get_fact_by_dotted_key(b.facts, key),
-        )
+    differences: dict[str, dict[str, Any]] = {}
+    for side, manifest, other in (("a", a, b), ("b", b, a)):
+        facts = dict(_iterate_dotted_facts(manifest.facts, other.facts))
+        for key in find_differing_dotted_keys(a.facts, b.facts):
+            found = differences.setdefault(key, {})
+            if key in facts:
+                found[side] = facts[key]
     return differences
 
 
-def _get_fact_by_dotted_key(facts: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(facts, dict):
-            return None
-        facts = facts.get(part)
-    return facts
+def _iterate_dotted_facts(facts: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) down to where one of the two is no dictionary."""
+    if not isinstance(facts, dict) or not isinstance(other, dict):
+        yield prefix, facts
+        return
+    for key, value in facts.items():
+        path = f"{prefix}.{key}".removeprefix(".")
+        if key in other:
+            yield from _iterate_dotted_facts(value, other[key], path)
+        else:
+            yield path, value
 
 
 class _AliasTensorReader(FullTensorReader):
@@ -203,8 +211,9 @@ def describe_checkpoint_difference(
     difference: CheckpointDifference, *, limit: int = 40
 ) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
-    for key, (a, b) in difference.facts.items():
-        yield f"fact    {key}: {a} and {b}"
+    for key, facts in difference.facts.items():
+        words = [json.dumps(facts[side]) if side in facts else "absent" for side in ("a", "b")]
+        yield f"fact    {key}: {words[0]} and {words[1]}"
     structure, values = [], []
     for tensor in difference.tensors:
         if tensor.what == "values":
