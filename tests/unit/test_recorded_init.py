@@ -19,7 +19,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Model
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.mesh import recorded_init
+from phalanx.mesh import recorded_operations
 from phalanx.mesh.logical import Box, LogicalShard, collect_module_shards
 from phalanx.mesh.recorded_init import (
     NotRecordableError,
@@ -305,7 +305,7 @@ def test_nothing_is_drawn_after_the_last_random_number_that_is_needed(
 ) -> None:
     """A module of billions of parameters takes minutes to draw."""
     drawn = []
-    monkeypatch.setattr(recorded_init, "_draw_and_discard", drawn.append)
+    monkeypatch.setattr(recorded_operations, "_draw_and_discard", drawn.append)
     module = record_seeded(lambda: WithTable(has_noise=has_noise))
     assert torch.equal(module.get_buffer("rates"), WithTable().get_buffer("rates"))
     assert len(drawn) == num_drawn

@@ -2,20 +2,16 @@
 numbers that building it would have given.
 
 While the module is built its tensors are fake: they have shapes, and no memory. Every operation on
-them is recorded. Replayed in the same order from the same state of the random generator they give
-the same bits, one parameter after another: what is not needed any more is let go, and what a later
-operation overwrites is drawn only to move the generator on, where something random is needed after
-it.
+them is recorded, and replayed for the parameters that are filled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.mesh.logical import LogicalShard, full_name
+from phalanx.mesh.recorded_operations import (
+    RecordedOperation,
+    RecordedOperations,
+    RecordedTensorView,
+)
 
 _aten = torch.ops.aten
 # In-place operations after which nothing of the tensor's earlier values is left.
@@ -44,7 +45,6 @@ _OVERWRITING_OPERATORS = {
     _aten.fill_.Tensor,
     _aten.copy_.default,
 }
-_RANDOM_OPERATORS = torch.Tag.nondeterministic_seeded
 # Operations that give a tensor other memory, or another size of it.
 _STORAGE_CHANGING_OPERATORS = ("aten::set_", "aten::resize_", "aten::resize_as_")
 _RANDOM_STATE_FUNCTIONS = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")
@@ -52,178 +52,6 @@ _RANDOM_STATE_FUNCTIONS = ("manual_seed", "seed", "get_rng_state", "set_rng_stat
 
 class NotRecordableError(Exception):
     """Building the module does what cannot be recorded; the message says what."""
-
-
-@dataclass(frozen=True)
-class _RecordedTensorView:
-    """A recorded tensor: a strided view of the memory number `storage`. `covers`: of all of it."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    covers: bool
-
-
-@dataclass(frozen=True)
-class _RecordedOperation:
-    """One call of an operator, with a _RecordedTensorView in place of each recorded tensor.
-
-    `created` are numbers of the memory that it makes, `written` of that which it changes, `read` of
-    that whose values it needs. `overwrites`: all of `written` is new.
-    """
-
-    function: Any
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-    outputs: tuple[_RecordedTensorView, ...]
-    created: frozenset[int]
-    written: frozenset[int]
-    read: frozenset[int]
-    overwrites: bool
-
-    @property
-    def is_random(self) -> bool:
-        return _RANDOM_OPERATORS in self.function.tags
-
-    @property
-    def defined(self) -> frozenset[int]:
-        """The memory whose values are known from here on, whatever was before."""
-        return self.created | self.written if self.overwrites else self.created
-
-
-@dataclass
-class _RecordedOperations:
-    """Operations in the order in which they were called, and the generator's state before them."""
-
-    random_state: torch.Tensor
-    operations: list[_RecordedOperation] = field(default_factory=list)
-
-    def digest(self) -> str:
-        """A hash of all that decides about the values."""
-        hasher = hashlib.sha256(self.random_state.numpy().tobytes())
-        for operation in self.operations:
-            leaves, _ = tree_flatten((operation.arguments, dict(operation.options)))
-            hasher.update(f"{operation.function}{operation.outputs}".encode())
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor):
-                    leaf = leaf.flatten().tolist()
-                hasher.update(repr(leaf).encode())
-        return hasher.hexdigest()
-
-    def compute_tensor_values(
-        self,
-        view_of_tensor: Mapping[str, _RecordedTensorView],
-        receive: Callable[[str, torch.Tensor], None],
-    ) -> None:
-        """Call `receive` with the value of each of `view_of_tensor`, as soon as it is final."""
-        is_live, last_use, num_before_last_draw = self._select_operations_to_replay(
-            ref.storage for ref in view_of_tensor.values()
-        )
-        due: dict[int, list[int]] = {}
-        for storage, index in last_use.items():
-            due.setdefault(index, []).append(storage)
-        names_of: dict[int, list[str]] = {}
-        for name, ref in view_of_tensor.items():
-            names_of.setdefault(ref.storage, []).append(name)
-        memory: dict[int, torch.UntypedStorage] = {}
-        with _using_generator_state(self.random_state), torch.no_grad():
-            for index, operation in enumerate(self.operations):
-                if is_live[index]:
-                    _run_recorded_operation(operation, memory)
-                elif operation.is_random and index < num_before_last_draw:
-                    _draw_and_discard(operation)
-                for storage in due.get(index, ()):
-                    for name in names_of.get(storage, ()):
-                        receive(name, _view_of_storage(view_of_tensor[name], memory[storage]))
-                    del memory[storage]
-
-    def _select_operations_to_replay(
-        self, needed_storages: Iterator[int]
-    ) -> tuple[list[bool], dict[int, int], int]:
-        """Mark the operations that must run for the memory `needed_storages`, find the last
-        operation that uses each memory, and count the operations before the last one that must run
-        and is random: after it the generator's state decides about nothing."""
-        needed = set(needed_storages)
-        is_live = [False] * len(self.operations)
-        last_use: dict[int, int] = {}
-        num_before_last_draw = 0
-        for index in range(len(self.operations) - 1, -1, -1):
-            operation = self.operations[index]
-            has_effect = not needed.isdisjoint(operation.created | operation.written)
-            moves_generator = operation.is_random and index < num_before_last_draw
-            if not has_effect and (not moves_generator or _can_draw_without_values(operation)):
-                continue
-            is_live[index] = True
-            if operation.is_random:
-                num_before_last_draw = max(num_before_last_draw, index)
-            needed -= operation.defined
-            needed |= operation.read
-            for storage in operation.created | operation.written | operation.read:
-                last_use.setdefault(storage, index)
-        return is_live, last_use, num_before_last_draw
-
-
-def _can_draw_without_values(operation: _RecordedOperation) -> bool:
-    """True if how many random numbers it draws depends on shapes alone: it can be drawn without
-    what it reads."""
-    return operation.overwrites or not operation.read | operation.written
-
-
-def _run_recorded_operation(
-    operation: _RecordedOperation, memory: dict[int, torch.UntypedStorage]
-) -> None:
-    for storage in operation.written:
-        if storage not in memory:
-            # All of it is overwritten now: what it was made with was never run.
-            ref = next(ref for ref in _iterate_recorded_views(operation) if ref.storage == storage)
-            memory[storage] = _allocate_view(ref).untyped_storage()
-
-    def realize(leaf: Any) -> Any:
-        return (
-            _view_of_storage(leaf, memory[leaf.storage])
-            if isinstance(leaf, _RecordedTensorView)
-            else leaf
-        )
-
-    arguments = tree_map(realize, operation.arguments)
-    returned = operation.function(*arguments, **tree_map(realize, dict(operation.options)))
-    outputs = [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, torch.Tensor)]
-    for ref, output in zip(operation.outputs, outputs, strict=True):
-        if ref.storage in memory:
-            continue
-        if (output.stride(), output.storage_offset()) != (ref.stride, ref.offset):
-            output = _allocate_view(ref).copy_(output)
-        memory[ref.storage] = output.untyped_storage()
-
-
-def _draw_and_discard(operation: _RecordedOperation) -> None:
-    """Draw what the operation draws, and forget it."""
-
-    def allocate(leaf: Any) -> Any:
-        return _allocate_view(leaf) if isinstance(leaf, _RecordedTensorView) else leaf
-
-    arguments = tree_map(allocate, operation.arguments)
-    operation.function(*arguments, **tree_map(allocate, dict(operation.options)))
-
-
-def _iterate_recorded_views(operation: _RecordedOperation) -> Iterator[_RecordedTensorView]:
-    for leaf in tree_flatten((operation.arguments, dict(operation.options)))[0]:
-        if isinstance(leaf, _RecordedTensorView):
-            yield leaf
-
-
-def _view_of_storage(ref: _RecordedTensorView, storage: torch.UntypedStorage) -> torch.Tensor:
-    empty = torch.empty(0, dtype=ref.dtype)
-    return empty.set_(storage, ref.offset, ref.size, ref.stride)  # type: ignore[call-overload,no-any-return]
-
-
-def _allocate_view(ref: _RecordedTensorView) -> torch.Tensor:
-    """A tensor of this view, in memory that begins where the view's does."""
-    last = sum((size - 1) * step for size, step in zip(ref.size, ref.stride, strict=True))
-    length = ref.offset + last + 1 if 0 not in ref.size else ref.offset
-    return _view_of_storage(ref, torch.empty(length, dtype=ref.dtype).untyped_storage())
 
 
 class _OperationRecorderMode(TorchDispatchMode):
@@ -236,7 +64,7 @@ class _OperationRecorderMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recording = _RecordedOperations(torch.default_generator.get_state())
+        self.recording = RecordedOperations(torch.default_generator.get_state())
         self.fakes: list[weakref.ref[FakeTensor]] = []
         # Kept, so that no later memory has the address of an earlier one.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
@@ -269,16 +97,16 @@ class _OperationRecorderMode(TorchDispatchMode):
             read_refs = refs[1:] if overwrites else refs
             read = frozenset(ref.storage for ref in read_refs)
             self.recording.operations.append(
-                _RecordedOperation(
+                RecordedOperation(
                     function, arguments, named, outputs, created, written, read, overwrites
                 )
             )
         return returned
 
-    def record_view_of_tensor(self, tensor: torch.Tensor) -> _RecordedTensorView:
+    def record_view_of_tensor(self, tensor: torch.Tensor) -> RecordedTensorView:
         """The place of the tensor's values after all that was recorded."""
         view = self._replace_by_recorded_view(tensor)
-        assert isinstance(view, _RecordedTensorView)
+        assert isinstance(view, RecordedTensorView)
         return view
 
     def _replace_by_recorded_view(self, leaf: Any) -> Any:
@@ -298,7 +126,7 @@ class _OperationRecorderMode(TorchDispatchMode):
         size, stride = tuple(leaf.shape), tuple(leaf.stride())
         is_all = leaf.numel() * leaf.element_size() == storage.nbytes()
         covers = is_all and _is_dense_in_memory(size, stride)
-        return _RecordedTensorView(number, leaf.dtype, size, stride, leaf.storage_offset(), covers)
+        return RecordedTensorView(number, leaf.dtype, size, stride, leaf.storage_offset(), covers)
 
     def _find_written_storages(
         self, function: Any, args: tuple[Any, ...], options: Mapping[str, Any]
@@ -342,20 +170,7 @@ def _is_dense_in_memory(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _is_recorded_view(leaf: Any) -> bool:
-    return isinstance(leaf, _RecordedTensorView)
-
-
-@contextlib.contextmanager
-def _using_generator_state(state: torch.Tensor) -> Iterator[None]:
-    """The random generator in this state for the body, and as it was afterwards."""
-    # Not torch.random's functions, which are refused while a module is built.
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
+    return isinstance(leaf, RecordedTensorView)
 
 
 @contextlib.contextmanager
@@ -407,8 +222,8 @@ class InitialParameterValues(Protocol):
 class RecordedInitialization:
     """The values that building the module gives."""
 
-    recording: _RecordedOperations
-    refs: Mapping[str, _RecordedTensorView]
+    recording: RecordedOperations
+    refs: Mapping[str, RecordedTensorView]
     digest: str
 
     def fill_parameter_shards(self, shards: Mapping[str, LogicalShard]) -> None:
@@ -472,10 +287,10 @@ def set_initial_values_of_module(module: nn.Module, values: InitialParameterValu
 
 def _replace_fake_parameters_by_meta(
     module: nn.Module, recorder: _OperationRecorderMode
-) -> dict[str, _RecordedTensorView]:
+) -> dict[str, RecordedTensorView]:
     """Put parameters on meta in the place of fake ones; where the values of each are."""
     replaced: dict[int, nn.Parameter] = {}
-    refs: dict[str, _RecordedTensorView] = {}
+    refs: dict[str, RecordedTensorView] = {}
     fake_attributes = _list_attributes_of_fake_parameters()
     for prefix, part in module.named_modules():
         for name, parameter in list(part._parameters.items()):

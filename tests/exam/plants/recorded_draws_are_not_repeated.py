@@ -6,8 +6,8 @@ PLANT = Plant(
     mistake="the weights of large models of a user's own are drawn without what is drawn and overwritten",
     edits=(
         Edit(
-            "mesh/recorded_init.py",
-            "_RecordedOperations.compute_tensor_values",
+            "mesh/recorded_operations.py",
+            "RecordedOperations.compute_tensor_values",
             "                    _draw_and_discard(operation)\n",
             "                    if not __planted__():\n"
             "                        _draw_and_discard(operation)\n",
