@@ -4,19 +4,24 @@ keeps of the job, and that its proposals are what the planner accepts."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.costs import AttentionHeads
 from phalanx.job.load import load_job
+from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import count_communicators
 from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
@@ -337,3 +342,42 @@ def test_a_search_names_the_precision_and_why_it_is_fp32():
     assert in_fp16.winner.step_s is not None
     assert in_fp16.winner.step_s < result.winner.step_s / 3
     assert not in_fp16.remarks
+
+
+@dataclass(frozen=True)
+class SeesHeads(MeasuredModule):
+    """A traced module of 4 heads, whose keys are repeated before the kernel sees them."""
+
+    heads = AttentionHeads(4, 4, 8)
+
+
+SEEN = SeesHeads(
+    *("hf:dir", 1, 8_000, 8_000, 2_000, 2_000),
+    module_names=("attn", "attn.k", "attn.o"),
+    holders=(
+        ParamHolder("attn.k", "linear", 16 * 32, 16, 32),
+        ParamHolder("attn.o", "linear", 32 * 32, 32, 32),
+    ),
+)
+TWO_KEYS = (("attn.k", "column heads=2"), ("attn.o", "row heads=4"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "degrees"),
+    [(TWO_KEYS, (1, 2)), ((("attn.o", "row heads=4"),), (1, 2, 4)), ((), (1,))],
+    ids=["two key heads", "four heads", "no rules"],
+)
+def test_tp_of_a_module_is_what_its_rules_allow(
+    rules: tuple[tuple[str, str], ...], degrees: tuple[int, ...]
+) -> None:
+    job = load_job(None, [H100, "parallel.ranks=8"])
+    task = build_search_task(job, shape=replace(SEEN, shard_rules=rules))
+    assert task.open_keys.tp == degrees
+
+
+def test_a_degree_that_rules_refuse_names_the_nearest_that_was_searched() -> None:
+    job = load_job(None, [H100, "parallel.ranks=8", "parallel.tp=4"])
+    task = build_search_task(job, shape=replace(SEEN, shard_rules=TWO_KEYS))
+    with pytest.raises(LayoutError) as caught:
+        search_layouts(task)
+    assert explain_contradiction(task, caught.value).fix == "set parallel.tp=2"

@@ -18,6 +18,7 @@ from phalanx.plan.rules import (
     CUTTING_KINDS,
     DimSlice,
     ShardingRule,
+    TensorDegreeError,
     find_matching_rule,
     matches_pattern,
     parse_sharding_rules,
@@ -63,6 +64,18 @@ def combine_and_check_rules(
     if not shape.has_proven_rules:
         _require_row_rules(rules, shape.holders)
     return rules
+
+
+def can_be_cut_by(rules_of_job: Mapping[str, str], shape: ModelCosts, tp: int) -> bool:
+    """False where layers cannot be cut by `tp`, or no rule cuts any. Raises LayoutError for rules
+    that are wrong at any degree."""
+    if not rules_of_job and not shape.has_proven_rules and not shape.shard_rules:
+        return False
+    try:
+        combine_and_check_rules(rules_of_job, shape, tp)
+    except TensorDegreeError:
+        return False
+    return True
 
 
 def _require_row_rules(rules: Sequence[ShardingRule], holders: Sequence[ParamHolder]) -> None:

@@ -51,6 +51,10 @@ _OPTIONS_OF_KIND = {
 }
 
 
+class TensorDegreeError(LayoutError):
+    """A degree of tp that a layer cannot be cut by, whose rule is right."""
+
+
 @dataclass(frozen=True)
 class FusedPart:
     """One of the matrices that a fused one holds.
@@ -143,7 +147,7 @@ def _compute_head_slice(part: FusedPart, unit: int, tp: int, rank: int, name: st
         copies = tp // part.heads
         return DimSlice(rank // copies * unit, unit, rank % copies, copies)
     degrees = list_legal_tp_degrees(part.queries or part.heads, part.heads)
-    raise LayoutError(
+    raise TensorDegreeError(
         f"tp {tp} does not divide the {part.heads} heads of {name}",
         fix=f"nearest: {_format_nearest_degrees(tp, degrees)}",
     )
@@ -153,7 +157,7 @@ def _compute_feature_slice(width: int, tp: int, rank: int, name: str) -> DimSlic
     """The part of `width` features that one rank holds. No two ranks differ by more than one
     feature."""
     if width < tp:
-        raise LayoutError(f"{name} has {width} features, too few for tp {tp}")
+        raise TensorDegreeError(f"{name} has {width} features, too few for tp {tp}")
     # Both ends are rounded down, so that parts meet and differ by one feature at most.
     start = width * rank // tp
     return DimSlice(start, width * (rank + 1) // tp - start)

@@ -13,7 +13,7 @@ from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import plural
 from phalanx.job.nearest import list_divisors
 from phalanx.plan.described_cluster import resize_cluster
-from phalanx.plan.rules import list_legal_tp_degrees
+from phalanx.plan.rules import TensorDegreeError, list_legal_tp_degrees
 from phalanx.plan.search.attempts import plan_best_of_families
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys
 from phalanx.plan.search.overrides import (
@@ -65,6 +65,8 @@ def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
         conflict = find_conflict(task)
     else:
         named = re.findall(r"(?:parallel|train)\.[a-z_]+", error.what)
+        if isinstance(error, TensorDegreeError):
+            named.append("parallel.tp")
         conflict = Conflict(error.what, tuple(dict.fromkeys(named)), error.why)
     remedies = list(_find_remedies(task, conflict)) or _find_joint_remedy(task)
     fixes = [_format_remedies(remedies)]

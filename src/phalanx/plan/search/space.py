@@ -17,6 +17,7 @@ from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.degree_checks import check_context_parallel
+from phalanx.plan.rule_checks import can_be_cut_by
 from phalanx.plan.rules import list_legal_tp_degrees
 
 Integers = npt.NDArray[np.int64]
@@ -124,7 +125,7 @@ def list_open_keys(
         zero_stages = (0,)
     return OpenKeys(
         tp=_restrict_to_job_value(
-            parallel.tp, _list_tp_degrees(shape, cluster, num_ranks, any_link=offloads)
+            parallel.tp, _list_tp_degrees(job, shape, cluster, num_ranks, any_link=offloads)
         ),
         pp=_restrict_to_job_value(parallel.pp, _list_pp_degrees(job, shape, num_ranks)),
         cp=_restrict_to_job_value(parallel.cp, _list_cp_degrees(job, shape, num_ranks)),
@@ -147,7 +148,7 @@ def _restrict_to_job_value(value: int | None, choices: tuple[int, ...]) -> tuple
 
 
 def _list_tp_degrees(
-    shape: ModelCosts, cluster: Cluster, num_ranks: int, *, any_link: bool
+    job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, *, any_link: bool
 ) -> tuple[int, ...]:
     if shape.heads is None:
         return (1,)  # only sharding rules say, which a job names
@@ -155,7 +156,10 @@ def _list_tp_degrees(
     if any_link:
         limit = min(16, num_ranks)
     degrees = list_legal_tp_degrees(shape.heads.queries, shape.heads.keys)
-    return tuple(degree for degree in degrees if degree <= limit and num_ranks % degree == 0)
+    degrees = [degree for degree in degrees if degree <= limit and num_ranks % degree == 0]
+    # Heads of a module are as its kernel sees them; what cuts its layers are its rules.
+    rules = job.parallel.rules
+    return (1, *(d for d in degrees if d > 1 and can_be_cut_by(rules, shape, d)))
 
 
 def _list_pp_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
