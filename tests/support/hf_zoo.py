@@ -52,6 +52,8 @@ ZOO: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**WIDTHS, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {**WIDTHS, **EXPERTS, "head_dim": 8},
     "minimax": {**WIDTHS, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Its head takes no `use_cache`, and passes it on.
+    "granitemoeshared": {**WIDTHS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {**WIDTHS},
     "olmo2": {**WIDTHS},
     "cohere": {**WIDTHS},

@@ -256,7 +256,9 @@ def _start_ranks_of_torchrun_from_nursery() -> None:
 
     def start(args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
         words = list(args)
-        if words[:2] != [sys.executable, "-u"] or at_start(ONE_THREAD | env) != _AT_START:
+        is_forked = words[:2] == [sys.executable, "-u"] and at_start(ONE_THREAD | env) == _AT_START
+        # A benchmark chooses the environment of what it measures, and no nursery is in it.
+        if not is_forked or NURSERY not in env:
             return _Popen(args, env=env, **options)
         is_phalanx = words[2:4] == ["-m", "phalanx"]
         kind, arguments = (COMMAND, words[4:]) if is_phalanx else (SCRIPT, words[2:])

@@ -50,6 +50,7 @@ def compare(directory: Path, name: str) -> AdapterFacts:
     [
         ("llama", "LlamaForCausalLM"),
         ("gpt2", "GPT2LMHeadModel"),
+        ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
         ("vit", "ViTForImageClassification"),
     ],
 )

@@ -160,8 +160,9 @@ def _list_calls(plan: Plan, own: Any) -> Iterator[_Call]:
     positions = torch.arange(length).repeat(NUM_ROWS, 1)
     known = inspect.signature(type(own).forward).parameters
     usual: dict[str, Any] = {"input_ids": tokens}
-    # A cache is for generation.
-    usual |= {"use_cache": False} if "use_cache" in known else {}
+    # A cache is for generation. Where it is an option of the inner model, it is passed on.
+    passes_on = any(option.kind is option.VAR_KEYWORD for option in known.values())
+    usual |= {"use_cache": False} if "use_cache" in known or passes_on else {}
     mask = {"attention_mask": torch.ones_like(tokens)} if "attention_mask" in known else {}
     yield _Call((tokens, positions), {**usual, **mask})
     if "position_ids" in known:
