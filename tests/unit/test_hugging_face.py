@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hf_zoo import WIDTHS, ZOO, write_config
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.phases import PhaseTimer
+from phalanx.job.hugging_face import read_model_config
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
@@ -162,6 +164,17 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")  # a kept answer is of the file that was there
     with pytest.raises(LayoutError, match="names no model_type"):
         probe_foreign_shape(kind, {}, tmp_path / "cache")
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """As of Mamba 2 and its kin, whose time steps have no upper limit."""
+    from transformers import Mamba2Config
+
+    written = Mamba2Config(time_step_limit=(0.0, math.inf))
+    written.save_pretrained(tmp_path)
+    values = read_model_config(f"hf:{tmp_path}")
+    assert values["time_step_limit"] == [0.0, math.inf]
+    assert Mamba2Config.from_dict(values).time_step_limit == [0.0, math.inf]
 
 
 def test_a_config_that_says_all_that_its_model_reads_is_built(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -215,19 +215,26 @@ def require_regular_file_mode(mode: int, path: Path | str) -> None:
     raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
-def read_json(path: Path, most_bytes: int = MAX_JSON_FILE_BYTES) -> Any:
-    """The value in a regular file of JSON.
+def read_json(
+    path: Path,
+    most_bytes: int = MAX_JSON_FILE_BYTES,
+    *,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """The value in a regular file of JSON; `object_hook` as of `json.loads`.
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
     """
-    return parse_json(read_whole_regular_file(path, most_bytes))
+    return parse_json(read_whole_regular_file(path, most_bytes), object_hook=object_hook)
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(
+    text: bytes | str, *, object_hook: Callable[[dict[str, Any]], Any] | None = None
+) -> Any:
     """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep."""
     try:
         # Python's parser calls itself for each level of nesting.
-        return json.loads(text)
+        return json.loads(text, object_hook=object_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

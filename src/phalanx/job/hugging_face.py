@@ -6,6 +6,7 @@ Torch-free; nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ SIZE_KEYS = (
     *("intermediate_size", "vocab_size", "n_layer", "n_embd", "n_head"),
 )
 """Keys of config.json, in several families, of what a model has at least one of."""
+# transformers: {"__float__": "Infinity"} for math.inf, since its version 5.
+_FLOAT_TAG_KEY = "__float__"
+_FLOAT_OF_TAG = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYER_KEYS = ("num_hidden_layers", "n_layer")
 SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -93,7 +97,7 @@ def read_model_config(kind: str) -> dict[str, Any]:
     """
     path = find_config_file(kind)
     try:
-        values = read_json(path)
+        values = read_config_values(path)
     except (OSError, ValueError) as error:
         raise LayoutError(f"{path} cannot be read", why=" ".join(str(error).split())) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
@@ -110,6 +114,22 @@ def read_model_config(kind: str) -> dict[str, Any]:
         if isinstance(size, int) and size > MAX_LAYERS:
             raise LayoutError(f"{path}: {key} is {size:,}", fix=f"give at most {MAX_LAYERS:,}")
     return values
+
+
+def read_config_values(path: Path) -> Any:
+    """What stands in the file config.json, with numbers for the tags that transformers writes in
+    place of inf and NaN.
+
+    Raises OSError for what cannot be read, ValueError for what is no JSON.
+    """
+    return read_json(path, object_hook=_decode_tagged_float)
+
+
+def _decode_tagged_float(value: dict[str, Any]) -> Any:
+    tag = value.get(_FLOAT_TAG_KEY)
+    if len(value) == 1 and isinstance(tag, str):
+        return _FLOAT_OF_TAG.get(tag, value)
+    return value
 
 
 def list_transformers_modules(kind: str | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from phalanx.core.files import read_json, write_json_atomically
-from phalanx.job.hugging_face import is_hugging_face
+from phalanx.job.hugging_face import is_hugging_face, read_config_values
 from phalanx.job.schema import Job
 from phalanx.nn.objective import CausalOutput
 from phalanx.plan.plan import Plan
@@ -138,7 +138,7 @@ def _build_own_model(job: Job, architecture: str) -> Any:
     assert kind is not None
     # Read here: what phalanx makes of the file is judged, too.
     path = Path(kind.partition(":")[2]).expanduser()
-    stored = read_json(path / "config.json" if path.is_dir() else path)
+    stored = read_config_values(path / "config.json" if path.is_dir() else path)
     values = {**stored, **(job.model.args or {})}
     config = transformers.AutoConfig.for_model(**values)
     own = getattr(transformers, architecture)(config).to(torch.float64)

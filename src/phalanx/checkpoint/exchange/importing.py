@@ -42,7 +42,7 @@ from phalanx.checkpoint.shard_file import write_safetensors_stream
 from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
-from phalanx.core.files import read_json
+from phalanx.job.hugging_face import read_config_values
 from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
@@ -93,7 +93,7 @@ class WeightsToImport:
 def read_config_json(source: Path) -> dict[str, Any]:
     """The config.json of a directory. Raises CheckpointError."""
     try:
-        config = read_json(source / CONFIG_FILE_NAME)
+        config = read_config_values(source / CONFIG_FILE_NAME)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "config.json cannot be read", where=str(source / CONFIG_FILE_NAME), why=str(error)
