@@ -14,7 +14,7 @@ from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
 from phalanx.plan.memory import _count_segment_saved_and_redone_bytes, count_segment_bytes
 from phalanx.plan.pipeline.cut import LayerCosts, _CutRater
-from phalanx.plan.search.screen import _group_equal_rows
+from phalanx.plan.search.equal_rows import group_equal_rows
 from phalanx.plan.segments import Segment
 from phalanx.plan.workload import Workload
 
@@ -53,7 +53,7 @@ def test_bytes_of_segments_are_those_of_each_counted_by_itself(preset: str) -> N
 def test_equal_rows_are_grouped_as_by_numpy() -> None:
     draw = np.random.default_rng(0)
     columns = [draw.choice([1, 2, 4, 8, 96], 500), draw.integers(0, 3, 500), np.full(500, 7)]
-    rows, inverse = _group_equal_rows(columns)
+    rows, inverse = group_equal_rows(columns)
     expected, expected_inverse = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
     assert rows == list(map(tuple, expected.tolist()))
     assert inverse.tolist() == expected_inverse.reshape(-1).tolist()

@@ -6,7 +6,7 @@ through is planned again, so an error here costs a candidate or a moment, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
 from phalanx.plan.pipeline.pipeline_plan import V_SHAPED_SCHEDULES
+from phalanx.plan.search.equal_rows import Integers, group_equal_rows
 from phalanx.plan.search.space import (
     OFFLOAD_CHOICES,
     RECOMPUTE_CHOICES,
@@ -26,9 +27,6 @@ from phalanx.plan.segments import list_recompute_segments
 from phalanx.plan.workload import Workload, shard_shape
 
 Bytes = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-# Larger numbers are sorted: counting them takes memory in proportion to the largest.
-MAX_COUNTED_VALUE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class MemoryScreen:
     def _group_rows(self, *columns: str) -> tuple[list[tuple[int, ...]], Integers]:
         """The different combinations of values in `columns`, and the index of each row's."""
         if columns not in self._groups:
-            self._groups[columns] = _group_equal_rows([getattr(self.rows, c) for c in columns])
+            self._groups[columns] = group_equal_rows([getattr(self.rows, c) for c in columns])
         return self._groups[columns]
 
     def _shard_shape(self, tp: int) -> ModelCosts:
@@ -476,27 +474,3 @@ class MemoryScreen:
 
 
 _list_segments = lru_cache(maxsize=len(RECOMPUTE_CHOICES))(list_recompute_segments)
-
-
-def _group_equal_rows(columns: Sequence[Integers]) -> tuple[list[tuple[int, ...]], Integers]:
-    """The different rows of a table of small numbers, and the index of each row among them."""
-    # Counted, not sorted, which takes ten times as long: a column has few different values.
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, index = _number_values(column)
-        code = code * len(values) + index
-    codes, inverse = _number_values(code)
-    row_of_code = np.zeros(len(codes), dtype=np.int64)
-    row_of_code[inverse] = np.arange(len(code))
-    rows = zip(*(column[row_of_code].tolist() for column in columns), strict=True)
-    return list(rows), inverse
-
-
-def _number_values(column: Integers) -> tuple[Integers, Integers]:
-    """The different numbers in `column`, in order, and the index of each row's among them."""
-    if column.size and column.max() > MAX_COUNTED_VALUE:
-        values, index = np.unique(column, return_inverse=True)
-        return values, index
-    is_there = np.bincount(column) > 0
-    index_of_value = np.cumsum(is_there) - 1
-    return np.flatnonzero(is_there), index_of_value[column]
