@@ -23,7 +23,7 @@ from ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "examples" / "found"
 REPRODUCTIONS = sorted(path.stem for path in FOUND.glob("*.py") if path.stem != "outcome")
-FROM_TRANSFORMERS = {"apertus_activation", "fused_load", "permuted_save"}
+FROM_TRANSFORMERS = {"apertus_activation", "fused_load", "packed_with_cache", "permuted_save"}
 BY_FROM_PRETRAINED = {"fused_load", "permuted_save"}
 
 
