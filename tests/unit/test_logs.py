@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
 from phalanx.core.log_times import build_log_times_path, parse_log_times
 from phalanx.launch.merge_logs import LogFollower
@@ -269,6 +270,19 @@ def test_following_ends_with_the_run(tmp_path: Path, ranks: list[Rank]) -> None:
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_following_a_run_that_was_cut_off_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_old_log(tmp_path, 0, 0, "text")
+    holder = LockHolder(socket.gethostname(), 2**31 - 1, 1.0, "of-another-boot", 1.0)
+    (tmp_path / "lock").write_text(json.dumps(asdict(holder)))
+    os.utime(tmp_path / "lock", (1.0, 1.0))
+    assert _app.run_command_line(["logs", str(tmp_path), "--follow"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("rank 0  text\n")
+    assert "the run was cut off: its processes are gone" in captured.err
 
 
 # --- output that another launcher has -------------------------------------------------------------

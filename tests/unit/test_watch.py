@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from browser import open_browser
+from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
 from phalanx.cli.watch import describe_run_beside_page
 from phalanx.core.errors import UsageError
@@ -26,6 +31,7 @@ from phalanx.report.live.live_page import LivePage
 from phalanx.report.live.page_server import PageServer, open_page_server
 from phalanx.report.page import CONTENT_SECURITY_POLICY, render_page
 from phalanx.report.reduce import collect_run_facts
+from phalanx.run.run_in_use import is_run_cut_off
 
 LAYOUT = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
 
@@ -282,6 +288,41 @@ def test_the_terminal_view_of_a_pipe_ends_with_an_interrupt(run: LiveRun) -> Non
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
+
+
+def test_the_terminal_view_of_a_run_that_was_cut_off_ends(
+    run: LiveRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its lock and the age of its files tell: the job is gone, and recorded no end."""
+    run.train(10)
+    leave_lock_of_dead_job(run.directory)
+    command = ["watch", str(run.directory), "--terminal"]
+    assert _app.run_command_line(command) == 0
+    shown = capsys.readouterr().out
+    assert "step 10/100" in shown
+    assert "cut off, its processes are gone and no end was recorded" in shown
+    assert f"train --resume {run.directory} goes on with it" in shown
+
+
+def test_a_run_that_a_launcher_may_start_again_is_not_cut_off(run: LiveRun) -> None:
+    """Its files are of this minute, or nothing is known of its processes."""
+    run.train(10)
+    assert not is_run_cut_off(run.directory)
+    leave_lock_of_dead_job(run.directory)
+    assert is_run_cut_off(run.directory)
+    run.train(1)
+    assert not is_run_cut_off(run.directory)
+
+
+def leave_lock_of_dead_job(run_dir: Path) -> None:
+    """The lock of a process that has ended, two minutes after the last event of its run."""
+    with subprocess.Popen(["true"]) as process:
+        pid = process.pid
+    (run_dir / "lock").write_text(
+        json.dumps(asdict(LockHolder(socket.gethostname(), pid, 1.0, "of-this-boot", 1.0)))
+    )
+    for path in (run_dir / "lock", *(run_dir / "events").iterdir()):
+        os.utime(path, (time.time() - 120.0,) * 2)
 
 
 # --- in a browser ---------------------------------------------------------------------------------

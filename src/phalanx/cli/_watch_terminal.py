@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from phalanx.observe.run_end import read_recorded_end
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.observe.words import describe_end
+from phalanx.run.next_command import format_program_command
+from phalanx.run.run_in_use import is_run_cut_off
 
 _POLL_INTERVAL_S = 0.2
 _DEFAULT_LOG_EVERY = 10
@@ -24,9 +27,10 @@ _LIVENESS_INTERVAL_S = 2.0
 
 
 def show_run_in_terminal(run_dir: Path) -> int:
-    """Show the newest attempt of a run and those that follow, until the run ends or Ctrl-C.
+    """Show the newest attempt of a run and those that follow, until the run ends, or its processes
+    are gone, or Ctrl-C.
 
-    Returns the exit code of the verb: 0 also for a run that failed, which it says.
+    Returns the exit code of the verb: 0 also for a run that failed or was cut off, which it says.
     """
     job = _read_job(run_dir)
     console = open_console(
@@ -36,34 +40,42 @@ def show_run_in_terminal(run_dir: Path) -> int:
         units=choose_metric_units_of_job(job),
     )
     tail = EventTail(run_dir, attempt_from=max(next_attempt_number(run_dir) - 1, 0))
-    end = None
     try:
         end = _show_events_until_end(run_dir, console, tail)
     except KeyboardInterrupt:
         # The usual end of watching.
-        pass
+        return 0
     finally:
         console.close()
     if end is not None:
         print(f"run     {run_dir}: {describe_end(end)}, exit code {end.exit_code}")
+    else:
+        resume = f"{format_program_command()} train --resume {shlex.quote(str(run_dir))}"
+        print(
+            f"run     {run_dir}: cut off, its processes are gone and no end was recorded;"
+            f" {resume} goes on with it"
+        )
     return 0
 
 
-def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> RunFinished:
-    shown_sentence, looked_s = "", 0.0
+def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> RunFinished | None:
+    """Returns the end of the run; None if it was cut off without one."""
+    shown_sentence, looked_s, is_cut_off = "", 0.0, False
     while True:
         # Before the events are read: what was written until the end is read then.
         end = read_recorded_end(run_dir)
         for envelope in tail.read_new_events():
             console.write(envelope)
         console.tick()
-        if end is not None:
+        if end is not None or is_cut_off:
             return end
         now = time.monotonic()
         if now - looked_s >= _LIVENESS_INTERVAL_S:
             looked_s = now
+            # What it wrote before it was cut off is read in one more turn.
+            is_cut_off = is_run_cut_off(run_dir)
             sentence = describe_liveness(run_dir)
-            if sentence != shown_sentence:
+            if sentence != shown_sentence and not is_cut_off:
                 console.say(sentence)
                 shown_sentence = sentence
         time.sleep(_POLL_INTERVAL_S)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: phalanx logs runs/train-20260101-120000 --follow"
 _POLL_INTERVAL_S = 0.2
+_CUT_OFF_INTERVAL_S = 2.0
 
 
 def command(
@@ -138,14 +139,26 @@ def _list_elsewhere_notices(run_dir: Path, rank: int | None) -> list[str]:
 
 
 def _follow_lines(run_dir: Path, follower: LogFollower) -> Iterator[LogLine]:
-    """Lines as they come, until the run has recorded its end."""
-    from phalanx.observe.run_end import read_recorded_end
+    """Lines as they come, until the run has recorded its end, or its processes are gone."""
+    import sys
 
+    from phalanx.observe.run_end import read_recorded_end
+    from phalanx.run.run_in_use import is_run_cut_off
+
+    looked_s = 0.0
     while True:
         # Before the lines are read: what was written until the end is read then.
-        is_over = read_recorded_end(run_dir) is not None
-        yield from follower.read_new_lines(is_last=is_over)
-        if is_over:
+        is_over, is_cut_off = read_recorded_end(run_dir) is not None, False
+        now = time.monotonic()
+        if not is_over and now - looked_s >= _CUT_OFF_INTERVAL_S:
+            looked_s, is_cut_off = now, is_run_cut_off(run_dir)
+        yield from follower.read_new_lines(is_last=is_over or is_cut_off)
+        if is_cut_off:
+            print(
+                "the run was cut off: its processes are gone, and no end was recorded",
+                file=sys.stderr,
+            )
+        if is_over or is_cut_off:
             return
         time.sleep(_POLL_INTERVAL_S)
 

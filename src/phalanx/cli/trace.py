@@ -66,6 +66,7 @@ def command(
     from phalanx.cli._output_files import require_trace_or_new_file
     from phalanx.cli._trace_progress import TraceProgressLine
     from phalanx.run.collect_trace import find_or_request_parts, write_trace_file
+    from phalanx.run.next_command import format_program_command
 
     with print_errors_as_json(as_json):
         request = _read_options(steps, next_steps, kernels=kernels, timeout_s=timeout)
@@ -79,7 +80,7 @@ def command(
         except KeyboardInterrupt:
             if line.is_accepted:
                 # The request is taken: nothing takes it back from all ranks alike.
-                command = f"phalanx trace {shlex.quote(run)}"
+                command = f"{format_program_command()} trace {shlex.quote(run)}"
                 print(f"the ranks go on tracing; later: {command} --steps A:B", file=sys.stderr)
             raise
         path = run_dir / "traces" / f"steps-{traced.first}-{traced.last}.pftrace"

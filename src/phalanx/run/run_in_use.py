@@ -1,15 +1,27 @@
-"""A look at the lock of a run directory before anything slow is imported, so that a run in use
-is refused at once."""
+"""A look at the lock of a run directory before anything slow is imported: whether a job has the
+run, and whether anything more can come of it."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import refuse_run_of_live_job
+from phalanx.checkpoint.ownership.run_lock import (
+    LOCK_FILE_NAME,
+    find_live_holder,
+    read_lock_holder,
+    refuse_run_of_live_job,
+)
 from phalanx.job.load import load_job
 from phalanx.launch.external import read_external_launch
+from phalanx.launch.paths import BLACK_BOXES, EVENTS
+from phalanx.launch.positions import read_rank_states
+
+# A launcher that starts ranks again has them begin within it.
+_RESTART_S = 60.0
 
 
 def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: str | None) -> None:
@@ -27,3 +39,35 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
         run_dir = load_job(job_file, overrides).run.dir
     if run_dir:
         refuse_run_of_live_job(Path(run_dir))
+
+
+def is_run_cut_off(run_dir: Path) -> bool:
+    """True if the processes of a run are known to be gone, and have been for a minute: whoever
+    waits for more waits in vain.
+
+    False where that cannot be told: ranks of another machine, or a run that left neither a lock nor
+    black boxes. Raises UsageError for black boxes of a newer phalanx.
+    """
+    if find_live_holder(run_dir) is not None:
+        return False
+    states = read_rank_states(run_dir, sample_s=0.0)
+    if any(state.process.state != "gone" for state in states.values()):
+        return False
+    # A job that ends removes its lock: what is left is of one that was killed.
+    if not states and read_lock_holder(run_dir / LOCK_FILE_NAME) is None:
+        return False
+    # torchrun starts ranks again, the one that takes the lock among them.
+    return time.time() - _find_last_change_unix_s(run_dir) > _RESTART_S
+
+
+def _find_last_change_unix_s(run_dir: Path) -> float:
+    """The time of the newest change that the processes of a run have made; 0 where none is seen."""
+    newest_s = 0.0
+    for path in (
+        run_dir / LOCK_FILE_NAME,
+        *(run_dir / EVENTS).glob("*"),
+        *(run_dir / BLACK_BOXES).glob("*"),
+    ):
+        with suppress(OSError):
+            newest_s = max(newest_s, path.lstat().st_mtime)
+    return newest_s
