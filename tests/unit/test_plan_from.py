@@ -24,7 +24,11 @@ from phalanx.plan.calibrated.step import (
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.stored_plan import StoredPlanError, parse_stored_plan
+from phalanx.plan.stored_plan import (
+    StoredPlanError,
+    parse_stored_plan,
+    read_stored_plan_or_none,
+)
 from phalanx.run import autotune
 from phalanx.run.plan_from import GROUPS, extrapolate_plan_from_run, load_job_file_or_job_of_run
 
@@ -223,6 +227,32 @@ def test_a_run_with_durations_that_no_clock_says_is_refused(
         path.write_text(path.read_text().replace(before, after))
     with pytest.raises(StoredPlanError, match=f"step 1 of rank 0 {re.escape(problem)}"):
         extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
+def test_steps_that_rank_0_has_lost_are_not_taken_from_the_others(tmp_path: Path) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    (path,) = (tmp_path / "run" / "events").glob("rank-0000-*")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:40])
+    with pytest.raises(UsageError, match="has 3 steps on record, and 5 are needed"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layout", {"dp_replicate": -1}), ("shape", {}), ("alternatives", [1])],
+)
+def test_whoever_can_do_without_a_plan_gets_none_of_a_damaged_one(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    path = tmp_path / "plan.json"
+    body = plan_of().to_json()
+    path.write_text(json.dumps(body))
+    assert read_stored_plan_or_none(path) == plan_of()
+    path.write_text(json.dumps(body | {key: value}))
+    assert read_stored_plan_or_none(path) is None
+    path.write_text("[" * 100_000)
+    assert read_stored_plan_or_none(path) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

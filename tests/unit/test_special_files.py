@@ -18,11 +18,11 @@ import pytest
 from test_retention import save
 
 import phalanx
-from phalanx.checkpoint.best import record_best_step
+from phalanx.checkpoint.best import read_best_step, record_best_step
 from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, holding_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
-from phalanx.core.errors import ResourceError
+from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.files import (
     create_writable_run_directory,
     open_regular_file,
@@ -39,6 +39,7 @@ from phalanx.launch.paths import (
     refuse_symlinked_run_folders,
 )
 from phalanx.observe.sinks._metrics import read_or_store_run_id
+from phalanx.run.initial_weights import read_initial_weights
 
 SOURCE = Path(phalanx.__file__).parent
 DEADLINE_S = 60  # a hang is for ever; this is for slow machines
@@ -133,6 +134,23 @@ def test_a_file_that_is_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         read_json(tmp_path / "deep")
+    (tmp_path / "best.json").write_text("[" * 100_000)
+    assert read_best_step(tmp_path) is None
+    (tmp_path / "long").write_text("9" * 5000)
+    with pytest.raises(ValueError, match="a whole number in it has thousands of digits"):
+        read_json(tmp_path / "long")
+    (tmp_path / "bytes").write_bytes(b'"\xff"')
+    with pytest.raises(ValueError, match=r"not UTF-8 text \(byte 1\)"):
+        read_json(tmp_path / "bytes")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"checkpoint": 1}', "{"])
+def test_what_a_run_starts_from_is_refused_where_it_is_damaged(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "init.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"init\.json: what the run starts from"):
+        read_initial_weights(tmp_path)
 
 
 # Of a run: the file, the verbs that need it with their exit code, and those that do without.

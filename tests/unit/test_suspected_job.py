@@ -10,6 +10,7 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import UsageError
+from phalanx.plan.stored_plan import StoredPlanError
 from phalanx.run.suspected_job import load_reduced_job_of_run, shrink_degrees_to_ranks
 
 RUN = Path(__file__).parents[1] / "golden" / "2026-11-23" / "run"
@@ -53,6 +54,9 @@ def test_sequences_are_as_long_as_the_machine_holds_and_computes_soon() -> None:
 def test_on_gpus_a_run_is_judged_on_no_more_ranks_than_there_are(tmp_path: Path) -> None:
     plan = json.loads((RUN / "plan.json").read_text(encoding="utf-8"))
     plan["layout"]["dp_shard"] = 8
+    plan["num_microbatches"] = 1
+    plan["global_batch_size"] = plan["micro_batch_size"] * 8 * plan["layout"]["dp_replicate"]
+    del plan["world_size"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "job.json").write_bytes((RUN / "job.json").read_bytes())
     gpus = replace(CPU, device="cuda", num_devices=2)
@@ -67,3 +71,21 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no plan\.json") as refused:
         load_reduced_job_of_run(tmp_path)
     assert "job.json --layouts" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "the plan cannot be read: it is no JSON"),
+        ("[]", "it holds no plan"),
+        ("{}", "the plan has no job_digest"),
+    ],
+)
+def test_a_run_whose_plan_is_damaged_is_refused_by_its_name(
+    tmp_path: Path, content: str, problem: str
+) -> None:
+    (tmp_path / "job.json").write_bytes((RUN / "job.json").read_bytes())
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(StoredPlanError) as refused:
+        load_reduced_job_of_run(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'plan.json'}: {problem}")

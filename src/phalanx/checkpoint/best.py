@@ -5,7 +5,6 @@ Torch-free. Pruning must leave this checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.manifest import build_checkpoint_path
 from phalanx.core.disk import Disk, write_json_durably
+from phalanx.core.files import parse_json
 
 BEST_FILE_NAME = "best.json"
 
@@ -68,7 +68,7 @@ def read_best_step_to_protect(run_dir: Path) -> frozenset[int]:
 def read_best_step(run_dir: Path) -> BestStepRecord | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
-        body = json.loads(LocalCheckpointFolder(run_dir).read(BEST_FILE_NAME))
+        body = parse_json(LocalCheckpointFolder(run_dir).read(BEST_FILE_NAME))
         # An older file has neither metric nor value: it went by the loss.
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))

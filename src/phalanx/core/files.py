@@ -231,12 +231,20 @@ def read_json(
 def parse_json(
     text: bytes | str, *, object_hook: Callable[[dict[str, Any]], Any] | None = None
 ) -> Any:
-    """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep."""
+    """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep, and
+    in words that name no Python."""
     try:
         # Python's parser calls itself for each level of nesting.
         return json.loads(text, object_hook=object_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # int() refuses more than 4,300 digits.
+        raise ValueError("a whole number in it has thousands of digits") from None
 
 
 _NOT_WRITABLE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -1,5 +1,5 @@
-"""`parse_stored_plan`: a plan that a run has on record, checked as input: a disk, another program
-or a person may have changed it.
+"""Plans that runs have on record, checked as input: a disk, another program or a person may have
+changed them.
 
 Torch-free.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.files import read_json
 from phalanx.plan.plan import Plan
 
 SCHEMA_PREFIX = "phalanx.plan/"
@@ -40,6 +42,31 @@ class StoredPlanError(PhalanxError):
     """A stored plan that no run wrote so."""
 
     exit_code = ExitCode.JOB
+
+
+def read_stored_plan(path: Path) -> Plan:
+    """The plan in a run's plan.json. Raises StoredPlanError, with the file, where it cannot be read
+    or no run wrote it so."""
+    try:
+        return parse_stored_plan(read_json(path))
+    except OSError as error:
+        problem = f"the plan cannot be read: {error.strerror}"
+    except ValueError as error:
+        problem = f"the plan cannot be read: it is no JSON ({error!s:.80})"
+    except StoredPlanError as error:
+        problem = error.what
+    raise StoredPlanError(problem, where=str(path), fix="give another run")
+
+
+def read_stored_plan_or_none(path: Path) -> Plan | None:
+    """The plan in a run's plan.json, for whoever can do without it; None where it is missing,
+    damaged or of another release."""
+    try:
+        plan = Plan.from_json(read_json(path))
+        _ = plan.model_shape  # read here, where a damaged one makes no plan
+        return plan
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, PhalanxError):
+        return None
 
 
 def parse_stored_plan(body: Any) -> Plan:

@@ -153,11 +153,16 @@ def _list_model_setting_differences(
 def read_initial_weights(run_dir: Path) -> Mapping[str, Any] | None:
     """The decision that was written for the run; None if it starts from random weights."""
     try:
-        decision: dict[str, Any] = read_json(run_dir / INIT_FILE_NAME)
+        decision = read_json(run_dir / INIT_FILE_NAME)
+        if not isinstance(decision, dict) or not isinstance(decision.get("checkpoint"), str):
+            raise ValueError("it names no checkpoint")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            "it cannot be read", where=str(run_dir / INIT_FILE_NAME), why=str(error)
+            "what the run starts from cannot be read",
+            where=str(run_dir / INIT_FILE_NAME),
+            why=str(error),
+            fix="begin a new run with model.init_from",
         ) from None
     return decision

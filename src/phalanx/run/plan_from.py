@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError, UsageError
-from phalanx.core.files import read_json
 from phalanx.core.units import (
     SMALL_BYTES,
     describe_prediction_error,
@@ -34,7 +33,7 @@ from phalanx.plan.calibrated.step import (
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.profiles import MachineProfile, find_profile_of_cluster
-from phalanx.plan.stored_plan import StoredPlanError, parse_stored_plan
+from phalanx.plan.stored_plan import StoredPlanError, read_stored_plan
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # The first steps take memory, open connections and choose kernels.
@@ -238,20 +237,15 @@ def _read_plan_of_run(run_dir: Path) -> Plan:
     """The plan that a run has on record. Raises StoredPlanError where it cannot be read, or is not
     that of the run's job."""
     path = run_dir / "plan.json"
-    try:
-        plan = parse_stored_plan(read_json(path))
-    except OSError as error:
-        problem = f"the plan cannot be read: {error.strerror}"
-    except ValueError as error:
-        problem = f"the plan cannot be read: it is no JSON ({error!s:.80})"
-    except StoredPlanError as error:
-        problem = error.what
-    else:
-        batch = load_job_json(run_dir / "job.json").train.global_batch_size
-        if plan.global_batch_size == batch:
-            return plan
-        problem = f"global_batch_size is {plan.global_batch_size}, and the run's job says {batch}"
-    raise StoredPlanError(problem, where=str(path), fix="give another run")
+    plan = read_stored_plan(path)
+    batch = load_job_json(run_dir / "job.json").train.global_batch_size
+    if plan.global_batch_size == batch:
+        return plan
+    raise StoredPlanError(
+        f"global_batch_size is {plan.global_batch_size}, and the run's job says {batch}",
+        where=str(path),
+        fix="give another run",
+    )
 
 
 def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
@@ -283,7 +277,11 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
 
 
 def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, dict[int, list[StepFinished]]]:
-    """By attempt the steps on record, with what each rank says of them."""
+    """By attempt the steps that rank 0 has on record, with what each rank says of them.
+
+    Rank 0 records every step, the others in large runs only some: what they say of a step that it
+    has lost is not the slowest rank's.
+    """
     by_attempt: dict[int, dict[int, list[StepFinished]]] = {}
     silent_ranks = []
     for rank in range(num_ranks):
@@ -291,9 +289,10 @@ def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, dict[int, l
         for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
             if isinstance(envelope.event, StepFinished):
                 _require_possible_seconds(envelope.event, rank, run_dir)
-                by_step = by_attempt.setdefault(envelope.attempt, {})
-                by_step.setdefault(envelope.event.step, []).append(envelope.event)
                 num_steps += 1
+                by_step = by_attempt.setdefault(envelope.attempt, {})
+                if rank == 0 or silent_ranks or envelope.event.step in by_step:
+                    by_step.setdefault(envelope.event.step, []).append(envelope.event)
         if not num_steps:
             silent_ranks.append(rank)
         if silent_ranks and rank > 0:

@@ -13,7 +13,6 @@ from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import Store, find_newest_readable_step, open_store_of_run
 from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.errors import CheckpointError, JobError, JobProblem, LayoutError, UsageError
-from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
 from phalanx.job.learning_rate import list_learning_rate_overrides_on_resume
@@ -24,6 +23,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import resolve_precision
+from phalanx.plan.stored_plan import read_stored_plan_or_none
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
 UNCHANGEABLE_KEYS = ("run.seed", "model.", "data.")
@@ -357,10 +357,7 @@ def _load_job_of_run(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
 
 def read_plan_of_run(run_dir: Path) -> Plan | None:
     """The plan that the run in `run_dir` was last started with; None where it cannot be read."""
-    try:
-        return Plan.from_json(read_json(run_dir / "plan.json"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return read_stored_plan_or_none(run_dir / "plan.json")
 
 
 def _find_layout_error(job: Job, plan: Plan | None) -> LayoutError | None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes
 from phalanx.job.load import load_job_json
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
+from phalanx.plan.stored_plan import read_stored_plan
 
 AXES_IN_HALVING_ORDER = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """In the order in which degrees are halved: replicas are the most alike."""
@@ -61,7 +61,7 @@ def load_reduced_job_of_run(
     """The job of the run in `run_dir` with `overrides` on top.
 
     `cluster`: the devices that judge; by default this machine's CPU. Raises UsageError where there
-    is no run, or one that was never planned.
+    is no run, or one that was never planned, StoredPlanError for a plan that no run wrote so.
     """
     if not (run_dir / "job.json").is_file():
         raise UsageError(
@@ -75,7 +75,7 @@ def load_reduced_job_of_run(
             " --layouts NAMES",
         )
     job = load_job_json(run_dir / "job.json", overrides)
-    plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    plan = read_stored_plan(run_dir / "plan.json")
     cluster = cluster or detect_cluster("cpu")
     degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES_IN_HALVING_ORDER}
     most_ranks = cluster.num_devices

@@ -16,10 +16,9 @@ from phalanx.checkpoint.stores import (
     is_location_of_one_checkpoint,
     is_store_url,
 )
-from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
 from phalanx.job.shapes.stored import parse_stored_shape
-from phalanx.plan.plan import Plan
+from phalanx.plan.stored_plan import read_stored_plan_or_none
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,13 @@ def find_model_of_checkpoint(
             settings = dict(manifest.facts.get("hugging_face") or {})
             seq_len = int(settings.get("max_position_embeddings") or 0)
             return ModelOfCheckpoint(parse_stored_shape(shape_facts), seq_len, settings)
-        if run_dir is None:
-            return None
-        plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if run_dir is None:
+        return None
     # A plan that is gone, or of another release: the checkpoint can be read without it.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    plan = read_stored_plan_or_none(run_dir / "plan.json")
+    if plan is None:
         return None
     return ModelOfCheckpoint(plan.model_shape, plan.seq_len)
 

@@ -15,7 +15,6 @@ from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
 from phalanx.checkpoint.reading.origin import find_run_directory_of_checkpoint
 from phalanx.checkpoint.stores import is_store_url
 from phalanx.core.errors import LayoutError, UsageError, format_nearest_word_hint
-from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.data.corpus import CORPUS_FILE_NAME as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
@@ -30,6 +29,7 @@ from phalanx.job.schema import Data, Job, Parallel
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.stored_plan import read_stored_plan_or_none
 
 # They stay when a model runs in another layout than it trained in.
 KEYS_OF_ANY_LAYOUT = ("sync_batchnorm", "dropout")
@@ -264,10 +264,7 @@ def _find_job_file_of_checkpoint(run_dir: Path | None) -> Path | None:
 def _read_plan_or_none(run_dir: Path | None) -> Plan | None:
     if run_dir is None:
         return None
-    try:
-        return Plan.from_json(read_json(run_dir / "plan.json"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return read_stored_plan_or_none(run_dir / "plan.json")
 
 
 def _refuse_flags_of_hugging_face_directory(
