@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from phalanx.bench.training.layouts import (
     select_contenders_with_plan,
 )
 from phalanx.bench.training.payload import RankTurn, Turn
+from phalanx.bench.training.rows import open_rows
 from phalanx.bench.training.summary import (
     TurnRow,
     collect_losses,
@@ -186,3 +188,20 @@ def test_all_layouts_train_the_same_rows_and_gloo_is_a_suffix() -> None:
     # What else the job says of [parallel] stays.
     assert {plan.parallel.bucket_mb for plan in plans.values()} == {3}
     assert 'optim.schedule="constant"' in compared.notes
+
+
+def test_rows_are_added_to_rows_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with open_rows(path) as file:
+        file.write_turn(make_row(DDP, 0, (1.0, 1.0, 1.0)))
+    path.write_bytes(path.read_bytes() + b'{"torn')
+    with open_rows(path) as file:
+        file.write_turn(make_row(DDP, 1, (1.0, 1.0, 1.0)))
+    lines = path.read_bytes().splitlines()
+    assert [lines[1], json.loads(lines[2])["row"]] == [b'{"torn', "turn"]
+    for content in (b"my notes\n", b"[" * 100_000, b"[1]\n", b'{"schema": "phalanx.job/1"}\n'):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="holds no rows of phalanx bench train"):
+            with open_rows(path):
+                pass
+        assert path.read_bytes() == content

@@ -19,7 +19,7 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Data, Job, Observe, Run
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import RunStarted, SamplesRead
+from phalanx.observe.events import RunFinished, RunStarted, SamplesRead
 
 SEED = 3
 
@@ -239,3 +239,34 @@ def test_a_step_that_claims_other_numbers_of_samples_is_named_and_not_read(run_d
     assert check_sample_records(run_dir).problems == (
         "step 3: rank 1 read 16777216 samples, and 4 in other steps",
     )
+
+
+def test_steps_that_the_run_finished_and_nobody_recorded_are_missing(run_dir: Path) -> None:
+    """Event files that were cut off leave less than what the run's end says."""
+    read(run_dir, 0, range(1, 5))
+    bus = Bus(rank=-1, run_dir=run_dir)
+    bus.emit(RunFinished("finished", 0, 6, 1.0))
+    assert check_sample_records(run_dir).problems == (
+        "steps 5 to 6: not every rank has a record, and the run finished them",
+    )
+    # A later command goes on from an earlier step, and has no end.
+    read(run_dir, 1, range(4, 5))
+    bus.close()
+    assert check_sample_records(run_dir).ok
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data": 7}, {"data": {"seq_len": 1e300}}, {"run": {"seed": "x"}}, {"run": None}],
+)
+def test_a_job_that_does_not_say_the_order_is_refused_by_its_file(
+    run_dir: Path, change: dict[str, object]
+) -> None:
+    read(run_dir, 0, range(1, 3))
+    path = run_dir / "job.json"
+    job = json.loads(path.read_text())
+    for section, values in change.items():
+        job[section] = {**job[section], **values} if isinstance(values, dict) else values
+    path.write_text(json.dumps(job))
+    with pytest.raises(DataError, match=r"job\.json: the order of samples cannot be checked"):
+        check_sample_records(run_dir)

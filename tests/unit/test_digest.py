@@ -51,6 +51,11 @@ def test_not_a_number_is_refused() -> None:
         digest({"a": float("nan")})
 
 
+def test_files_that_hold_no_numbers_are_compared_all_the_same() -> None:
+    nan, infinity = float("nan"), float("inf")
+    assert find_differing_dotted_keys({"a": nan, "b": 1}, {"a": nan, "b": infinity}) == ["b"]
+
+
 @given(json_values, json_values)
 def test_values_differ_somewhere_exactly_if_their_digests_do(a: object, b: object) -> None:
     assert bool(find_differing_dotted_keys(a, b)) == (digest(a) != digest(b))

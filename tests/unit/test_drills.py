@@ -533,6 +533,27 @@ def test_a_campaign_reads_what_it_wrote_and_leaves_out_what_is_torn(tmp_path: Pa
         read_campaign(tmp_path / "other")
 
 
+def test_a_trial_is_not_lost_behind_a_torn_line_nor_among_lines_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.jsonl"
+    path.write_bytes(b'[1]\n7\n"x"\nnull\n' + b"[" * 100_000 + b'\n{"schema": "phala')
+    append_row(path, make_row(0))
+    assert read_campaign(path) == [make_row(0)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("measured", None), ("bars", None), ("bars", {"detected_s": math.inf})]
+)
+def test_a_line_that_says_no_result_is_no_trial_that_passed(
+    tmp_path: Path, key: str, value: dict[str, float] | None
+) -> None:
+    path = tmp_path / "campaign.jsonl"
+    body = json.loads(make_row(0).to_line())
+    body[key] = {**body[key], **value} if value else value
+    append_row(path, make_row(1))
+    path.write_text(json.dumps(body) + "\n" + path.read_text())
+    assert read_campaign(path) == [make_row(1)]
+
+
 def test_a_campaign_redoes_what_was_of_other_code(tmp_path: Path) -> None:
     path = tmp_path / "campaign.jsonl"
     job = load_drilled_job(None, (), num_steps=40)

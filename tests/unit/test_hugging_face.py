@@ -214,6 +214,12 @@ def test_a_config_that_says_all_that_its_model_reads_is_built(tmp_path: Path) ->
             {},
             "a dbrx .*; its config.json must say attn_config.rope_theta",
         ),
+        (ZOO["llama"] | {"model_type": "llama", "rope_theta": math.nan}, {}, "rope_theta is nan"),
+        (
+            ZOO["llama"] | {"model_type": "llama", "rope_scaling": {"factor": math.inf}},
+            {},
+            "rope_scaling.factor is inf; give a finite number",
+        ),
         ({"model_type": "resnet"}, {}, "no one image_size"),
         (ZOO["opt"] | {"model_type": "opt", "layerdrop": 0.1}, {}, "layers at random .layerdrop."),
     ],

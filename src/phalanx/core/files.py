@@ -99,6 +99,23 @@ def open_regular_file_for_append(path: Path | str) -> BinaryIO:
     return open(open_regular_file_descriptor(path, APPEND_FLAGS), "a+b")
 
 
+def open_lines_for_append(path: Path | str) -> BinaryIO:
+    """Open a file of lines as `open_regular_file_for_append` does.
+
+    A last line that was torn gets its end, so that what is added is a line of its own.
+    """
+    file = open_regular_file_for_append(path)
+    try:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes and os.pread(file.fileno(), 1, num_bytes - 1) != b"\n":
+            file.write(b"\n")
+            file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def create_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a new file to write.
 

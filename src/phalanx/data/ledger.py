@@ -21,7 +21,7 @@ from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.samples import SampleSource, open_training_samples
 from phalanx.data.user_dataset import hash_sample
-from phalanx.observe.events import RolledBack, RunStarted, SamplesRead
+from phalanx.observe.events import RolledBack, RunFinished, RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
 MAX_SHOWN_DOCUMENTS = 20
@@ -100,7 +100,7 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
     """
     if not run_dir.is_dir():
         raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
-    events, starts, resumed_at = _read_sample_events(run_dir)
+    events, starts, resumed_at, finished_at = _read_sample_events(run_dir)
     if not events:
         raise DataError(
             "the run has no record of its samples",
@@ -121,6 +121,10 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
     done, incomplete = _list_steps_recorded_by_all_ranks(_select_final_records(readings, starts))
     gaps = _find_gaps_and_repetitions(done, resumed_at)
     problems += [*incomplete, *gaps.problems]
+    last = max(done, default=0)
+    if last < finished_at:
+        steps = _format_step_numbers(last + 1, finished_at + 1)
+        problems.append(f"{steps}: not every rank has a record, and the run finished them")
     problems += _find_changed_samples(readings)
     samples = _open_run_samples(run_dir)
     counted_readings = [reading for step in done.values() for reading in step]
@@ -140,10 +144,11 @@ def check_sample_records(run_dir: Path) -> LedgerReport:
 
 def _read_sample_events(
     run_dir: Path,
-) -> tuple[list[RankStepSamples], dict[int, AttemptStart], set[int]]:
-    """All records, how each attempt began, and the samples at which the run read on after it had
-    gone back."""
+) -> tuple[list[RankStepSamples], dict[int, AttemptStart], set[int], int]:
+    """All records, how each attempt began, the samples at which the run read on after it had gone
+    back, and the step at which it finished (0: it did not)."""
     resumed_at: set[int] = set()
+    finished_at = 0
     readings: list[RankStepSamples] = []
     starts: dict[int, AttemptStart] = {}
     for envelope in EventTail(run_dir, all_ranks=True).read_new_events():
@@ -151,12 +156,16 @@ def _read_sample_events(
             readings.append(RankStepSamples(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RolledBack):
             resumed_at.add(int(envelope.event.skip_to_sample))
+        elif isinstance(envelope.event, RunFinished):
+            # Of one that was stopped the newest step may be incomplete.
+            is_finished = envelope.event.status == "finished"
+            finished_at = int(envelope.event.step) if is_finished else 0
         elif isinstance(envelope.event, RunStarted):
-            event = envelope.event
+            event, finished_at = envelope.event, 0
             starts[envelope.attempt] = AttemptStart(
                 int(event.step), int(event.total_steps), int(event.world_size)
             )
-    return readings, starts, resumed_at
+    return readings, starts, resumed_at, min(finished_at, MAX_STEPS)
 
 
 def _find_record_damage(event: SamplesRead, start: AttemptStart | None) -> str:
@@ -350,15 +359,41 @@ def _open_run_samples(run_dir: Path) -> SampleSource | None:
     """The run's samples, to compare with; None for a user's own dataset, whose code is not run
     here.
     """
-    try:
-        job = read_json(run_dir / "job.json")
-    except (OSError, ValueError) as error:
-        raise DataError("no run is there", where=str(run_dir), why=str(error)) from None
+    seq_len, seed, document_masks = _read_order_of_samples(run_dir)
     corpus = load_corpus(run_dir / "data")
     if corpus.user is not None:
         return None
-    return open_training_samples(
-        corpus, job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"]
+    return open_training_samples(corpus, seq_len, seed, document_masks)
+
+
+def _read_order_of_samples(run_dir: Path) -> tuple[int, int, bool]:
+    """What the order of a run's samples follows from: data.seq_len, run.seed and
+    data.document_masks. Raises DataError for a job.json that does not say it."""
+    path = run_dir / "job.json"
+    try:
+        job = read_json(path)
+        values = job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"]
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except ValueError as error:
+        problem = f"it is not JSON: {error}"
+    except (LookupError, TypeError):
+        problem = "it has no data.seq_len, run.seed or data.document_masks"
+    else:
+        seq_len, seed, document_masks = values
+        if (
+            _is_integer_in_range(seq_len, 1, MAX_SAMPLE)
+            and (type(seed) is int and seed >= 0)
+            and type(document_masks) is bool
+        ):
+            return seq_len, seed, document_masks
+        problem = f"data.seq_len {seq_len!s:.40}, run.seed {seed!s:.40} or data.document_masks"
+        problem += f" {document_masks!s:.40} is of no job"
+    raise DataError(
+        "the order of samples cannot be checked",
+        where=str(path),
+        why=problem,
+        fix="put the file back as the run wrote it",
     )
 
 

@@ -16,10 +16,13 @@ from typing import Any
 
 import phalanx
 from phalanx.core.cores import count_allowed_cores
+from phalanx.core.digest import encode_canonical_json
 from phalanx.core.errors import UsageError
 from phalanx.core.files import (
+    open_lines_for_append,
     open_regular_file,
     open_regular_file_for_append,
+    parse_json,
     read_bounded_lines,
 )
 from phalanx.core.typed_json import JsonRecord, TypedJsonError
@@ -152,13 +155,17 @@ def select_newest_rows(rows: Sequence[TrialRow]) -> list[TrialRow]:
 def _parse_lines(lines: Sequence[bytes]) -> Iterator[TrialRow]:
     for line in lines:
         try:
-            body = json.loads(line)
-            if body.pop("schema") != TRIAL_SCHEMA:
+            body = parse_json(line)
+            if not isinstance(body, dict) or body.pop("schema") != TRIAL_SCHEMA:
                 continue
             for derived in ("checks", "passed"):
                 body.pop(derived, None)
-            yield TrialRow.from_json(body)
-        except (ValueError, KeyError, AttributeError, TypedJsonError):
+            # Of NaN and infinity it makes ValueError: with such a bar any trial would pass.
+            encode_canonical_json(body)
+            row = TrialRow.from_json(body)
+            if row.skipped or (row.measured is not None and row.bars is not None):
+                yield row
+        except (ValueError, KeyError, TypedJsonError):
             continue
 
 
@@ -176,7 +183,7 @@ def require_campaign_can_grow(path: Path) -> None:
 def append_row(path: Path, row: TrialRow) -> None:
     """Add one trial to a campaign, in one write. Raises UsageError where it cannot be written."""
     try:
-        with open_regular_file_for_append(path) as file:
+        with open_lines_for_append(path) as file:
             file.write(row.to_line().encode() + b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be written", why=error.strerror) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ _FLOAT_TAG_KEY = "__float__"
 _FLOAT_OF_TAG = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYER_KEYS = ("num_hidden_layers", "n_layer")
 SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
+# Endings of keys whose numbers a model computes with; limits on a number may be infinite
+# (time_step_limit of Mamba 2).
+FINITE_KEY_ENDINGS = (
+    *("_theta", "_base_freq", "_eps", "_epsilon", "factor", "_range", "_multiplier", "_scale"),
+    *("dropout", "_pdrop", "_scaling"),
+)
 PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -109,6 +116,9 @@ def read_model_config(kind: str) -> dict[str, Any]:
         # transformers takes such sizes, and builds a model without blocks, say.
         if isinstance(size, int) and not isinstance(size, bool) and size < 1:
             raise LayoutError(f"{path}: {key} is {size}", fix="give a number from 1 on")
+    for name, number in _iterate_non_finite_numbers(values):
+        if math.isnan(number) or name.endswith(FINITE_KEY_ENDINGS):
+            raise LayoutError(f"{path}: {name} is {number}", fix="give a finite number")
     for key in LAYER_KEYS:
         size = values.get(key)
         if isinstance(size, int) and size > MAX_LAYERS:
@@ -130,6 +140,19 @@ def _decode_tagged_float(value: dict[str, Any]) -> Any:
     if len(value) == 1 and isinstance(tag, str):
         return _FLOAT_OF_TAG.get(tag, value)
     return value
+
+
+def _iterate_non_finite_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, number) of each NaN and infinity in a value of JSON: Python reads them, though
+    no JSON has them."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _iterate_non_finite_numbers(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _iterate_non_finite_numbers(item, name)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield name, value
 
 
 def list_transformers_modules(kind: str | None) -> tuple[str, ...]:

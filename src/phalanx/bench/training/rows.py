@@ -19,7 +19,14 @@ from phalanx.bench.training.drive import TrainBenchRequest
 from phalanx.bench.training.layouts import ComparedJob
 from phalanx.bench.training.summary import Standing, TurnRow
 from phalanx.core.cores import count_allowed_cores
-from phalanx.core.files import build_path_resource_error, open_regular_file_for_append
+from phalanx.core.errors import UsageError
+from phalanx.core.files import (
+    build_path_resource_error,
+    open_lines_for_append,
+    open_regular_file_for_append,
+    parse_json,
+    read_bounded_lines,
+)
 from phalanx.plan.profiles import read_cpu_name
 
 ROWS_SCHEMA = "phalanx.bench-train-row/1"
@@ -61,14 +68,38 @@ class RowsFile:
 
 @contextmanager
 def open_rows(path: Path) -> Iterator[RowsFile]:
-    """The file at `path`, to which rows are appended. Raises ResourceError."""
+    """The file at `path`, to which rows are appended.
+
+    Raises UsageError for a file that holds anything else than such rows, ResourceError for one that
+    cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_regular_file_for_append(path)
+        with open_regular_file_for_append(path) as file:
+            file.seek(0)
+            first = next(read_bounded_lines(file), b"")
+        _require_row(first, path)
+        file = open_lines_for_append(path)
     except OSError as error:
         raise build_path_resource_error(error, "opening the file of rows", path) from None
     with file:
         yield RowsFile(file)
+
+
+def _require_row(first: bytes, path: Path) -> None:
+    """Raise UsageError for the first line of a file that is no row; an empty one has none."""
+    if not first:
+        return
+    try:
+        row = parse_json(first)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or row.get("schema") != ROWS_SCHEMA:
+        raise UsageError(
+            "is there already, and holds no rows of phalanx bench train; nothing is added to it",
+            where=str(path),
+            fix="give another file to --out",
+        )
 
 
 def describe_setting(compared: ComparedJob) -> dict[str, Any]:
