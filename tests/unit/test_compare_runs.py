@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli._app import run_command_line
-from phalanx.observe.events import StepFinished, wrap_event_in_envelope
+from phalanx.observe.events import RunFinished, StepFinished, wrap_event_in_envelope
 from phalanx.report.compare import RunComparison, compare_runs, list_comparison_lines
 from phalanx.report.reduce import collect_run_facts
 
@@ -52,6 +53,21 @@ def test_a_faster_run_is_faster_and_the_term_that_changed_is_shown(tmp_path: Pat
     lines = list_comparison_lines(comparison, ("a", "b"))
     assert "1.3" in lines[0]
     assert "faster" in lines[0]
+
+
+def test_a_run_whose_events_end_before_it_did_says_so(tmp_path: Path) -> None:
+    """Its file was cut off between two lines: none of them is damaged."""
+    first = write_run(tmp_path / "a", 0.06, job={"data": {"seq_len": math.nan}})
+    second = write_run(tmp_path / "b", 0.06, job={"data": {"seq_len": 8}})
+    end = wrap_event_in_envelope(RunFinished("finished", 0, 60, 9.0), rank=-1, attempt=0, seq=0)
+    (second / "events" / "supervisor.jsonl").write_text(end.to_line() + "\n")
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    assert comparison.changed_keys == ("data.seq_len: nan -> 8",)
+    assert comparison.remarks == (
+        "the first has no end on record",
+        "of the second, steps 41 to 60 are not on record: the run finished at step 60, and its"
+        " events end before",
+    )
 
 
 def test_equal_runs_are_not_called_faster(tmp_path: Path) -> None:

@@ -230,6 +230,10 @@ def test_the_word_none_is_a_choice_where_it_is_one():
     assert Job.model_validate_json(json.dumps(job.to_json())) == job
 
 
+def test_no_number_of_three_hundred_digits_is_proposed():
+    assert only(None, "train.steps=1e300").endswith("was given 1e+300")
+
+
 def test_columns_count_characters(job_file):
     lines = refusal(job_file('run = { name = "ü/ü", seed = "ü" }'))
     assert [line.split(" ")[0] for line in lines] == ["job.toml:1:16:", "job.toml:1:30:"]

@@ -115,6 +115,12 @@ def test_a_row_that_crashed_and_a_damaged_one_are_judged_again(selection: Select
         (work.scratch.directory / "kept-rows.jsonl").write_text("{}\n")
     with open_resumable_verify_work(selection, resume=True) as work:
         assert work.earlier_rows == ()
+        keep_row(work, build_row_without_comparison(selection, 0))
+        kept = work.scratch.directory / "kept-rows.jsonl"
+        assert '"wall_s": 0.0' in kept.read_text()
+        kept.write_text(kept.read_text().replace('"wall_s": 0.0', '"wall_s": 0.1'))
+    with open_resumable_verify_work(selection, resume=True) as work:
+        assert work.earlier_rows == (), "a bit of it has changed"
         work.stays = False
 
 

@@ -306,7 +306,8 @@ def _suggest_smallest_edit(schema: dict[str, Any], value: Any) -> str:
     if isinstance(value, str) and (fix := _suggest_text_edit(value, kinds, choices)):
         return fix
     # The schema is strict: 16.0 is no whole number, though it looks like one.
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    if is_whole and "integer" in kinds:
         return f"write {int(value)}"
     if "array" in kinds and not isinstance(value, list | dict):
         return f"write [{describe_value(value)}]"

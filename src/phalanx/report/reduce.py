@@ -89,7 +89,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     identity = _identify_run(run_dir, job, plan, story)
     table = read_step_table(run_dir, log.tails or None)
     drifts = log.drift.find_drifts()
-    reading_gaps = list_reading_gaps(log)
+    reading_gaps = [*list_reading_gaps(log), *_list_missing_last_steps(steps, finished)]
     rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
         run_dir=run_dir,
@@ -410,6 +410,18 @@ def list_reading_gaps(log: EventLog) -> list[str]:
             " of another version of phalanx): what they say is missing here"
         )
     return gaps
+
+
+def _list_missing_last_steps(steps: StepColumns, finished: events.RunFinished | None) -> list[str]:
+    """A line about the last steps of a run that finished, where its events end before them: files
+    that were cut off between two lines have none that is damaged."""
+    if finished is None or finished.status != "finished":
+        return []
+    last, end = steps.step[-1] if steps.step else 0, int(finished.step)
+    if last >= end:
+        return []
+    missing = f"steps {last + 1:,} to {end:,} are" if last + 1 < end else f"step {end:,} is"
+    return [f"{missing} not on record: the run finished at step {end:,}, and its events end before"]
 
 
 def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:
