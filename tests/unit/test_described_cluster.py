@@ -70,6 +70,8 @@ def test_a_file_describes_levels_of_links(tmp_path: Path):
     ("text", "message"),
     [
         ("gpu = ", "is not TOML"),
+        (f"nodes = {'9' * 5000}", "a number is too long, or the nesting too deep"),
+        (f"gpu = {'[' * 5000}", "a number is too long, or the nesting too deep"),
         ('gpu = "a100-sxm"\nnoodles = 2\n', "noodles"),
         ('gpu = "a100-sxm"\nnodes = "two"\n', "nodes"),
         ("nodes = 2\n", "names no GPU"),
@@ -91,7 +93,10 @@ def test_a_file_that_does_not_hold_is_refused_in_a_line(tmp_path: Path, text: st
         describe(f"cluster.file={file}")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path):
+    (tmp_path / "latin.toml").write_bytes(b'gpu = "\xe9"')
+    with pytest.raises(LayoutError, match=r"is not UTF-8 text \(byte 7\); save it as UTF-8"):
+        describe(f"cluster.file={tmp_path / 'latin.toml'}")
     with pytest.raises(LayoutError, match="cannot be read"):
         describe(f"cluster.file={tmp_path / 'none.toml'}")
 

@@ -377,6 +377,11 @@ def test_missing_file(job_file):
         only("nowhere/job.toml")
         == "nowhere/job.toml: job file: does not exist; there is no directory 'nowhere'"
     )
+    Path("job.toml").symlink_to("gone.toml")
+    assert (
+        only("job.toml")
+        == "job.toml: job file: does not exist; it is a link to 'gone.toml', which is not there"
+    )
 
 
 def test_directory_binary_and_impossible_paths(job_file, tmp_path):

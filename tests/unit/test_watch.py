@@ -295,11 +295,15 @@ def test_the_terminal_view_of_a_run_that_was_cut_off_ends(
 ) -> None:
     """As its lock and the age of its files tell: the job is gone, and recorded no end."""
     run.train(10)
+    (run.directory / "job.json").write_text("{}")
+    with (run.directory / "events" / "rank-0000-attempt-00.jsonl").open("a") as file:
+        file.write("spoilt\n")
     leave_lock_of_dead_job(run.directory)
     command = ["watch", str(run.directory), "--terminal"]
     assert _app.run_command_line(command) == 0
-    shown = capsys.readouterr().out
+    shown, errors = capsys.readouterr()
     assert "step 10/100" in shown
+    assert "1 line of the event files could not be read" in errors
     assert "cut off, its processes are gone and no end was recorded" in shown
     assert f"train --resume {run.directory} goes on with it" in shown
 
@@ -312,6 +316,18 @@ def test_a_run_that_a_launcher_may_start_again_is_not_cut_off(run: LiveRun) -> N
     assert is_run_cut_off(run.directory)
     run.train(1)
     assert not is_run_cut_off(run.directory)
+
+
+def test_the_terminal_view_of_a_run_without_any_event_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A power cut may leave files of zeros."""
+    (tmp_path / "events").mkdir()
+    file = tmp_path / "events" / "rank-0000-attempt-00.jsonl"
+    file.write_bytes(bytes(5000))
+    os.utime(file, (1.0, 1.0))
+    assert _app.run_command_line(["watch", str(tmp_path), "--terminal"]) == 0
+    assert "cut off, its processes are gone" in capsys.readouterr().out
 
 
 def leave_lock_of_dead_job(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.core.files import read_json
 from phalanx.core.terminal import wrap_stream_in_filter
+from phalanx.core.units import plural
 from phalanx.launch.liveness import describe_liveness
 from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.console import Console, open_console
@@ -47,25 +48,36 @@ def show_run_in_terminal(run_dir: Path) -> int:
         return 0
     finally:
         console.close()
+    if tail.num_unreadable:
+        print(
+            f"warn    {plural(tail.num_unreadable, 'line')} of the event files could not be read"
+            " (damaged, or of another version of phalanx): what they say is missing here",
+            file=sys.stderr,
+        )
     if end is not None:
         print(f"run     {run_dir}: {describe_end(end)}, exit code {end.exit_code}")
     else:
-        resume = f"{format_program_command()} train --resume {shlex.quote(str(run_dir))}"
-        print(
-            f"run     {run_dir}: cut off, its processes are gone and no end was recorded;"
-            f" {resume} goes on with it"
-        )
+        print(f"run     {run_dir}: {_describe_cut_off_run(run_dir)}")
     return 0
+
+
+def _describe_cut_off_run(run_dir: Path) -> str:
+    text = "cut off, its processes are gone and no end was recorded"
+    if not (run_dir / "job.json").is_file():
+        return text
+    resume = f"{format_program_command()} train --resume {shlex.quote(str(run_dir))}"
+    return f"{text}; {resume} goes on with it"
 
 
 def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> RunFinished | None:
     """Returns the end of the run; None if it was cut off without one."""
-    shown_sentence, looked_s, is_cut_off = "", 0.0, False
+    shown_sentence, looked_s, is_cut_off, has_events = "", 0.0, False, False
     while True:
         # Before the events are read: what was written until the end is read then.
         end = read_recorded_end(run_dir)
         for envelope in tail.read_new_events():
             console.write(envelope)
+            has_events = True
         console.tick()
         if end is not None or is_cut_off:
             return end
@@ -73,7 +85,7 @@ def _show_events_until_end(run_dir: Path, console: Console, tail: EventTail) -> 
         if now - looked_s >= _LIVENESS_INTERVAL_S:
             looked_s = now
             # What it wrote before it was cut off is read in one more turn.
-            is_cut_off = is_run_cut_off(run_dir)
+            is_cut_off = is_run_cut_off(run_dir, has_events=has_events)
             sentence = describe_liveness(run_dir)
             if sentence != shown_sentence and not is_cut_off:
                 console.say(sentence)

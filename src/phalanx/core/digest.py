@@ -8,11 +8,17 @@ from typing import Any
 
 
 def encode_canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text on every rank."""
-    # NaN is no JSON, and equal to nothing.
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
+    """JSON with sorted keys and no spaces: equal values give equal text on every rank.
+
+    Raises ValueError for NaN and infinities.
+    """
+    try:
+        # NaN is no JSON, and equal to nothing.
+        return json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+        )
+    except ValueError:
+        raise ValueError("it holds NaN or an infinity, which JSON has not") from None
 
 
 def digest(value: Any) -> str:

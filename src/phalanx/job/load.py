@@ -4,6 +4,7 @@ each with its place."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -352,7 +353,10 @@ def _read_file_text(path: str | FilePath) -> tuple[str, str]:
 
 
 def _suggest_nearest_file(path: FilePath) -> str:
-    """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near."""
+    """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near, or
+    `path` is a link that leads nowhere."""
+    if path.is_symlink():
+        return f"it is a link to {shorten_to_one_line(os.readlink(path))!r}, which is not there"
     if not path.parent.is_dir():
         return f"there is no directory {shorten_to_one_line(str(path.parent))!r}"
     try:

@@ -244,8 +244,17 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
         raise LayoutError(
             f"cluster.file: {path!r} cannot be read", why=str(error.strerror or error)
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise LayoutError(f"cluster.file: {path!r} is not TOML", why=str(error)) from None
+    except UnicodeDecodeError as error:
+        raise LayoutError(
+            f"cluster.file: {path!r} is not UTF-8 text (byte {error.start})", fix="save it as UTF-8"
+        ) from None
+    except (ValueError, RecursionError):  # int() refuses more than 4,300 digits
+        raise LayoutError(
+            f"cluster.file: {path!r} is not TOML of a cluster",
+            why="a number is too long, or the nesting too deep",
+        ) from None
     section_values: dict[str, Any] = json.loads(section.model_dump_json(exclude_unset=True))
     section_values.pop("file", None)
     try:

@@ -77,7 +77,8 @@ class EventLog:
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
-    # Of these, the ones that have an end: the last line of a process that was killed has none.
+    # Of these, the ones that have an end, or begin like no event: the last line of a process that
+    # was killed does neither.
     num_damaged: int = 0
     # By the name of a file that cannot be read: why.
     unreadable_files: dict[str, str] = field(default_factory=dict)
@@ -205,7 +206,8 @@ class EventLogReader:
                 envelope = parse_valid_event_line(line, self._clocks.get(path))
                 if envelope is None:
                     self.log.num_unreadable += 1
-                    self.log.num_damaged += line.endswith(b"\n")
+                    # What a process that was killed leaves is the beginning of an event.
+                    self.log.num_damaged += line.endswith(b"\n") or not line.startswith(b"{")
                 else:
                     self._clocks[path] = envelope.clock
                     self.log.add_event(envelope)

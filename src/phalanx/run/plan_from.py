@@ -283,7 +283,7 @@ def _read_steps_of_ranks(run_dir: Path, num_ranks: int) -> dict[int, dict[int, l
     has lost is not the slowest rank's.
     """
     by_attempt: dict[int, dict[int, list[StepFinished]]] = {}
-    silent_ranks = []
+    silent_ranks: list[int] = []
     for rank in range(num_ranks):
         num_steps = 0
         for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):

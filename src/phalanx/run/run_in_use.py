@@ -41,12 +41,13 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
         refuse_run_of_live_job(Path(run_dir))
 
 
-def is_run_cut_off(run_dir: Path) -> bool:
+def is_run_cut_off(run_dir: Path, *, has_events: bool = True) -> bool:
     """True if the processes of a run are known to be gone, and have been for a minute: whoever
     waits for more waits in vain.
 
     False where that cannot be told: ranks of another machine, or a run that left neither a lock nor
-    black boxes. Raises UsageError for black boxes of a newer phalanx.
+    black boxes. One that has no event either is none that goes on. Raises UsageError for black
+    boxes of a newer phalanx.
     """
     if find_live_holder(run_dir) is not None:
         return False
@@ -54,7 +55,7 @@ def is_run_cut_off(run_dir: Path) -> bool:
     if any(state.process.state != "gone" for state in states.values()):
         return False
     # A job that ends removes its lock: what is left is of one that was killed.
-    if not states and read_lock_holder(run_dir / LOCK_FILE_NAME) is None:
+    if not states and has_events and read_lock_holder(run_dir / LOCK_FILE_NAME) is None:
         return False
     # torchrun starts ranks again, the one that takes the lock among them.
     return time.time() - _find_last_change_unix_s(run_dir) > _RESTART_S
