@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cli._data_stats_output import BAR_WIDTH_CELLS, draw_text_bar
+from phalanx.core.errors import DataError
 from phalanx.data.build import build_dataset
+from phalanx.data.dataset import open_dataset
 from phalanx.data.stats import QUANTILES, compute_dataset_stats
 from phalanx.report.dataset_page import render_dataset_page
 
@@ -53,6 +55,26 @@ def test_lengths_are_those_of_the_documents(
         left.high + 1 == right.low for left, right in zip(found.bins, found.bins[1:], strict=False)
     )
     assert sum(bin.num_documents for bin in found.bins) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [("token", "it holds token .*vocabulary has 257"), ("end", "its documents do not add up")],
+)
+def test_a_flipped_bit_is_refused_where_it_makes_numbers_that_no_build_wrote(
+    tmp_path: Path, place: str, problem: str
+) -> None:
+    """A count of every number up to a token of 32 bits would take gigabytes."""
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("aaabbc")
+    dataset = build_dataset([str(tmp_path)], tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.tokens")
+    content = bytearray(path.read_bytes())
+    first_end = content.index((7).to_bytes(8, "little") + (14).to_bytes(8, "little"))
+    content[4096 + 7 if place == "token" else first_end] ^= 128
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        compute_dataset_stats(open_dataset(dataset.directory))
 
 
 def test_tokens_are_counted(tmp_path: Path) -> None:

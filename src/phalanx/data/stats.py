@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import DataError
 from phalanx.data.dataset import Dataset
 from phalanx.data.shards import Progress, Shard
 
@@ -79,12 +80,18 @@ class DatasetStats:
 
 
 def compute_dataset_stats(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
-    """Read all tokens of a dataset once."""
+    """Read all tokens of a dataset once. Raises DataError for a shard with tokens or documents
+    that no build wrote."""
     lengths, num_of_length = _count_document_lengths(dataset.shards)
     counts = np.zeros(dataset.vocab_size, np.int64)
     for shard in dataset.shards:
         for start in range(0, len(shard.tokens), _CHUNK_TOKENS):
             chunk = shard.tokens[start : start + _CHUNK_TOKENS]
+            # bincount makes a count of each number up to the largest, which may be any.
+            if int(chunk.max()) >= dataset.vocab_size:
+                raise _build_damaged_shard_error(
+                    shard, f"it holds token {chunk.max()}, and the vocabulary has {len(counts)}"
+                )
             counts += np.bincount(chunk, minlength=dataset.vocab_size)
             if progress is not None:
                 progress(chunk.nbytes)
@@ -105,6 +112,15 @@ def compute_dataset_stats(dataset: Dataset, progress: Progress | None = None) ->
     )
 
 
+def _build_damaged_shard_error(shard: Shard, why: str) -> DataError:
+    return DataError(
+        "the shard is damaged",
+        where=str(shard.path),
+        why=why,
+        fix="phalanx data verify says where; build the dataset again, or copy the shard again",
+    )
+
+
 def _count_document_lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
     """Distinct document lengths, ascending, and how many documents have each.
 
@@ -114,12 +130,16 @@ def _count_document_lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
     unfinished = 0
     for number, shard in enumerate(shards):
         sizes: Int64s = np.diff(shard.ends, prepend=np.uint64(0)).astype(np.int64)
+        # Differences wrap around, and are negative again as int64.
+        is_sound = sizes.min() >= 0 and sizes.max() <= len(shard.tokens)
         # With its part in the shard before.
         sizes[0] += unfinished
         unfinished = 0
         if number + 1 < len(shards) and shards[number + 1].facts.continues:
             # It goes on: counted once, where it ends.
             unfinished, sizes = int(sizes[-1]), sizes[:-1]
+        if not is_sound or (len(sizes) and sizes.min() < 1):
+            raise _build_damaged_shard_error(shard, "its documents do not add up")
         lengths, counts = _add_length_counts(lengths, counts, sizes)
     return lengths, counts
 
