@@ -291,6 +291,7 @@ def test_commands_that_make_no_sense(
     (tmp_path / "empty").mkdir()
     for words, code, arguments in (
         ("no such file", 2, ("import", tmp_path / "nowhere", "--out", tmp_path / "x")),
+        ("only files of this machine", 2, ("import", "https://a/b", "--out", tmp_path / "x")),
         ("phalanx's own already", 2, ("import", out, "--out", tmp_path / "x")),
         ("there are no weights in it", 5, ("import", tmp_path / "empty", "--out", tmp_path / "x")),
         ("something is there already", 2, ("import", llama, "--out", out)),

@@ -76,6 +76,16 @@ OTHER_WAYS = {
 }
 
 
+def test_why_it_cannot_be_read_is_said_in_words(tmp_path: Path) -> None:
+    for content, why in (
+        (b"[" * 100_000, r"it is nested too deeply"),
+        (b'{"step": "\xff"}', r"it is not UTF-8 text \(byte 10\)"),
+    ):
+        (tmp_path / MANIFEST_FILE_NAME).write_bytes(content)
+        with pytest.raises(CheckpointError, match=why):
+            read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize("way", list(OTHER_WAYS))
 def test_what_means_the_same_and_was_not_written_so_is_damage(tmp_path: Path, way: str) -> None:
     (tmp_path / MANIFEST_FILE_NAME).write_bytes(OTHER_WAYS[way])

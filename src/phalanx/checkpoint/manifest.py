@@ -35,6 +35,7 @@ from phalanx.checkpoint.folder import (
 from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.digest import encode_canonical_json
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import parse_json
 
 MANIFEST_FORMAT_VERSION = 2
 MANIFEST_FILE_NAME = "manifest.json"
@@ -139,7 +140,7 @@ def read_manifest(folder: CheckpointFolder | Path) -> Manifest:
     path = folder.where(MANIFEST_FILE_NAME)
     try:
         text = folder.read(MANIFEST_FILE_NAME)
-        body = json.loads(text.decode())
+        body = parse_json(text)
         computed_xxh3, canonical = "", b""
         if isinstance(body, dict):
             # Both raise ValueError: for numbers that are none, and for half a letter.

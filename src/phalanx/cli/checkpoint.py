@@ -234,8 +234,16 @@ def import_command(
     from phalanx.cli._json import print_json
     from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import UsageError
 
     with make_errors_printable(as_json), ProgressLine("importing") as line:
+        # Here: a path has one slash where a URL has two.
+        if "://" in source:
+            raise UsageError(
+                "only files of this machine are imported",
+                where=source,
+                fix="download it first, and give the directory or file",
+            )
         result = import_weights_as_checkpoint(
             Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update
         )
