@@ -220,6 +220,21 @@ def test_in_a_run(
         assert len(err.splitlines()) <= 2, err
 
 
+@pytest.mark.parametrize("plan", [None, "{", '{"layout": {"tp": -1}}'])
+def test_an_export_of_a_run_that_lost_its_plan_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: str | None
+) -> None:
+    save(tmp_path, 20)
+    (tmp_path / "job.json").write_text("{}")
+    if plan is not None:
+        (tmp_path / "plan.json").write_text(plan)
+    words = ["checkpoint", "export", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert _app.run_command_line(words) == 5
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'plan.json'}: nothing says what model it is of" in error
+    assert not (tmp_path / "out").exists()
+
+
 IN_DATA = {
     "tokens.npy": 4,
     "corpus.bin": 4,

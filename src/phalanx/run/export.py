@@ -110,15 +110,26 @@ def export_checkpoint(
 def _require_known_origin(location: str, weights: CheckpointReader) -> ModelOfCheckpoint:
     origin = find_model_of_checkpoint(location, weights.folder, weights.manifest)
     if origin is None:
-        raise CheckpointError(
-            "nothing says what model it is of", where=location, fix="give the run's own directory"
-        )
+        raise _build_unknown_model_error(location, weights.folder)
     if is_foreign(origin.shape.kind) and not is_hugging_face(origin.shape.kind):
         raise LayoutError(
             f"{origin.shape.kind} is a model of your own: transformers has no class for it",
             fix="phalanx.load_weights fills your module",
         )
     return origin
+
+
+def _build_unknown_model_error(location: str, folder: CheckpointFolder) -> CheckpointError:
+    problem = "nothing says what model it is of"
+    run_dir = find_run_directory_of_checkpoint(location, folder)
+    if run_dir is None or not (run_dir / "job.json").is_file():
+        return CheckpointError(problem, where=location, fix="give the run's own directory")
+    return CheckpointError(
+        problem,
+        where=str(run_dir / "plan.json"),
+        why="the run's plan is missing or damaged",
+        fix="put it back; phalanx train --resume writes it anew",
+    )
 
 
 def _read_config_of_run(
