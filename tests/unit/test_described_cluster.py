@@ -70,6 +70,15 @@ def test_a_file_describes_levels_of_links(tmp_path: Path):
     ("text", "message"),
     [
         ("gpu = ", "is not TOML"),
+        (
+            'gpu = "a100-sxm"\n[[links]]\nname = "n"\nnum_devices = 8\ngb_s = 1e-320\n',
+            "cluster.links: gb_s of 'n' is 9.99989e-321, which no machine has; give a number from",
+        ),
+        (
+            'gpu = "a100-sxm"\n[[links]]\nname = "n"\nnum_devices = 8\ngb_s = 9\n'
+            "latency_us = 1e308\n",
+            "cluster.links: latency_us of 'n' is 1e.308, which no machine has",
+        ),
         (f"nodes = {'9' * 5000}", "a number is too long, or the nesting too deep"),
         (f"gpu = {'[' * 5000}", "a number is too long, or the nesting too deep"),
         ('gpu = "a100-sxm"\nnoodles = 2\n', "noodles"),

@@ -35,6 +35,11 @@ POSSIBLE_FIGURES = {
     "spot_price_per_hour": (1e-6, 1e6),
     "watts": (1, 1e5),
 }
+POSSIBLE_FIGURES_OF_LINKS = {
+    "gb_s": (1e-6, 1e6),
+    "latency_us": (1e-6, 1e7),
+    "oversubscription": (1, 1e6),
+}
 # Bytes a second of a network that is given in bits.
 _GBYTES_PER_GBIT = 1 / 8
 
@@ -114,13 +119,21 @@ def build_described_cluster(section: ClusterSection, num_ranks: int | None = Non
 
 def _require_possible_figures(section: ClusterSection) -> None:
     """Raises LayoutError for a figure that no machine has: a typo, or another unit."""
-    for key, (least, most) in POSSIBLE_FIGURES.items():
-        value = getattr(section, key)
-        if value is not None and not least <= value <= most:
-            raise LayoutError(
-                f"cluster.{key} is {value:g}, which no machine has",
-                fix=f"give a number from {least:g} to {most:g}",
-            )
+    for key, limits in POSSIBLE_FIGURES.items():
+        _require_possible_figure(f"cluster.{key}", getattr(section, key), limits)
+    for link in section.links:
+        for key, limits in POSSIBLE_FIGURES_OF_LINKS.items():
+            name = f"cluster.links: {key} of {link.name!r:.60}"
+            _require_possible_figure(name, getattr(link, key), limits)
+
+
+def _require_possible_figure(name: str, value: float | None, limits: tuple[float, float]) -> None:
+    least, most = limits
+    if value is not None and not least <= value <= most:
+        raise LayoutError(
+            f"{name} is {value:g}, which no machine has",
+            fix=f"give a number from {least:g} to {most:g}",
+        )
 
 
 def _build_cluster_from_section(
