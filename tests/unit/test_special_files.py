@@ -142,6 +142,9 @@ def test_a_file_that_is_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b'"\xff"')
     with pytest.raises(ValueError, match=r"not UTF-8 text \(byte 1\)"):
         read_json(tmp_path / "bytes")
+    (tmp_path / "zeros").write_bytes(bytes(5))
+    with pytest.raises(ValueError, match=r"not UTF-8 text$"):
+        read_json(tmp_path / "zeros")
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"checkpoint": 1}', "{"])

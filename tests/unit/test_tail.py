@@ -137,6 +137,13 @@ def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_that_cannot_be_looked_at_hides_no_other(tmp_path: Path) -> None:
+    append(tmp_path / "events" / "rank-0001-attempt-00.jsonl", line(Note("read"), rank=1))
+    (tmp_path / "events" / "supervisor.jsonl").symlink_to("supervisor.jsonl")
+    (tmp_path / "events" / "rank-0000-attempt-00.jsonl").symlink_to("nowhere")
+    assert codes(EventTail(tmp_path, all_ranks=True).read_new_events()) == ["read"]
+
+
 def test_earlier_attempts_are_left_out(tmp_path: Path) -> None:
     for attempt in (0, 1):
         append(

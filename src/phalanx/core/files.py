@@ -256,7 +256,9 @@ def parse_json(
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
+        # Zeros are taken for UTF-32, whose places say nothing.
+        place = f" (byte {error.start})" if error.encoding == "utf-8" else ""
+        raise ValueError(f"it is not UTF-8 text{place}") from None
     except json.JSONDecodeError:
         raise
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,15 +262,14 @@ class EventTail:
 
     def _list_followed_files(self) -> list[tuple[str, int]]:
         """Names and sizes of the files to follow; none before the run has made its directory."""
-        try:
-            with os.scandir(self._directory) as entries:
-                return sorted(
-                    (entry.name, entry.stat().st_size)
-                    for entry in entries
-                    if self._is_followed(entry.name)
-                )
-        except OSError:
-            return []
+        files = []
+        with suppress(OSError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                if self._is_followed(entry.name):
+                    # One that cannot be looked at (a link that leads nowhere) hides no other.
+                    with suppress(OSError):
+                        files.append((entry.name, entry.stat().st_size))
+        return sorted(files)
 
     def _is_followed(self, name: str) -> bool:
         if name == SUPERVISOR_FILE_NAME:
