@@ -274,6 +274,20 @@ def test_a_survivor_that_lacks_a_processor_is_waited_for(run: Run) -> None:
     assert run.has("kept-0-1")
 
 
+def test_a_rank_that_is_started_beside_others_is_asked_to_stop_and_not_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kept rank holds would be lost. The run's directory is named from where the command
+    stands, and the kept rank no longer stands there."""
+    monkeypatch.chdir(run.dir.parent)
+    run.dir = Path("run")
+    outcome = run.supervise("is_asked_to_stop_as_it_starts", keeps_ranks=True)
+    assert (outcome.exit_code, outcome.attempts) == (75, 2), outcome.message
+    assert run.marked() == ["asked-1-1"]
+    logs = sorted(path.name for path in Path("run/logs").glob("rank-0000-*.log"))
+    assert logs == [f"rank-0000-attempt-{number:02d}.log" for number in range(2)]
+
+
 def test_the_same_exception_at_the_same_step_is_deterministic(run: Run) -> None:
     outcome = run.supervise("always_raises", payload={"differently": False}, max_restarts=10)
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 3)

@@ -21,10 +21,11 @@ from typing import Any
 import psutil
 
 from phalanx.core.black_box import BlackBox
-from phalanx.core.errors import DataError, ResourceError, RunLockedError
+from phalanx.core.errors import DataError, ExitCode, ResourceError, RunLockedError
 from phalanx.core.phases import PhaseTimer
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
+from phalanx.train.stop import StopSignalFlags
 
 DEADLINE_S = 60.0
 
@@ -153,6 +154,23 @@ def survives_without_a_processor(payload: dict[str, Any], link: RankLink) -> int
     assert link.wait_for_next_attempt(2) is not None
     mark(payload, "kept")
     return 0
+
+
+def is_asked_to_stop_as_it_starts(payload: dict[str, Any], link: RankLink) -> int:
+    """Rank 1 dies once, and is asked to stop as soon as it is there again, before it has handlers.
+    Code of rank 0 has moved to another folder."""
+    stop = StopSignalFlags()
+    if attempt() == 0:
+        at_step(payload, 31, "data")
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.chdir(payload["marks"])
+        assert link.wait_for_next_attempt(2) is not None
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.request_stop_on_signals()
+        mark(payload, "asked" if stop.sigterm else "not asked")
+    return int(ExitCode.PREEMPTED)
 
 
 def meets_an_outage(payload: dict[str, Any], link: RankLink) -> int:

@@ -23,6 +23,7 @@ from commands import (
     write_text,
 )
 from holds import UNWATCHED, make_fault
+from phalanx.core.errors import ExitCode
 from phalanx.observe.events import (
     LayoutChanged,
     MemoryMeasured,
@@ -315,6 +316,55 @@ def test_killed_during_the_recovery(folder: Path) -> None:
     require_same_as_straight(folder / "once", run_dir, second)
     assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0], [0]]
     assert [e.event.step for e in events(run_dir, RunStarted)][-1] == 13
+
+
+ASKED = """
+import os
+import signal
+from phalanx.observe.events import RanksStarted
+from phalanx.observe.tail import read_recorded_events
+
+def ask_rank_0_and_die(site):
+    (started,) = read_recorded_events(site.run_dir, RanksStarted)
+    os.kill(started.event.pids[0], signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_was_asked_to_stop_and_lost_another_one_stops_when_they_meet_again(
+    folder: Path,
+) -> None:
+    (folder / "asking.py").write_text(ASKED)
+    fault = inject("asking:ask_rank_0_and_die:rank=1,step=5,phase=forward")
+    done = run(*arguments("ddp", "asked", fault), cwd=folder)
+    assert done.code == ExitCode.PREEMPTED, done.out + done.err
+    assert done.err == "stopped by SIGTERM to a rank; the checkpoint of step 5 stands\n"
+
+
+EDITED = """
+import os
+import signal
+from pathlib import Path
+from phalanx.nn.objective import causal_cross_entropy
+
+loss = causal_cross_entropy(64)
+
+def be_edited_and_die():
+    Path(__file__).write_text(Path(__file__).read_text() + "loss = causal_cross_entropy(32)")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_would_compute_with_other_code_is_refused(folder: Path) -> None:
+    """The user's module is edited while the run trains: the rank that is started again imports what
+    it is now, beside one that has what it was."""
+    (folder / "edited.py").write_text(EDITED)
+    fault = inject("edited:be_edited_and_die:rank=1,step=5,phase=forward")
+    done = run(*arguments("ddp", "edited", "model.objective=edited:loss", fault), cwd=folder)
+    assert done.code == ExitCode.RESOURCES, done.out + done.err
+    assert "module edited of rank 1 is not that of rank 0" in done.err.splitlines()[0]
+    assert max(e.event.step for e in events(folder / "edited", StepFinished)) == 4
+    assert not survivors(folder / "edited")
 
 
 def test_fewer_ranks_and_all_of_them_again(folder: Path) -> None:

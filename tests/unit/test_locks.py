@@ -253,6 +253,15 @@ def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> Non
         assert lock.acquire_token_for_attempt().number == 3
 
 
+@pytest.mark.parametrize("text", ["", '{"host": "a'])
+def test_a_text_that_was_cut_takes_no_lock_from_its_holder(tmp_path: Path, text: str) -> None:
+    with holding_run_lock(tmp_path) as lock:
+        (tmp_path / LOCK_FILE_NAME).write_text(text)
+        assert lock.acquire_token_for_attempt().number == 1
+        assert read_holder(tmp_path).is_held_by_same_job(lock.holder)
+    assert not (tmp_path / LOCK_FILE_NAME).exists()
+
+
 def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
     with holding_run_lock(tmp_path) as ours:
         (tmp_path / LOCK_FILE_NAME).unlink()  # by hand, against all advice

@@ -1,4 +1,5 @@
-"""The signal by which the supervisor asks ranks to leave, and not a person or a scheduler."""
+"""Signals that ask ranks to leave: that of the supervisor, which no person or scheduler sends, and
+those that wait for a rank to have handlers."""
 
 from __future__ import annotations
 
@@ -11,3 +12,22 @@ LEAVE_FOR_MORE_RANKS_SIGNAL = int(
 )
 # The `reason` of `stop_requested` then.
 MORE_RANKS_REASON = "more_ranks"
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_are_held = False
+
+
+def hold_stop_signals() -> set[signal.Signals]:
+    """The signals that the caller is to block: they wait until this process calls
+    `release_stop_signals`."""
+    global _are_held
+    _are_held = True
+    return set(_STOP_SIGNALS)
+
+
+def release_stop_signals() -> None:
+    """Take SIGTERM and SIGINT from now on, and those that wait, if they are held."""
+    global _are_held
+    if _are_held:
+        _are_held = False
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)

@@ -203,18 +203,22 @@ class RecoveryPolicy:
             return self._stop(code, f"stopped at once by Ctrl-C; {stands}")
         if end.exit_codes == {ExitCode.OK}:
             return self._finish()
+        stands = self._attempts.describe_what_stands()
+        is_first = self._num_attempts == 1
         if not end.exits and not end.waiting:
-            return self._stop(code, "stopped before the ranks had started; nothing is lost")
+            if is_first:
+                return self._stop(code, "stopped before the ranks had started; nothing is lost")
+            return self._stop(code, f"stopped before the ranks had started again; {stands}")
         if failure is None:
             return self._stop(code, self._describe_leaving(end, stop))
         if failure.step < 1 and failure.cause == "signal":
-            return self._stop(
-                code, f"stopped before the first step; {self._attempts.describe_what_stands()}"
+            when = (
+                "before the first step" if is_first else "before ranks that were lost trained again"
             )
+            return self._stop(code, f"stopped {when}; {stands}")
         if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_rank_failed(failure)
             return self._fail(failure.exit_code, failure.report)
-        stands = self._attempts.describe_what_stands()
         return self._stop(code, f"failed while stopping; {stands}\n{failure.report}")
 
     def _describe_leaving(self, end: AttemptEnd, stop: StopRequest) -> str:

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.stop_signals import hold_stop_signals
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
@@ -184,6 +185,9 @@ class RankServer:
         size = order.num_ranks
         ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=order.attempt)
         task = RankTask(order.entry, order.payload, self._run_dir, ranks, port, order.doing)
+        # Beside ranks that hold the state a signal is a request, before it has handlers, too: its
+        # death would end the attempt, and what they hold be lost.
+        holds_signals = bool(order.kept)
         self._attempt.records[rank], write_end = open_end_pipe()
         self._attempt.orders[rank], orders = open_order_pipe()
 
@@ -197,7 +201,7 @@ class RankServer:
             return run_forked_rank(task, EndWriter(write_end), orders)
 
         try:
-            return self._fork_child_process(run)
+            return self._fork_child_process(run, holds_signals=holds_signals)
         finally:
             # The rank alone holds them, so that the pipes end with the rank.
             os.close(write_end)
@@ -216,12 +220,12 @@ class RankServer:
         if waiting is not None:
             self._link.send(RankWaits(waiting.attempt, rank, waiting.held_step))
 
-    def _fork_child_process(self, run: Callable[[], int]) -> int:
+    def _fork_child_process(self, run: Callable[[], int], *, holds_signals: bool = False) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its
         pid.
 
         Signals wait meanwhile: one that arrived before the child dropped our handlers would be
-        lost.
+        lost. With `holds_signals` those that ask for a stop wait until the child releases them.
         """
         # What is buffered would be written by the child, too.
         sys.stdout.flush()
@@ -229,7 +233,7 @@ class RankServer:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*IGNORED_SIGNALS, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
-            self._run_as_child_process(run, mask)
+            self._run_as_child_process(run, mask, holds_signals=holds_signals)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             # In parent and child: one of them comes first, and both may rely on the group.
@@ -239,7 +243,11 @@ class RankServer:
         return pid
 
     def _run_as_child_process(
-        self, run: Callable[[], int], mask: set[int | signal.Signals]
+        self,
+        run: Callable[[], int],
+        mask: set[int | signal.Signals],
+        *,
+        holds_signals: bool,
     ) -> NoReturn:
         code = 1
         try:
@@ -256,6 +264,8 @@ class RankServer:
             for fd in (self._server_life_write, self._wakeup, self._wakeup_write):
                 os.close(fd)
             die_when_pipes_close([self._supervisor_life, self._server_life], whole_group=True)
+            if holds_signals:
+                mask |= hold_stop_signals()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = run()
             sys.stdout.flush()

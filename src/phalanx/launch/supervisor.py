@@ -207,7 +207,9 @@ class _Supervisor:
         """Have the template import what it must; None when it is ready, or when a module is to be
         left out and another template be started; otherwise how the attempt ended."""
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
-        template.link.send(PreloadModules(self._spec.run_dir, self._preload, *search_path))
+        # Absolute: code of the user's may change the directory of a rank that is kept.
+        run_dir = self._spec.run_dir.absolute()
+        template.link.send(PreloadModules(run_dir, self._preload, *search_path))
         while not template.link.closed:
             reports, signals = self._waiter.wait(template.link)
             # Before the reports: PreloadFinished may have come in the same moment.

@@ -72,11 +72,11 @@ from phalanx.run.rank_context import (
 from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
+from phalanx.run.user_code import digest_user_modules, names_user_code, require_same_user_code
 from phalanx.run.weights import build_and_restore_state
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopSignalFlags
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
@@ -154,7 +154,7 @@ def run_rank(
     job = run.job
     is_kept = survivor is not None and keeps_ranks(job, run.plan)
     survivor = survivor or Survivor()
-    stop = StopSignalFlags()
+    stop = survivor.stop
     # First: from here on a signal is a request, also while groups are opened.
     stop.request_stop_on_signals()
     meter = MemoryMeter()
@@ -252,6 +252,9 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
         ):
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             rank.faults.trainer = trainer
+            # Now they have imported what they train with.
+            if names_user_code(run.job):
+                require_same_user_code(mesh.gather_json(digest_user_modules()))
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
                 _emit_start_warnings(run, state, rank.bus, shortage)

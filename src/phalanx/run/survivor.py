@@ -12,6 +12,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.event_file import EventFile
 from phalanx.train.held_state import HeldState, hold_state
 from phalanx.train.memory import MemoryBefore
+from phalanx.train.stop import StopSignalFlags
 from phalanx.train.trainer import Trainer
 
 
@@ -19,7 +20,8 @@ class Survivor:
     """Holds the state of a rank over the end of its process groups, until it trains again.
 
     `memory_before` is what the process had before it first trained; `last_bus` may have
-    events that the disk had not taken by the end of an attempt.
+    events that the disk had not taken by the end of an attempt. `stop` has the requests to stop
+    that came in any attempt, and between two of them.
 
     Only of a rank whose training was ended by the loss of another one, or by a file server or a
     network that was away when its dataset read: every other error is its own, and what it holds may
@@ -30,6 +32,7 @@ class Survivor:
         self.held: HeldState | None = None
         self.memory_before: MemoryBefore | None = None
         self.last_bus: Bus | None = None
+        self.stop = StopSignalFlags()
         self._may_be_kept = False
 
     @contextlib.contextmanager

@@ -7,7 +7,11 @@ import threading
 from dataclasses import dataclass
 from types import FrameType
 
-from phalanx.core.stop_signals import LEAVE_FOR_MORE_RANKS_SIGNAL, MORE_RANKS_REASON
+from phalanx.core.stop_signals import (
+    LEAVE_FOR_MORE_RANKS_SIGNAL,
+    MORE_RANKS_REASON,
+    release_stop_signals,
+)
 
 
 @dataclass
@@ -25,14 +29,18 @@ class StopSignalFlags:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
 
         Outside the main thread, where Python allows no handlers, this rank stops only as others ask
-        for it.
+        for it. A request that came before, in an attempt that is over, stands; but for the wish for
+        more ranks, which was that of its supervisor then.
         """
+        if self.is_for_more_ranks:
+            self.sigterm = self.is_for_more_ranks = False
         if threading.current_thread() is not threading.main_thread():
             return
         # Only a flag is set: a handler may run between any two instructions of Python.
         signal.signal(LEAVE_FOR_MORE_RANKS_SIGNAL, self._leave_for_more_ranks)
         signal.signal(signal.SIGTERM, self._note_sigterm)
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
+        release_stop_signals()
 
     def name_reason(self, agreed: str) -> str:
         """The reason of a stop on whose kind all ranks `agreed` ("sigterm" or "sigint")."""

@@ -219,7 +219,8 @@ def _is_lock_still_ours(lock: RunLock) -> bool:
     if not _is_path_of_open_file(lock.path, lock.fd):
         return False
     holder = _read_lock_holder_of_open_file(lock.fd)
-    return holder is not None and holder.is_held_by_same_job(lock.holder)
+    # A text that was cut or overwritten names nobody, and we have the flock.
+    return holder is None or holder.is_held_by_same_job(lock.holder)
 
 
 def read_lock_holder(path: Path) -> LockHolder | None:
