@@ -21,7 +21,7 @@ import pytest
 from test_launch_entries import Payload
 
 from phalanx.core.errors import ExitCode
-from phalanx.launch import server_process
+from phalanx.launch import kill_deadline, server_process
 from phalanx.launch.kill_deadline import WAIT_FOR_ATTEMPT_WINDOW_S
 from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
 from phalanx.launch.outcome import RunOutcome
@@ -579,6 +579,24 @@ def test_ranks_that_outstay_the_grace_are_killed(run: Run) -> None:
     outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     assert outcome.message.endswith("were killed; the checkpoint of step 40 stands")
+
+
+def test_a_stop_that_a_stopped_server_keeps_from_the_ranks_is_told_as_that(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kill_deadline, "EXIT_AFTER_KILL_TIMEOUT_S", 0.2)
+
+    def stop_server_and_ask() -> None:
+        find_server(os.getpid()).suspend()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), stop_server_and_ask)
+    outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
+    assert (outcome.exit_code, outcome.status) == (75, "preempted")
+    assert outcome.message == (
+        "the ranks did not save within the grace period (the process that starts them, which was to"
+        " ask them, did not answer) and were killed; the checkpoint of step 40 stands"
+    )
 
 
 def test_a_stop_before_the_ranks_exist(run: Run) -> None:

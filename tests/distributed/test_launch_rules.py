@@ -247,6 +247,14 @@ class TestReports:
     def test_words_that_blame_another_rank(self, message: str) -> None:
         assert raised(RuntimeError(message)).secondary
 
+    def test_of_a_message_without_measure_the_middle_goes(self) -> None:
+        """A whole batch in it took so long to send that its rank was taken for one that hangs."""
+        report = raised(ValueError("x" * 1_000_000 + "the end"))
+        assert report.one_line.startswith("ValueError: xxx")
+        assert report.one_line.endswith("xxxthe end")
+        assert len(report.one_line) < 20_000
+        assert len(report.traceback) < 150_000
+
     @pytest.mark.parametrize(
         "error",
         [

@@ -97,6 +97,26 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
     assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
 
 
+GRABBING = """
+import signal
+from phalanx.nn.objective import causal_cross_entropy
+signal.signal(signal.SIGTERM, lambda number, frame: print("mine"))
+loss = causal_cross_entropy(64)
+"""
+
+
+def test_a_handler_of_the_users_module_does_not_keep_a_stop_from_the_ranks(folder: Path) -> None:
+    (folder / "grabbing.py").write_text(GRABBING)
+    faults = 'resilience.inject=["preempt:rank=0,step=5,phase=data"]'
+    done = run(
+        *("train", *JOB, "model.objective=grabbing:loss", faults, "run.dir=grabbed"), cwd=folder
+    )
+    assert done.code == 75, done.out + done.err
+    (step,) = {e.event.step for e in events(folder / "grabbed", StopRequested)}
+    assert done.err == f"stopped by SIGTERM; the checkpoint of step {step} stands\n"
+    assert "code of yours handles SIGTERM" in done.out
+
+
 @pytest.mark.long
 def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
     """Saves beside training all the time: the one in flight ends, the stop's own comes after it,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -218,7 +219,9 @@ class AttemptWatch:
             return
         if self._store.is_stopped(time.monotonic()):
             self._listener.say("the process that holds the rendezvous store is stopped: killing it")
-            os.kill(self._store.pid, signal.SIGKILL)
+            # It may have ended since.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._store.pid, signal.SIGKILL)
             self._store = StoppedStoreWatch(0)
 
     def _handle_store_loss(self, how: str) -> None:

@@ -205,11 +205,11 @@ class RecoveryPolicy:
             return self._finish()
         stands = self._attempts.describe_what_stands()
         is_first = self._num_attempts == 1
-        if not end.exits and not end.waiting:
+        if not end.exits and not end.waiting and not end.server_loss:
             if is_first:
                 return self._stop(code, "stopped before the ranks had started; nothing is lost")
             return self._stop(code, f"stopped before the ranks had started again; {stands}")
-        if failure is None:
+        if failure is None or (end.server_loss and end.grace_over):
             return self._stop(code, self._describe_leaving(end, stop))
         if failure.step < 1 and failure.cause == "signal":
             when = (
@@ -225,8 +225,11 @@ class RecoveryPolicy:
         """The message about ranks that were asked to stop; `stop` says by which signal if the
         command was, and not one of its ranks."""
         if end.grace_over or not end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES}:
+            why = ""
+            if end.server_loss:
+                why = " (the process that starts them, which was to ask them, did not answer)"
             return (
-                "the ranks did not save within the grace period and were killed;"
+                f"the ranks did not save within the grace period{why} and were killed;"
                 f" {self._attempts.describe_what_stands()}"
             )
         if stop.signal == signal.SIGINT:

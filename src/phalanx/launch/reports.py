@@ -42,6 +42,9 @@ _OWN_ERROR_PATTERN = re.compile(
 )
 # Of torch, where a rank does not reach the store.
 STORE_ERROR_NAMES = ("DistStoreError", "DistNetworkError")
+# An exception may hold a whole batch in its message. More tells nobody anything, and takes long
+# enough to send that the rank is taken for one that hangs.
+_MAX_MESSAGE_CHARS, _MAX_TRACEBACK_CHARS = 1 << 14, 1 << 17
 _LAUNCH_FOLDER = str(Path(__file__).parent)
 _IMPORT_MACHINERY_FILES = (importlib.__file__, registry.__file__)
 
@@ -95,7 +98,7 @@ def build_error_report(
         convert_disk_error(error, doing, refusals=PERMANENT_WRITE_ERRNOS, run_dir=run_dir) or error
     )
     is_phalanx_error = isinstance(error, PhalanxError)
-    message = redactor.redact_text(_format_error_message(error))
+    message = _shorten(redactor.redact_text(_format_error_message(error)), _MAX_MESSAGE_CHARS)
     name = type(error).__qualname__
     one_line = message
     if not is_phalanx_error:
@@ -111,7 +114,9 @@ def build_error_report(
     return ErrorReport(
         type=name,
         message=message,
-        traceback=redactor.redact_text(_escape_surrogates("".join(lines))),
+        traceback=_shorten(
+            redactor.redact_text(_escape_surrogates("".join(lines))), _MAX_TRACEBACK_CHARS
+        ),
         exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,
@@ -202,6 +207,14 @@ def _format_printable_message(error: BaseException) -> str:
     except Exception:
         # A broken `__str__` must not hide the error.
         return "<its message cannot be printed>"
+
+
+def _shorten(text: str, limit: int) -> str:
+    """The text, without its middle where it is longer than `limit`."""
+    num_more = len(text) - limit
+    if num_more <= 0:
+        return text
+    return f"{text[: limit // 2]} … {num_more:,} characters … {text[-limit // 2 :]}"
 
 
 def _escape_surrogates(text: str) -> str:

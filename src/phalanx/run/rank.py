@@ -255,9 +255,10 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             # Now they have imported what they train with.
             if names_user_code(run.job):
                 require_same_user_code(mesh.gather_json(digest_user_modules()))
+            taken_signals = rank.stop.take_signals_back()
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
-                _emit_start_warnings(run, state, rank.bus, shortage)
+                _emit_start_warnings(run, state, rank.bus, shortage, taken_signals)
             _record_step_that_was_not_recorded(run, trainer, batches, restored.finished)
             rank.phases.leave("startup")
             with rank.survivor.holding_state_of(trainer):
@@ -395,11 +396,19 @@ def _finish_on_all_ranks(
         abandon_mesh(mesh)
 
 
-def _emit_start_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:
+def _emit_start_warnings(
+    run: RankRunInputs, state: TrainState, bus: Bus, shortage: str, taken_signals: Sequence[str]
+) -> None:
     """Emit what the owner of a run may regret, before its first step; `shortage` says which GPU
-    has little room, if one does."""
+    has little room, if one does, and `taken_signals` which signals code of the user's handled."""
     if shortage:
         bus.emit(Note("warning", {"warning": "little_room", "text": shortage}))
+    if taken_signals:
+        text = (
+            f"code of yours handles {' and '.join(taken_signals)}: in a rank that trains it asks"
+            " for a save and a stop, and that handler is not called"
+        )
+        bus.emit(Note("warning", {"warning": "signals_taken", "text": text}))
     for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
     emit_note_on_batch_size_change(run.job, run.plan, state, bus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -25,6 +26,14 @@ class StopSignalFlags:
     sigint: bool = False
     is_for_more_ranks: bool = False
 
+    def __post_init__(self) -> None:
+        # Each only sets a flag: a handler may run between any two instructions of Python.
+        self._handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+            LEAVE_FOR_MORE_RANKS_SIGNAL: self._leave_for_more_ranks,
+            signal.SIGTERM: self._note_sigterm,
+            signal.SIGINT: self._note_sigint,
+        }
+
     def request_stop_on_signals(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
 
@@ -36,11 +45,22 @@ class StopSignalFlags:
             self.sigterm = self.is_for_more_ranks = False
         if threading.current_thread() is not threading.main_thread():
             return
-        # Only a flag is set: a handler may run between any two instructions of Python.
-        signal.signal(LEAVE_FOR_MORE_RANKS_SIGNAL, self._leave_for_more_ranks)
-        signal.signal(signal.SIGTERM, self._note_sigterm)
-        signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         release_stop_signals()
+
+    def take_signals_back(self) -> list[str]:
+        """Ask for a stop again on SIGTERM and SIGINT, where other code has taken them since
+        `request_stop_on_signals`, as a library may when it is imported; the names of those."""
+        if threading.current_thread() is not threading.main_thread():
+            return []
+        taken = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = self._handlers[number]
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+                taken.append(number.name)
+        return taken
 
     def name_reason(self, agreed: str) -> str:
         """The reason of a stop on whose kind all ranks `agreed` ("sigterm" or "sigint")."""
@@ -51,6 +71,9 @@ class StopSignalFlags:
     def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
         # Whoever sends it wants the run to end, whatever the supervisor wanted before.
         self.sigterm, self.is_for_more_ranks = True, False
+
+    def _note_sigint(self, number: int, frame: FrameType | None) -> None:
+        self.sigint = True
 
     def _leave_for_more_ranks(self, number: int, frame: FrameType | None) -> None:
         self.is_for_more_ranks = not self.sigterm
