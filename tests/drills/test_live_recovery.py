@@ -325,7 +325,7 @@ from phalanx.observe.events import RanksStarted
 from phalanx.observe.tail import read_recorded_events
 
 def ask_rank_0_and_die(site):
-    (started,) = read_recorded_events(site.run_dir, RanksStarted)
+    (started,) = read_recorded_events(site.run_dir, RanksStarted, rank=-1)
     os.kill(started.event.pids[0], signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -31,6 +31,7 @@ from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.report.reduce import collect_run_facts
 from phalanx.run.announce import format_run_announcement
+from phalanx.run.output import RunOutput
 from phalanx.run.prepare import prepare_run
 
 
@@ -88,6 +89,27 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     os.close(ours)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "model.dim=x"), ("plan", "--json", "model.dim=x")])
+def test_a_refusal_that_nobody_can_read_has_its_exit_code(arguments: tuple[str, ...]) -> None:
+    """`phalanx plan ... 2>&1 | head -0`, `2> /dev/full`: 0 would say that all is well."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open("/dev/full", "w") as full, open(theirs, "w") as closed:
+        done = [
+            subprocess.run([*COLD, *arguments], stdout=closed, stderr=stream, check=False)
+            for stream in (closed, full)
+        ]
+    assert [process.returncode for process in done] == [ExitCode.JOB, ExitCode.JOB]
+
+
+def test_an_end_of_a_run_that_nobody_can_read_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        RunOutput().warn("stopped by SIGTERM")
 
 
 @pytest.mark.long

@@ -24,7 +24,12 @@ from phalanx.core.errors import (
 )
 from phalanx.core.files import convert_disk_error
 from phalanx.core.garbage import pausing_garbage_collection
-from phalanx.core.output import open_closed_standard_streams, redirect_stream_to_devnull
+from phalanx.core.output import (
+    flush_standard_streams,
+    open_closed_standard_streams,
+    redirect_stream_to_devnull,
+    warn,
+)
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.core.terminal import filtering_standard_streams
 
@@ -39,7 +44,12 @@ AnyMistake: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class OutputClosedError(Exception):
-    """Whoever read our standard output has gone."""
+    """Whoever read our standard output has gone. `exit_code` is that of the verb, where it had
+    ended by then."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
 
 
 class VerbGroup(TyperGroup):
@@ -67,6 +77,7 @@ class VerbGroup(TyperGroup):
         return typer.main.get_command(app)
 
     def invoke(self, ctx: Any) -> Any:
+        result = None
         try:
             result = super().invoke(ctx)
             # Here, not at exit, where Python itself would report a pipe that is broken.
@@ -74,7 +85,7 @@ class VerbGroup(TyperGroup):
             return result
         except BrokenPipeError as error:
             # typer ends with exit code 1 on a broken pipe.
-            raise OutputClosedError from error
+            raise OutputClosedError(result if isinstance(result, int) else ExitCode.OK) from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in list_modules_of_registry(VERBS_PACKAGE):
@@ -184,7 +195,10 @@ def run_command_line(arguments: Sequence[str]) -> int:
     open_closed_standard_streams()
     try:
         with filtering_standard_streams():
-            return _invoke_app(arguments)
+            code = _invoke_app(arguments)
+            # Python would flush at exit, and end with a code of its own where that is refused.
+            flush_standard_streams()
+            return code
     finally:
         # Its process may go on, and a server that was started for the command is not to.
         server_process = sys.modules.get("phalanx.launch.server_process")
@@ -224,16 +238,16 @@ def _invoke_app(arguments: Sequence[str]) -> int:
         return ExitCode.INTERRUPTED
     except typer.Exit as stop:
         return stop.exit_code
-    except (BrokenPipeError, OutputClosedError):
+    except (BrokenPipeError, OutputClosedError) as closed:
         # Whoever read has enough: no failure. Python flushes at exit, which would be refused again.
         redirect_stream_to_devnull(sys.stdout)
-        return ExitCode.OK
+        return getattr(closed, "exit_code", ExitCode.OK)
     except AnyMistake as mistake:
         # By its name: typer does not export the class.
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            print(f"phalanx: {_usage_error_message(mistake, arguments)}", file=sys.stderr)
+            warn(f"phalanx: {_usage_error_message(mistake, arguments)}")
         return ExitCode.USAGE
     except Exception as error:
         # A full disk is nobody's bug.
@@ -242,7 +256,7 @@ def _invoke_app(arguments: Sequence[str]) -> int:
             print_error(problem)
             return problem.exit_code
         # A bug, or user code that nobody expected to fail: its traceback is the message.
-        print(traceback.format_exc().rstrip(), file=sys.stderr)
+        warn(traceback.format_exc().rstrip())
         return ExitCode.INTERNAL
 
 
@@ -275,5 +289,4 @@ def print_error(error: PhalanxError) -> None:
     lines = [str(error)]
     if isinstance(error, JobError):
         lines = str(error).splitlines()
-    for line in lines:
-        print(f"phalanx: {line}", file=sys.stderr)
+    warn(*(f"phalanx: {line}" for line in lines))

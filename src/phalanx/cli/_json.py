@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
+from phalanx.core.output import redirect_stream_to_devnull
 from phalanx.core.secrets import Redactor
 from phalanx.core.terminal import print_document
 
@@ -19,10 +20,14 @@ JSON_SCHEMA_VERSION = 1
 
 
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """Print `build_json_body` of `kind` and `facts`."""
+    """Print `build_json_body` of `kind` and `facts`, where anybody still reads: what the verb ends
+    with does not hang on that."""
     body = build_json_body(kind, facts)
-    # Not print, whose filter would shorten long lines.
-    print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
+    try:
+        # Not print, whose filter would shorten long lines.
+        print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
+    except BrokenPipeError:
+        redirect_stream_to_devnull(sys.stdout)
 
 
 def build_json_body(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:

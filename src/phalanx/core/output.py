@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -36,6 +36,15 @@ def redirect_stream_to_devnull(stream: TextIO) -> None:
         os.close(nowhere)
 
 
+def flush_standard_streams() -> None:
+    """Write what standard output and error still hold; where that is refused it goes nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            redirect_stream_to_devnull(stream)
+
+
 _is_silent: ContextVar[bool] = ContextVar("is_silent", default=False)
 
 
@@ -60,7 +69,16 @@ def say(*lines: str) -> None:
 
     They are filtered: see `core.terminal`.
     """
-    stream = wrap_stream_in_filter(sys.stdout)
+    _print_lines(wrap_stream_in_filter(sys.stdout), lines)
+
+
+def warn(*lines: str) -> None:
+    """Print lines on standard error, filtered like those of `say`: what a command ends with does
+    not hang on whether anybody can read why."""
+    _print_lines(wrap_stream_in_filter(sys.stderr), lines)
+
+
+def _print_lines(stream: TextIO, lines: Iterable[str]) -> None:
     try:
         for line in lines:
             print(line, file=stream)

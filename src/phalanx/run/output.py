@@ -32,7 +32,7 @@ class RunOutput:
     def warn(self, text: str) -> None:
         """Print on standard error why a run did not finish."""
         if not self._is_quiet:
-            print(text, file=wrap_stream_in_filter(sys.stderr))
+            output.warn(text)
 
     def open_console(self, job: Job) -> Console:
         """The console that shows the steps of `job` while it trains."""
