@@ -318,6 +318,39 @@ def test_killed_during_the_recovery(folder: Path) -> None:
     assert [e.event.step for e in events(run_dir, RunStarted)][-1] == 13
 
 
+FLAKY = """
+import os
+from phalanx.nn.objective import causal_cross_entropy
+
+if (os.environ["RANK"], os.environ["PHALANX_ATTEMPT"]) in [("1", "1"), {more}]:
+    raise ImportError("a file server that hands out half a file")
+loss = causal_cross_entropy(64)
+"""
+
+
+def test_a_rank_that_fails_to_start_again_once_is_tried_once_more(
+    folder: Path, straight_with_lemon: Path
+) -> None:
+    """Its process raises where it did not before; in two attempts one after the other it is
+    gone."""
+    (folder / "flaky.py").write_text(FLAKY.format(more=""))
+    (folder / "gone.py").write_text(FLAKY.format(more='("1", "2")'))
+    fault = inject("kill:rank=1,step=14,phase=backward")
+    once, gone = run_all(
+        [
+            arguments("ddp", "flaky", fault, "model.objective=flaky:loss"),
+            arguments("ddp", "gone", fault, "model.objective=gone:loss"),
+        ],
+        folder,
+    )
+    require_same_as_straight(straight_with_lemon, folder / "flaky", once)
+    assert [e.event.kept for e in events(folder / "flaky", RanksStarted)][1] == [0]
+    assert len(events(folder / "flaky", RanksStarted)) == 3
+    assert gone.code == ExitCode.INTERNAL, gone.out + gone.err
+    assert "ImportError: a file server" in gone.err
+    assert len(events(folder / "gone", RanksStarted)) == 3
+
+
 ASKED = """
 import os
 import signal

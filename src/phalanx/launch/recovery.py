@@ -83,7 +83,10 @@ class RecoveryPolicy:
         no_shrink = ""
         if is_rank_gone and not has_shrunk:
             no_shrink = self._explain_no_shrink(failure)
-        may_try_again = has_shrunk or (is_failed_start and self._attempts.is_elastic)
+        # A start that failed once where ranks have started before may do better.
+        may_try_again = has_shrunk or (
+            is_failed_start and (self._attempts.is_elastic or not is_rank_gone)
+        )
         if self._spec.stepless or not (failure.restartable or may_try_again):
             report = failure.report
             if failure.cause == OUT_OF_MEMORY:
