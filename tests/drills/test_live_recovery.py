@@ -273,6 +273,30 @@ def test_without_a_replica_the_checkpoint_has_the_state(folder: Path, layout: st
     assert (started.step, started.restored_from.startswith("step-10")) == (10, True)
 
 
+CLEARING = """
+import os
+import shutil
+import signal
+
+def clear_checkpoints_and_die(site):
+    shutil.rmtree(site.run_dir / "checkpoints")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(folder: Path) -> None:
+    """Somebody cleared up, or unmounted what they lie on: nothing is left of what one of two shards
+    held, and all steps would be done again without a word."""
+    (folder / "clearing.py").write_text(CLEARING)
+    fault = inject("clearing:clear_checkpoints_and_die:rank=1,step=14,phase=forward")
+    done = run(*arguments("zero3", "cleared", fault), cwd=folder)
+    assert done.code == ExitCode.CHECKPOINT, done.out + done.err
+    words = "the run's checkpoints are gone (that of step 10 was there, and now there is none)"
+    assert words in done.err
+    assert max(e.event.step for e in events(folder / "cleared", StepFinished)) <= 14
+    assert len(events(folder / "cleared", RunStarted)) == 1
+
+
 def test_before_the_first_checkpoint_nothing_is_lost(folder: Path, straight: Path) -> None:
     """Without a checkpoint the weights would be drawn again: they come from memory."""
     fault = "kill:rank=0,step=5,phase=backward"

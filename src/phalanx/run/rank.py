@@ -135,6 +135,7 @@ def _read_run_inputs(document: JsonObject, link: RankLink) -> RankRunInputs:
         link=link,
         is_restart=ranks.attempt > payload.first_attempt,
         roll_backs=payload.roll_backs,
+        newest_saved_step=payload.newest_saved_step,
     )
 
 
@@ -239,6 +240,7 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             held_state=rank.survivor.held,
             expects_held_state=run.is_restart,
             roll_backs=run.roll_backs,
+            newest_saved_step=run.newest_saved_step,
         )
         state = restored.state
         require_document_mask_support(run.job, state.model)

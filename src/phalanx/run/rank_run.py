@@ -63,6 +63,8 @@ class RankPayload(JsonRecord):
     started_s: float
     claim: RunOwnershipClaim
     roll_backs: RollBacks = field(default_factory=RollBacks)
+    newest_saved_step: int = 0
+    """That of the newest checkpoint that this command has found or saved; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class RankRunInputs:
     is_restart: bool = False
     roll_backs: RollBacks | None = None
     """None: nobody would go back at this rank's wish."""
+    newest_saved_step: int = 0
+    """As in RankPayload."""
 
 
 def keeps_ranks(job: Job, plan: Plan) -> bool:

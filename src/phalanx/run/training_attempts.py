@@ -5,9 +5,11 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
+from phalanx.core.errors import CheckpointError
 from phalanx.core.roll_back import RollBack
 from phalanx.launch.slow_ranks import SlowRankWatch
 from phalanx.observe.events import CheckpointSaved, Event
@@ -38,6 +40,10 @@ class TrainingAttempts:
         self._elastic = ElasticLayout(run)
         self._roll_backs = RollBackHistory(run.run_dir)
         self._checkpoints = UsableCheckpoints(run.run_dir, run.store)
+        # Those that were there when this command began, and that it has saved since.
+        self._saved_steps: set[int] = set()
+        with contextlib.suppress(OSError, CheckpointError):
+            self._saved_steps = {folder.step for folder in run.store.folders()}
 
     @property
     def is_elastic(self) -> bool:
@@ -58,13 +64,22 @@ class TrainingAttempts:
             self._began_s,
             claim,
             self._roll_backs.current,
+            self._find_newest_saved_step(),
         )
+
+    def _find_newest_saved_step(self) -> int:
+        """The step of the newest checkpoint that ranks must find; 0: none, as where the run goes
+        back to before some of them, which are removed."""
+        if self._roll_backs.current.find_limit() is not None:
+            return 0
+        return max(self._saved_steps, default=0)
 
     def note_event(self, event: Event) -> None:
         """Take note of an event of rank 0: a checkpoint that was saved (any layout can go on from
         it, and nothing goes back behind it), or one that ranks could not use."""
         self._checkpoints.note_event(event)
         if isinstance(event, CheckpointSaved):
+            self._saved_steps.add(event.step)
             self._elastic.note_checkpoint()
             self._roll_backs.note_checkpoint()
 

@@ -64,12 +64,15 @@ def build_and_restore_state(
     held_state: HeldState | None = None,
     expects_held_state: bool = False,
     roll_backs: RollBacks | None = None,
+    newest_saved_step: int = 0,
 ) -> RestoredState:
     """The state that training continues from.
 
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
     random ones. `held_state` is what this rank held when it lost another one;
-    `expects_held_state`, equal on all ranks: one of them may hold something.
+    `expects_held_state`, equal on all ranks: one of them may hold something. Raises CheckpointError
+    if nobody holds the state, and there is no checkpoint any more, where that of
+    `newest_saved_step` was.
     """
     roll_backs = roll_backs or RollBacks()
     names = list_checkpoints_newest_first(storage, mesh, not_after_step=roll_backs.find_limit())
@@ -93,6 +96,14 @@ def build_and_restore_state(
         folder = restore_newest_readable_checkpoint(storage, names, state, bus, fallback=fallback)
         state.samples_seen = roll_backs.find_next_sample(state.step, state.samples_seen)
         return RestoredState(state, folder.name)
+    if newest_saved_step:
+        # To begin anew would throw away all that was done.
+        raise CheckpointError(
+            "the run's checkpoints are gone",
+            where=storage.store.url,
+            why=f"that of step {newest_saved_step} was there, and now there is none",
+            fix="put them back (is their file system mounted?), or start a new run",
+        )
     if initial is not None:
         fill_model_with_initial_weights(initial, job.model, state, bus)
     state.samples_seen = roll_backs.find_next_sample(0, 0)
