@@ -74,9 +74,13 @@ class ReportAndSignalWaiter:
             reports = link.receive()
         # By the clock, not by a timeout: reports that come without end must not keep ticks back.
         if time.monotonic() >= self._next_tick:
-            self._on_tick()
-            self._next_tick = time.monotonic() + DEADLINE_CHECK_INTERVAL_S
+            self.tick()
         return reports, self._inbox.take_signals()
+
+    def tick(self) -> None:
+        """Call `on_tick` now, whenever the last call was."""
+        self._on_tick()
+        self._next_tick = time.monotonic() + DEADLINE_CHECK_INTERVAL_S
 
 
 class AttemptListener(Protocol):

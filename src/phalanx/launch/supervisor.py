@@ -91,6 +91,8 @@ class _Supervisor:
         ranks = StartAgain(self._spec.num_ranks, {})
         while True:
             end = self._run_attempt(number, ranks)
+            # What the ranks recorded last (a checkpoint, say) is to be known for what follows.
+            self._waiter.tick()
             self._redact_secrets_in_logs(end)
             match self._recovery.decide(end, self._stop):
                 case StartAgain() as ranks:
