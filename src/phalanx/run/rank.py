@@ -410,7 +410,8 @@ def _emit_start_warnings(
             f"code of yours handles {' and '.join(taken_signals)}: in a rank that trains it asks"
             " for a save and a stop, and that handler is not called"
         )
-        bus.emit(Note("warning", {"warning": "signals_taken", "text": text}))
+        # "why" is what the console shows.
+        bus.emit(Note("warning", {"warning": "signals_taken", "text": text, "why": text}))
     for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
     emit_note_on_batch_size_change(run.job, run.plan, state, bus)
