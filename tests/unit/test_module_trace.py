@@ -393,3 +393,26 @@ def test_products_of_images_are_counted_once(tmp_path: Path) -> None:
     assert work.num_embedding_tokens == 16
     assert flops["matmul"] * work.num_tokens == pytest.approx(work.matmul_flops, rel=0.01)
     assert work.blocks[0].residual_features < 10 * work.dim
+
+
+class Dropping(nn.Module):
+    """A module around another one, as `from_pretrained` leaves that."""
+
+    def __init__(self, *, is_loaded: bool, is_frozen: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0))
+        self.inner.train(not is_loaded)
+        self.inner[0].weight.requires_grad_(not is_frozen)
+        self.dropout = nn.Dropout(0.1)
+
+
+@pytest.mark.parametrize(
+    ("is_loaded", "is_frozen", "number"), [(True, False, 1), (False, False, 0), (True, True, 0)]
+)
+def test_dropout_in_evaluation_mode_is_counted(
+    is_loaded: bool, is_frozen: bool, number: int
+) -> None:
+    args: dict[str, object] = {"is_loaded": is_loaded, "is_frozen": is_frozen}
+    kind = "test_module_trace:Dropping"
+    module = _build_module_from_answer(kind, describe_module_for_planner(kind, args))
+    assert module.num_idle_layers == number

@@ -187,6 +187,15 @@ def rmsprop(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups.with_decay(optim.weight_decay, auto=0.01), lr=optim.lr)
 
 
+def slow_vectors(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
+    slow = {"params": list(groups.undecayed), "lr": 0.1 * optim.lr}
+    return torch.optim.SGD([{"params": list(groups.decayed)}, slow], lr=optim.lr)
+
+
+def own_rate(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(groups.parameters()), lr=7.0)
+
+
 def no_optimizer(groups: WeightDecayGroups, optim: Optim) -> str:
     return "adam"
 
@@ -199,6 +208,20 @@ def test_an_own_optimizer_is_a_name() -> None:
         LayoutError, match=r"test_optim:no_optimizer returned str, not a torch\.optim\.Optimizer"
     ):
         build_optimizer(OneMatrix(), Optim(kind="test_optim:no_optimizer"))
+
+
+def test_groups_of_an_own_optimizer_keep_their_part_of_the_rate() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optim(kind="test_optim:slow_vectors", lr=0.5))
+    for lr in (0.25, 0.5, 0.125):
+        set_learning_rate(optimizer, lr)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([lr, 0.1 * lr], rel=1e-15)
+
+
+def test_a_rate_that_all_groups_share_is_the_jobs() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optim(kind="test_optim:own_rate", lr=0.5))
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25]
 
 
 def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:

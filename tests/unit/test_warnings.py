@@ -39,14 +39,19 @@ def warned(
     cluster: Cluster = CPU,
     num_batchnorms: int = 0,
     num_dropouts: int = 0,
+    num_idle_layers: int = 0,
     num_params: int = 1000,
 ) -> dict[str, str]:
     """Code -> text. The module is the user's where the overrides say so."""
     job = load_job(None, list(overrides))
     shape = None
     if "model.kind=mine:build" in overrides:
-        counts = {"num_batchnorms": num_batchnorms, "num_dropouts": num_dropouts}
-        shape = MeasuredModule("mine:build", 0, *(num_params,) * 4, **counts)
+        shape = MeasuredModule(
+            *("mine:build", 0, *(num_params,) * 4),
+            num_batchnorms=num_batchnorms,
+            num_dropouts=num_dropouts,
+            num_idle_layers=num_idle_layers,
+        )
     plan = make_plan(job, cluster=cluster, shape=shape, data=data)
     return {warning.code: warning.text for warning in plan.warnings}
 
@@ -120,6 +125,12 @@ FIRES = {
                 "num_dropouts": 1,
             },
             ["1 dropout layer ", "train.compile=false"],
+        ),
+    ],
+    "trains_in_evaluation_mode": [
+        (
+            {"overrides": OWN, "num_dropouts": 3, "num_idle_layers": 2},
+            ["2 dropout or BatchNorm layers of mine:build", "evaluation mode", ".train()"],
         ),
     ],
     "dataset_below_batch": [
@@ -262,6 +273,7 @@ SILENT = [
         "dropout_depends_on_layout",
         {"overrides": (*OWN, "parallel.ranks=1", "parallel.dropout=local"), "num_dropouts": 2},
     ),
+    ("trains_in_evaluation_mode", {"overrides": OWN, "num_dropouts": 2}),
     ("dataset_below_batch", {"data": samples(16)}),
     ("many_epochs", {"data": tokens(256_000)}),
     ("many_epochs", {"data": samples(100)}),

@@ -242,6 +242,10 @@ class ModelCosts(Hashable, Protocol):
     def num_dropouts(self) -> int:
         """Layers with a probability above 0."""
 
+    @property
+    def num_idle_layers(self) -> int:
+        """Dropout and BatchNorm layers that train in evaluation mode."""
+
     # What a sample is
 
     @property

@@ -64,6 +64,7 @@ def describe_module_for_planner(
         **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(map(_is_dropout_layer, module.modules())),
+        "num_idle_layers": _count_idle_layers(module),
         "takes_document_ids": _find_how_document_ids_are_taken(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in iterate_parameter_holders(module)],
@@ -122,6 +123,15 @@ def _find_how_document_ids_are_taken(module: torch.nn.Module) -> str:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return "as any keyword"
     return "no"
+
+
+def _count_idle_layers(module: torch.nn.Module) -> int:
+    """Dropout and BatchNorm layers in evaluation mode; 0 where that is likely meant so, of a module
+    with frozen parameters."""
+    if module.training and not all(parameter.requires_grad for parameter in module.parameters()):
+        return 0
+    layers = (p for p in module.modules() if isinstance(p, _BatchNorm) or _is_dropout_layer(p))
+    return sum(not layer.training for layer in layers)
 
 
 def _is_dropout_layer(part: torch.nn.Module) -> bool:

@@ -19,6 +19,7 @@ from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor, make
 from phalanx.optim.groups import build_weight_decay_groups
 
 OPTIMIZERS_PACKAGE = "phalanx.optim.optimizers"
+_LR_RATIO_KEY = "lr_ratio"
 
 
 class Trainable(Protocol):
@@ -53,12 +54,25 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
         raise LayoutError(
             f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
+    _keep_ratios_of_rates(optimizer, float(optim.lr))
     return optimizer
 
 
+def _keep_ratios_of_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Remember how many times the job's `lr` each group has, where groups differ in that."""
+    groups = optimizer.param_groups  # empty ones, too: stages of a pipeline have the same groups
+    if len({float(group.get("lr", lr)) for group in groups}) < 2:
+        return
+    for group in groups:
+        group[_LR_RATIO_KEY] = float(group.get("lr", lr)) / lr
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group of `optimizer` the job's rate of a step, or its own multiple of it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+        if _LR_RATIO_KEY in group:
+            group["lr"] *= group[_LR_RATIO_KEY]
 
 
 def list_optimizer_shards(

@@ -167,6 +167,17 @@ def _warn_of_dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None
     )
 
 
+def _warn_of_evaluation_mode(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    number = plan.model_shape.num_idle_layers
+    if not number:
+        return None
+    return (
+        f"{plural(number, 'dropout or BatchNorm layer')} of {plan.model_shape.kind} train in"
+        " evaluation mode, as from_pretrained leaves a module: they drop nothing, or keep their"
+        " running statistics; call .train() before you return it"
+    )
+
+
 def _warn_of_small_dataset(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None:
         return None
@@ -288,6 +299,7 @@ WARNING_RULES: tuple[tuple[str, WarningRule], ...] = (
     ("high_lr_of_trained_weights", _warn_of_high_lr),
     ("few_batchnorm_samples", _warn_of_small_batchnorm_batch),
     ("dropout_depends_on_layout", _warn_of_dropout),
+    ("trains_in_evaluation_mode", _warn_of_evaluation_mode),
     ("dataset_below_batch", _warn_of_small_dataset),
     ("many_epochs", _warn_of_many_epochs),
     ("small_held_out", _warn_of_small_held_out),

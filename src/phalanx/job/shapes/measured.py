@@ -50,6 +50,9 @@ class MeasuredModule:
     num_batchnorms: int = 0
     num_dropouts: int = 0
     """Layers with a probability above 0."""
+    num_idle_layers: int = 0
+    """Dropout and BatchNorm layers that its function returns in evaluation mode, as training leaves
+    them."""
     takes_document_ids: DocumentIds = "by name"
     """How its forward does: only one that names them may keep documents apart."""
     module_names: tuple[str, ...] = ()
@@ -292,6 +295,7 @@ class MeasuredModule:
             "blocks_params": self.blocks_params,
             "num_batchnorms": self.num_batchnorms,
             "num_dropouts": self.num_dropouts,
+            "num_idle_layers": self.num_idle_layers,
             "takes_document_ids": self.takes_document_ids,
             "names": list(self.module_names),
             "holders": [asdict(holder) for holder in self.holders],
