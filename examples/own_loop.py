@@ -5,6 +5,11 @@ Run it on one rank or several; the losses are the same:
     python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py parallel.dp_shard=2
+
+With run.dir=DIR it saves at its end, and goes on from what is there, in any layout:
+
+    python examples/own_loop.py run.dir=DIR train.steps=20
+    torchrun --nproc-per-node 2 examples/own_loop.py run.dir=DIR parallel.dp_shard=2
 """
 
 from __future__ import annotations
@@ -55,9 +60,13 @@ def main(overrides: list[str]) -> list[float]:
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
         model = phalanx.parallelize(build(), plan, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        state = phalanx.TrainState(model, optimizer, job.run.seed)  # the content of a checkpoint
+        storage = phalanx.RunStorage.open(job.run.dir) if job.run.dir else None
+        if storage and (checkpoints := storage.store.folders()):
+            state.restore(checkpoints[-1], phases=model.phases)
         share = BATCH // plan.layout.data_parallel_size
         mine = slice(mesh.data_parallel_rank * share, (mesh.data_parallel_rank + 1) * share)
-        for step in range(1, job.train.steps + 1):
+        for step in range(state.step + 1, job.train.steps + 1):
             x, y = global_batch(step)
             microbatch = {"inputs": x[mine], "targets": y[mine]}
             local_loss = model.forward_backward([microbatch], squared_error)
@@ -67,6 +76,9 @@ def main(overrides: list[str]) -> list[float]:
                 model.update(optimizer)  # optimizer.step(), and what ranks updated for each other
             optimizer.zero_grad(set_to_none=True)
             losses.append(stats.loss)
+            state.step = step
+        if storage:  # all ranks together, each its part
+            state.save(storage.store, job_digest=plan.job_digest, phases=model.phases)
         if mesh.rank == 0:
             print(f"{plan.layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     return losses

@@ -55,6 +55,15 @@ def test_your_own_loop_computes_the_same_on_any_ranks() -> None:
         assert first == pytest.approx(alone, rel=1e-5)
 
 
+def test_your_own_loop_saves_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    (straight,) = run_ranks(1, _own_loop, [])
+    in_run = f"run.dir={tmp_path}"
+    run_ranks(1, _own_loop, [in_run, "train.steps=20"])
+    assert [path.name for path in list_checkpoint_paths_of_run(tmp_path)] == ["step-20"]
+    resumed, _ = run_ranks(2, _own_loop, [in_run, "parallel.dp_shard=2"])
+    assert resumed == pytest.approx(straight[20:], rel=1e-5)
+
+
 def _library_trainer(rank: int, run_dir: str) -> tuple[int, list[str]]:
     state = load("library_trainer").main(Path(run_dir))
     return state.step, [path.name for path in list_checkpoint_paths_of_run(Path(run_dir))]
