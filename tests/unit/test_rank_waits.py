@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from phalanx.cli._app import run_command_line
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box import BlackBox, PostedCollective, format_ranks
 from phalanx.core.black_box_reader import read_last_position
@@ -167,3 +170,28 @@ def test_ranks_are_read_as_they_are_written(ranks: list[int]) -> None:
 )
 def test_a_list_of_ranks_in_words(ranks: tuple[int, ...], text: str) -> None:
     assert format_rank_list(ranks) == text
+
+
+FINISHED_RANK = """
+import sys
+from pathlib import Path
+from phalanx.core.black_box import BlackBox, RankIdentity
+from phalanx.launch.paths import black_box_path
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import RunFinished
+
+run_dir = Path(sys.argv[1])
+BlackBox(black_box_path(run_dir, 0), RankIdentity(0, 1, 0, "cpu")).write(7, "evaluate")
+bus = Bus(rank=-1, run_dir=run_dir)
+bus.emit(RunFinished("finished", 0, 7, 1.0))
+bus.close()
+"""
+
+
+def test_of_a_run_that_has_ended_its_end_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run([sys.executable, "-c", FINISHED_RANK, str(tmp_path)], check=True)
+    assert run_command_line(["where", str(tmp_path)]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert (first, second[:30]) == ("finished at step 7", "the processes of all ranks hav")

@@ -59,8 +59,19 @@ def command(
                 facts["stacks"] = {str(rank): lines for rank, lines in stacks_of.items()}
             print_json("where", facts, indent=1)
             return 0
+        if all(state.process.state == "gone" for state in states.values()):
+            _print_how_run_ended(run_dir)
         _print_for_people(verdict, states, now_s, stacks_of)
     return 0
+
+
+def _print_how_run_ended(run_dir: Path) -> None:
+    from phalanx.report.reduce import collect_run_facts
+    from phalanx.report.run_status import find_run_end, list_status_lines
+
+    facts = collect_run_facts(run_dir)
+    if find_run_end(facts) is not None:
+        print(*list_status_lines(facts), sep="\n")
 
 
 def _print_for_people(
