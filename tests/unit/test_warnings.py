@@ -133,6 +133,12 @@ FIRES = {
             ["2 dropout or BatchNorm layers of mine:build", "evaluation mode", ".train()"],
         ),
     ],
+    "samples_of_other_length": [
+        (
+            {"data": DataFacts("samples", 10**9, 10**9, sample_tokens=2048)},
+            ["have 2048 tokens", "for data.seq_len=128", "set data.seq_len=2048"],
+        ),
+    ],
     "dataset_below_batch": [
         ({"data": samples(10)}, ["10 samples", "batch of 16", "train.global_batch_size"]),
         ({"data": tokens(128 * 10 + 5)}, ["10 sequences"]),
@@ -274,6 +280,11 @@ SILENT = [
         {"overrides": (*OWN, "parallel.ranks=1", "parallel.dropout=local"), "num_dropouts": 2},
     ),
     ("trains_in_evaluation_mode", {"overrides": OWN, "num_dropouts": 2}),
+    ("samples_of_other_length", {"data": DataFacts("samples", 10**9, 10**9, sample_tokens=128)}),
+    (
+        "samples_of_other_length",
+        {"overrides": OWN, "data": DataFacts("samples", 10**9, 10**9, sample_tokens=2048)},
+    ),
     ("dataset_below_batch", {"data": samples(16)}),
     ("many_epochs", {"data": tokens(256_000)}),
     ("many_epochs", {"data": samples(100)}),

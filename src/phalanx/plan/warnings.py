@@ -67,6 +67,8 @@ class DataFacts:
     num_held_out: int
     sources: tuple[SourceFacts, ...] = ()
     """Of tokens; empty where there are samples."""
+    sample_tokens: int | None = None
+    """Tokens of one sample of a user's own dataset; None where its inputs are no row of them."""
 
 
 WarningRule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
@@ -175,6 +177,17 @@ def _warn_of_evaluation_mode(job: Job, plan: Plan, data: DataFacts | None) -> st
         f"{plural(number, 'dropout or BatchNorm layer')} of {plan.model_shape.kind} train in"
         " evaluation mode, as from_pretrained leaves a module: they drop nothing, or keep their"
         " running statistics; call .train() before you return it"
+    )
+
+
+def _warn_of_other_sample_length(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    if data is None or data.sample_tokens is None or data.sample_tokens == plan.seq_len:
+        return None
+    if job.model.is_foreign or plan.model_shape.reads_images:
+        return None
+    return (
+        f"samples of {job.data.source} have {data.sample_tokens} tokens, and what is said of memory"
+        f" and time is for data.seq_len={plan.seq_len}; set data.seq_len={data.sample_tokens}"
     )
 
 
@@ -300,6 +313,7 @@ WARNING_RULES: tuple[tuple[str, WarningRule], ...] = (
     ("few_batchnorm_samples", _warn_of_small_batchnorm_batch),
     ("dropout_depends_on_layout", _warn_of_dropout),
     ("trains_in_evaluation_mode", _warn_of_evaluation_mode),
+    ("samples_of_other_length", _warn_of_other_sample_length),
     ("dataset_below_batch", _warn_of_small_dataset),
     ("many_epochs", _warn_of_many_epochs),
     ("small_held_out", _warn_of_small_held_out),

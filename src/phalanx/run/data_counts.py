@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from phalanx.data.corpus import Corpus
 from phalanx.data.look import DataSummary
+from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.plan.warnings import DataFacts, SourceFacts
 
 
 def count_tokens_and_samples(corpus: Corpus) -> DataFacts:
     """Tokens of text and token ids, by source; samples of the user's own dataset."""
     if corpus.user is not None:
-        return DataFacts("samples", corpus.user.num_train, corpus.user.num_held_out)
+        return _count_user_samples(corpus.user)
     total = sum(corpus.weights)
     sources = []
     for name, weight, component in zip(
@@ -28,7 +29,7 @@ def count_tokens_and_samples(corpus: Corpus) -> DataFacts:
 def count_tokens_and_samples_of_unprepared(look: DataSummary) -> DataFacts | None:
     """The same of data that is not prepared; None of text, whose tokens nobody has counted yet."""
     if look.user is not None:
-        return DataFacts("samples", look.user.num_train, look.user.num_held_out)
+        return _count_user_samples(look.user)
     if not look.is_counted:
         return None
     total = sum(source.weight for source in look.sources)
@@ -44,6 +45,12 @@ def count_tokens_and_samples_of_unprepared(look: DataSummary) -> DataFacts | Non
         num_train += source.num_train or 0
         num_held_out += source.num_held_out or 0
     return DataFacts("tokens", num_train, num_held_out, tuple(sources))
+
+
+def _count_user_samples(user: UserDatasetFacts) -> DataFacts:
+    shape = user.first_shapes.get("inputs", [])
+    num_tokens = shape[0] if len(shape) == 1 else None
+    return DataFacts("samples", user.num_train, user.num_held_out, sample_tokens=num_tokens)
 
 
 def describe_data_sources(look: DataSummary) -> list[str]:
