@@ -4,6 +4,7 @@ layouts that `--autotune` runs."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,19 @@ def test_whoever_can_do_without_a_plan_gets_none_of_a_damaged_one(
     assert read_stored_plan_or_none(path) is None
     path.write_text("[" * 100_000)
     assert read_stored_plan_or_none(path) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kv_rank", None), ("dim", -1), ("rope_theta", math.nan), ("positions", "x"), ("kind", 3)],
+)
+def test_a_plan_whose_shape_has_another_value_than_any_model_is_none(
+    key: str, value: object
+) -> None:
+    body = plan_of().to_json()
+    body["shape"][key] = value
+    with pytest.raises(StoredPlanError, match=key):
+        parse_stored_plan(body)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

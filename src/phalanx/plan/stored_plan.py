@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.files import read_json
+from phalanx.job.shapes.stored import parse_stored_shape, require_shape_values
 from phalanx.plan.plan import Plan
 
 SCHEMA_PREFIX = "phalanx.plan/"
@@ -63,7 +64,8 @@ def read_stored_plan_or_none(path: Path) -> Plan | None:
     damaged or of another release."""
     try:
         plan = Plan.from_json(read_json(path))
-        _ = plan.model_shape  # read here, where a damaged one makes no plan
+        # Here, where a damaged one makes no plan.
+        require_shape_values(parse_stored_shape(plan.shape))
         return plan
     except (OSError, ValueError, LookupError, TypeError, AttributeError, PhalanxError):
         return None
@@ -84,7 +86,8 @@ def parse_stored_plan(body: Any) -> Plan:
     _check_numbers(body)
     try:
         plan = Plan.from_json(body)
-        _ = plan.model_shape  # read here, where what it lacks is said in words
+        # Here, where what it lacks is said in words.
+        require_shape_values(parse_stored_shape(plan.shape))
     except KeyError as error:
         raise StoredPlanError(f"the plan has no {error.args[0]}") from None
     except (ValueError, TypeError, AttributeError, PhalanxError) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule, load_stored_counts
@@ -18,7 +19,7 @@ AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, MeasuredModule)
 def parse_stored_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
     """The shape that `to_json` of one gave `body`; keys may be missing that have defaults.
 
-    Raises TypeError for keys that no shape has.
+    Raises TypeError for keys that no shape has; `require_shape_values` looks at their values.
     """
     counted = body.get("measured")
     if not counted:
@@ -35,6 +36,24 @@ def build_builtin_shape(values: Mapping[str, Any]) -> BuiltInShape:
     if kind == "vit" or (kind != "decoder" and values.get("image_size", 0) > 0):
         return _select_fields(VitShape, values)
     return _select_fields(DecoderShape, values)
+
+
+def require_shape_values(shape: BuiltInShape | MeasuredModule) -> None:
+    """Raise TypeError for a shape that was stored with a number, text or choice that is none."""
+    hints = get_type_hints(type(shape))
+    for name in (field.name for field in fields(shape)):
+        hint = hints[name]
+        value = getattr(shape, name)
+        if get_origin(hint) is Literal:
+            is_valid = value in get_args(hint)
+        elif hint is int:
+            is_valid = type(value) is int and value >= 0
+        elif hint is float:
+            is_valid = type(value) in (int, float) and math.isfinite(value)
+        else:
+            is_valid = hint not in (bool, str) or type(value) is hint
+        if not is_valid:
+            raise TypeError(f"no shape: {name} is {value!r:.60}")
 
 
 def _select_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape:
