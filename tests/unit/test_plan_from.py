@@ -161,6 +161,8 @@ def test_a_run_whose_plan_is_damaged_is_refused_in_words(
         ("precision", 16, "precision is 16"),
         ("compile", "no", "compile is 'no'"),
         ("peak_lr", float("nan"), "peak_lr is nan"),
+        ("peak_lr", 10**400, "peak_lr is 1000"),
+        ("shape.rope_theta", 10**400, "shape.rope_theta is 1000"),
         ("layout.tp", 2, "world_size is 2, and the layout has 4 ranks"),
         ("layout.dp_replicate", 0, "dp_replicate is 0"),
         ("layout.rows", 2, "the plan cannot be used"),

@@ -6,7 +6,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -18,6 +17,8 @@ from phalanx.job.shapes.stored import parse_stored_shape, require_shape_values
 from phalanx.plan.plan import Plan
 
 SCHEMA_PREFIX = "phalanx.plan/"
+# No plan has as many bytes, seconds or FLOPs.
+MAX_NUMBER = 1e300
 KEYS_OF_EVERY_PLAN = (
     *(field.name for field in fields(Plan) if field.default is field.default_factory is MISSING),
     *("alternatives", "reasons", "warnings", "recompute"),
@@ -125,7 +126,8 @@ def _check_numbers(body: Mapping[str, Any]) -> None:
     """Raise StoredPlanError for a number that is none, and for one below 0 where none is."""
     for path, value in _iterate_numbers(body, ()):
         words = f"{'.'.join(path)} is {value!r:.60}"
-        _require(math.isfinite(value), f"{words}, and no number")
+        # Not isfinite, which whole numbers of 310 digits overflow.
+        _require(abs(value) < MAX_NUMBER, f"{words}, and no number")
         may_be_negative = path[0] not in PARTS_WITHOUT_NEGATIVES or any(
             key in KEYS_WITH_NEGATIVES for key in path
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -12,6 +11,8 @@ from phalanx.job.shapes.measured import MeasuredModule, load_stored_counts
 from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.vit import VitShape
 
+# Beyond it sizes overflow where they are computed with.
+MAX_FIGURE = 2.0**63
 BuiltInShape = DecoderShape | VitShape
 AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, MeasuredModule)
 
@@ -47,9 +48,9 @@ def require_shape_values(shape: BuiltInShape | MeasuredModule) -> None:
         if get_origin(hint) is Literal:
             is_valid = value in get_args(hint)
         elif hint is int:
-            is_valid = type(value) is int and value >= 0
+            is_valid = type(value) is int and 0 <= value < MAX_FIGURE
         elif hint is float:
-            is_valid = type(value) in (int, float) and math.isfinite(value)
+            is_valid = type(value) in (int, float) and abs(value) < MAX_FIGURE
         else:
             is_valid = hint not in (bool, str) or type(value) is hint
         if not is_valid:
