@@ -213,6 +213,14 @@ def test_a_plan_of_another_batch_than_the_job_is_refused(tmp_path: Path) -> None
         extrapolate_plan_from_run(tmp_path / "run", plan)
 
 
+def test_a_plan_of_another_run_is_refused(tmp_path: Path) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    other = plan_of("model.dim=64").to_json()
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(other))
+    with pytest.raises(StoredPlanError, match=r"shape\.dim is 64, and the run's job says 128"):
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [

@@ -29,6 +29,7 @@ TYPE_OF_KEY: Mapping[str, type] = {
     **dict.fromkeys(("job_digest", "device", "precision", "recompute"), str),
     "compile": bool,
 }
+SIZES_OF_MODEL = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 COUNTS_OF_STEP = ("global_batch_size", "micro_batch_size", "num_microbatches", "seq_len")
 COUNTS = ("vocab_size", "num_params", "capacity_bytes")
 # Seconds, bytes, degrees and sizes are not below 0; a loss beyond the ideal is a difference.
@@ -47,10 +48,12 @@ class StoredPlanError(PhalanxError):
 
 
 def read_stored_plan(path: Path) -> Plan:
-    """The plan in a run's plan.json. Raises StoredPlanError, with the file, where it cannot be read
-    or no run wrote it so."""
+    """The plan in a run's plan.json. Raises StoredPlanError, with the file, where it cannot be
+    read, no run wrote it so, or it is of another model than the job.json beside it."""
     try:
-        return parse_stored_plan(read_json(path))
+        plan = parse_stored_plan(read_json(path))
+        _require_model_of_job(plan, path.with_name("job.json"))
+        return plan
     except OSError as error:
         problem = f"the plan cannot be read: {error.strerror}"
     except ValueError as error:
@@ -58,6 +61,23 @@ def read_stored_plan(path: Path) -> Plan:
     except StoredPlanError as error:
         problem = error.what
     raise StoredPlanError(problem, where=str(path), fix="give another run")
+
+
+def _require_model_of_job(plan: Plan, job_file: Path) -> None:
+    """Raise StoredPlanError where the job sets a size of the model, and the plan has another one:
+    one of the files is another run's."""
+    try:
+        sizes = read_json(job_file)["model"]
+    except (OSError, ValueError, LookupError, TypeError):
+        # Whoever needs the job says what is wrong with it.
+        return
+    for key in SIZES_OF_MODEL:
+        size = sizes.get(key) if isinstance(sizes, dict) else None
+        planned = plan.shape.get(key)
+        _require(
+            type(size) is not int or size == planned,
+            f"shape.{key} is {planned!r:.60}, and the run's job says {size!r:.60}",
+        )
 
 
 def read_stored_plan_or_none(path: Path) -> Plan | None:
