@@ -326,6 +326,22 @@ def test_a_dataset_of_ones_own_is_not_traced() -> None:
     assert build_trace_request(job) is None
 
 
+@pytest.mark.parametrize("config", [LLAMA, VIT], ids=["tokens", "images"])
+def test_a_model_of_hugging_face_is_traced_whatever_its_samples_come_from(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    kind = write_config(tmp_path, config)
+    keys = [f"model.kind={kind}", "parallel.ranks=1", f"data.seq_len={LENGTH}"]
+    own = load_job(None, [*keys, "data.source=my.data:build"])
+    request = build_trace_request(own)
+    assert request == build_trace_request(load_job(None, keys))
+    shape = measure(kind)
+    assert shape.activations is not None
+    plan = make_plan(own, shape=shape)
+    assert plan.chosen.predicted_bytes["activations"] > 0
+    assert not any("not known" in reason for reason in plan.reasons)
+
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},

@@ -30,7 +30,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.job.shapes.traced import parse_traces
-from phalanx.job.user_dataset import is_own_dataset
+from phalanx.job.user_dataset import is_given_unknown_samples
 
 PROBE_MODULE = "phalanx.nn.probe"
 PROBE_TIMEOUT_S = 300.0
@@ -69,9 +69,9 @@ def measure_foreign_shape(
 
 
 def build_trace_request(job: Job) -> dict[str, Any] | None:
-    """The request with which the probe traces a microbatch of the job; None where its samples are a
-    user's own, whose forms are not known."""
-    if is_own_dataset(job.data.source) and not job.data.mixture:
+    """The request with which the probe traces a microbatch of the job; None where a user's own
+    module gets samples of their own, whose forms are not known."""
+    if is_given_unknown_samples(job):
         return None
     return {
         "seq_len": job.data.seq_len,

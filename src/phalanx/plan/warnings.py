@@ -21,6 +21,7 @@ from phalanx.job.learning_rate import (
     resolve_unscaled_learning_rate,
 )
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_large_bubble
 from phalanx.plan.plan import EarlyWarning, Plan
 
@@ -183,7 +184,7 @@ def _warn_of_evaluation_mode(job: Job, plan: Plan, data: DataFacts | None) -> st
 def _warn_of_other_sample_length(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None or data.sample_tokens is None or data.sample_tokens == plan.seq_len:
         return None
-    if job.model.is_foreign or plan.model_shape.reads_images:
+    if is_given_unknown_samples(job) or plan.model_shape.reads_images:
         return None
     return (
         f"samples of {job.data.source} have {data.sample_tokens} tokens, and what is said of memory"

@@ -13,7 +13,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_model_kind
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
-from phalanx.job.user_dataset import is_own_dataset
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.leaf_tree import LAYOUT_FREE, LeafTree
 from phalanx.plan.rule_checks import combine_and_check_rules
 from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, find_matching_rule
@@ -158,8 +158,7 @@ def _is_read_in_forward_only(kind: str) -> bool:
 def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:
     """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
     their number is unknown."""
-    has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
-    if has_own_samples and job.model.is_foreign:
+    if is_given_unknown_samples(job):
         return 1
     return shape.count_sample_tokens(job.data.seq_len)
 
