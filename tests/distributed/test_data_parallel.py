@@ -275,6 +275,12 @@ def forget_the_update(rank: int) -> dict[str, str]:
                 found[f"{name} of the module"] = "ran"
             except LayoutError as error:
                 found[f"{name} of the module"] = str(error)
+            if name == "ddp":
+                model.forward_backward(mine, OBJECTIVE)
+                try:
+                    model.update(sgd)
+                except LayoutError as error:
+                    found["not reduced"] = str(error)
     return found
 
 
@@ -283,6 +289,7 @@ def test_a_step_that_never_reaches_the_model_is_refused() -> None:
         assert "model.update(optimizer)" in found["zero1"]
         assert "model.parameters()" in found["zero1 of the module"]
         assert found["ddp"] == found["ddp of the module"] == "ran"
+        assert "call model.reduce_and_clip(local_loss)" in found["not reduced"]
 
 
 def bytes_sent(rank: int) -> dict[str, dict[str, int]]:

@@ -49,6 +49,7 @@ class ParallelModel:
         self.phases: PhaseTimer = context.phases
         self.module: nn.Module = context.root.module
         self.step = 0
+        self._has_unreduced_gradients = False
         self.dropout_rng = context.dropout_rng
         self.loss_scale = context.normalizer.loss_scale
         self.copies: Mapping[str, tuple[int, int]] = context.copies
@@ -258,6 +259,7 @@ class ParallelModel:
                 # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP
                 # leave to us.
                 self._context.optimizer_params.move_gradients_to_optimizer()
+        self._has_unreduced_gradients = True
         return self._build_local_loss(loss_sum, num_targets, losses)
 
     def _build_local_loss(
@@ -325,6 +327,7 @@ class ParallelModel:
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
         norm exceeds it.
         """
+        self._has_unreduced_gradients = False
         return self._reducer.reduce_and_clip(
             local_loss, max_norm=max_norm, flags=flags, by_block=by_block
         )
@@ -340,8 +343,13 @@ class ParallelModel:
         """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of
         routers follow what came to experts in the step.
 
-        Collective.
+        Collective. Raises LayoutError for gradients that are still sums of losses.
         """
+        if self._has_unreduced_gradients:
+            raise LayoutError(
+                "gradients are those of a sum of losses, which nobody divided by its targets",
+                fix="call model.reduce_and_clip(local_loss) between forward_backward and update",
+            )
         self._context.optimizer_params.require_optimizer_of_substitute_parameters(optimizer)
         optimizer.step()
         self._context.optimizer_params.copy_updates_to_model_on_all_ranks()
