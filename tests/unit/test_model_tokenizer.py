@@ -278,3 +278,27 @@ def test_explain_says_where_the_tokenizer_comes_from(
     assert values["data.tokenizer"]["value"].endswith("source-0/tokenizer.json")
     assert "model.init_from" in values["data.tokenizer"]["why"]
     assert values["model.vocab_size"]["value"] == 277
+
+
+class Images:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"labels": index}
+
+
+def images(split: str) -> Images:
+    return Images()
+
+
+def test_an_export_of_a_model_of_images_says_how_they_are_made_ready(tmp_path: Path) -> None:
+    kind = write_model(tmp_path / "model")
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text("{}")
+    job = job_of(kind, "data.source=test_model_tokenizer:images")
+    files = collect_tokenizer_files(
+        prepared(job, tmp_path / "data"), find_tokenizer_beside_weights(job.model)
+    )
+    assert dict(files.files) == {file.name: file}
+    assert "there is no tokenizer" in files.note

@@ -22,6 +22,8 @@ from phalanx.data.tokenizer import (
 # What the end of a document is called where a run has no word for it.
 DEFAULT_END_OF_DOCUMENT_TOKEN = "<|endoftext|>"
 _COMPANION_FILES = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
+# What goes with a model and not with a tokenizer: how images are made ready, how it generates.
+_FILES_WITHOUT_TOKENIZER = ("preprocessor_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ def collect_tokenizer_files(
         return _collect_tokenizer_files_of_model(corpus, brought, file_names)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
-        return TokenizerFiles(
-            note="the run's data had no text, so there is no tokenizer", is_models=True
-        )
+        files = {}
+        if brought is not None:
+            files = _select_existing_files(brought.directory, _FILES_WITHOUT_TOKENIZER)
+        note = "the run's data had no text, so there is no tokenizer"
+        return TokenizerFiles(files, note=note, is_models=True)
     settings = {}
     if tokenizer.end_of_document is not None:
         settings["eos_token_id"] = tokenizer.end_of_document
