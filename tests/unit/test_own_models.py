@@ -115,6 +115,11 @@ def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
         (TwoInputs(), {"mask": torch.ones(3, 4)}, ["TwoInputs needs x", "mask float32 [3, 4]"]),
         (TwoInputs(), {"labels": torch.ones(3)}, ["names nothing of a batch with labels"]),
         (
+            TwoInputs(),
+            {"input_ids": torch.ones(3), "labels": torch.ones(3)},
+            ["with input_ids, labels; call the tokens 'inputs'", "labels of transformers are not"],
+        ),
+        (
             NeedsTargets(),
             BATCH | {"targets": torch.ones(3)},
             ["needs targets (targets are for the objective alone)"],

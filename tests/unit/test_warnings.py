@@ -283,7 +283,10 @@ SILENT = [
     ("samples_of_other_length", {"data": DataFacts("samples", 10**9, 10**9, sample_tokens=128)}),
     (
         "samples_of_other_length",
-        {"overrides": OWN, "data": DataFacts("samples", 10**9, 10**9, sample_tokens=2048)},
+        {
+            "overrides": (*OWN, "data.source=mine:data"),
+            "data": DataFacts("samples", 10**9, 10**9, sample_tokens=2048),
+        },
     ),
     ("dataset_below_batch", {"data": samples(16)}),
     ("many_epochs", {"data": tokens(256_000)}),

@@ -56,10 +56,17 @@ def build_forward_arguments(
         raise _missing_document_ids_parameter_error(module, takes_any=ACCEPTS_ANY_KEYWORD in known)
     args = (unflatten_entry(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
+        fix = "give the batch 'inputs', or name an argument of forward as the batch does"
+        if "input_ids" in levels:
+            # Under another name alone, a model would learn to repeat what it reads.
+            fix = (
+                "call the tokens 'inputs', and 'targets' what follows each of them: labels of"
+                " transformers are not shifted yet (docs/own-code.md, Targets of tokens)"
+            )
         raise LayoutError(
             f"the forward of {type(module).__name__} names nothing of a batch with"
             f" {', '.join(sorted(batch))}",
-            fix="give the batch 'inputs', or name an argument of forward as the batch does",
+            fix=fix,
         )
     missing = [name for name in needed if name not in extras and not (args and name == first)]
     if missing:
