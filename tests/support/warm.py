@@ -73,7 +73,7 @@ COMMAND, SCRIPT = ":command", ":script"
 # there is no fork.
 AT_START = (
     *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_"),
-    *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
+    *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_", "CXX"),
     *(
         "LC_",
         "LANG",
@@ -89,6 +89,7 @@ AT_START = (
 NOT_AT_START = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     "TORCHINDUCTOR_CACHE_DIR",  # which torch sets where anything was compiled
+    "XDG_CACHE_HOME",  # where phalanx looks when it opens its cache, not when it is imported
     *("TORCHELASTIC_", "TORCH_NCCL_"),  # of torchrun, read where groups are opened
     *(
         "PYTORCH_NVML_BASED_CUDA_CHECK",
