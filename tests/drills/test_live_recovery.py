@@ -92,6 +92,16 @@ def straight(folder: Path) -> Path:
     return folder / "straight"
 
 
+def run_beside_undisturbed(folder: Path, layout: str, command: list[str]) -> Done:
+    """How `command` ended. The reference, a run of `layout` to which nothing happens and which is
+    called so, is done beside it if no test has had it before."""
+    has_reference = (folder / layout).exists()
+    commands = [command] if has_reference else [command, arguments(layout, layout)]
+    done, *references = run_all(commands, folder)
+    assert [reference.code for reference in references] in ([], [0]), references[0].err
+    return done
+
+
 def require_same_as_straight(straight: Path, run_dir: Path, done: Done) -> None:
     assert done.code == 0, done.err
     assert loss_curve(run_dir) == loss_curve(straight)
@@ -215,13 +225,10 @@ def test_ranks_that_lose_their_store_train_on(folder: Path, layout: str, how: st
     of them hold, so that no step is done twice. Reference: the same layout undisturbed."""
     (folder / "stopping.py").write_text(STOPPING)
     fault, beside = f"{how}:rank=0,step=3,phase=forward", "checkpoint.asynchronous=true"
-    whole, cut = (f"{layout} {word} its store ({how[:4]})" for word in ("with", "without"))
-    first, second = run_all(
-        [arguments(layout, whole, beside), arguments(layout, cut, beside, inject(fault))], folder
-    )
-    assert first.code == 0, first.err
-    run_dir = folder / cut
-    require_same_as_straight(folder / whole, run_dir, second)
+    run_dir = folder / f"{layout} without its store ({how[:4]})"
+    command = arguments(layout, run_dir.name, beside, inject(fault))
+    done = run_beside_undisturbed(folder, layout, command)
+    require_same_as_straight(folder / layout, run_dir, done)
     (lost,) = events(run_dir, StoreLost)
     assert lost.event.ranks_go_on
     assert 3 <= lost.event.step <= SAVED_EACH
@@ -247,12 +254,9 @@ def test_a_store_that_nobody_comes_to_need_is_not_missed(folder: Path, straight:
 def test_shards_come_from_the_replica_that_holds_them(folder: Path, layout: str) -> None:
     """Reference: the same layout undisturbed."""
     fault = "kill:rank=2,step=14,phase=backward"
-    first, second = run_all(
-        [arguments(layout, layout), arguments(layout, f"{layout} killed", inject(fault))], folder
-    )
-    assert first.code == 0, first.err
     run_dir = folder / f"{layout} killed"
-    require_same_as_straight(folder / layout, run_dir, second)
+    done = run_beside_undisturbed(folder, layout, arguments(layout, run_dir.name, inject(fault)))
+    require_same_as_straight(folder / layout, run_dir, done)
     started = [e.event for e in events(run_dir, RunStarted)][1]
     assert started.step == 13
     assert started.restored_from == "the memory of ranks 0, 1 and 3"
@@ -262,12 +266,9 @@ def test_shards_come_from_the_replica_that_holds_them(folder: Path, layout: str)
 def test_without_a_replica_the_checkpoint_has_the_state(folder: Path, layout: str) -> None:
     """The processes are kept all the same; what the dead rank alone held is on the disk."""
     fault = "kill:rank=1,step=14,phase=forward"
-    first, second = run_all(
-        [arguments(layout, layout), arguments(layout, f"{layout} killed", inject(fault))], folder
-    )
-    assert first.code == 0, first.err
     run_dir = folder / f"{layout} killed"
-    require_same_as_straight(folder / layout, run_dir, second)
+    done = run_beside_undisturbed(folder, layout, arguments(layout, run_dir.name, inject(fault)))
+    require_same_as_straight(folder / layout, run_dir, done)
     assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0]]
     started = [e.event for e in events(run_dir, RunStarted)][1]
     assert (started.step, started.restored_from.startswith("step-10")) == (10, True)
@@ -297,6 +298,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(folder: Path) -> N
     assert len(events(folder / "cleared", RunStarted)) == 1
 
 
+@pytest.mark.long
 def test_before_the_first_checkpoint_nothing_is_lost(folder: Path, straight: Path) -> None:
     """Without a checkpoint the weights would be drawn again: they come from memory."""
     fault = "kill:rank=0,step=5,phase=backward"
@@ -326,18 +328,14 @@ def test_what_a_kept_rank_holds_counts_as_memory_of_training(folder: Path) -> No
     assert read_peak("measured kept") >= 0.9 * read_peak("measured")
 
 
-def test_killed_during_the_recovery(folder: Path) -> None:
+def test_killed_during_the_recovery(folder: Path, straight_with_lemon: Path) -> None:
     """The rank that was started again is killed before it trains: what the first survivor holds is
     still there. Reference: the same undisturbed."""
     (folder / "lemon.py").write_text(LEMON.format(rank=1, attempts="1"))
     fault, objective = "kill:rank=1,step=14,phase=backward", "model.objective=lemon:loss"
-    first, second = run_all(
-        [arguments("ddp", "once", objective), arguments("ddp", "twice", inject(fault), objective)],
-        folder,
-    )
-    assert first.code == 0, first.err
+    done = run(*arguments("ddp", "twice", inject(fault), objective), cwd=folder)
     run_dir = folder / "twice"
-    require_same_as_straight(folder / "once", run_dir, second)
+    require_same_as_straight(straight_with_lemon, run_dir, done)
     assert [e.event.kept for e in events(run_dir, RanksStarted)] == [[], [0], [0]]
     assert [e.event.step for e in events(run_dir, RunStarted)][-1] == 13
 

@@ -30,7 +30,7 @@ from phalanx.observe.events import (
     StepSkipped,
 )
 
-STEPS, SAVED_EACH, BATCH = 60, 5, 8
+STEPS, SAVED_EACH, BATCH = 50, 5, 8
 SPIKES = (43, 44, 45)
 # Of the first attempt: the loss is 50 times as large in some steps, or rank 2 has another bit in
 # one of its weights from step 23 on.
