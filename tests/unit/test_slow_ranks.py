@@ -52,9 +52,15 @@ def judge(steps: list[dict[int, OwnStep]], **options: int) -> list[Event]:
     return [event for number, step in enumerate(steps) for event in judge.add_step(number, step)]
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.15, 0.3])
-def test_no_healthy_step_is_called_slow(spread: float) -> None:
-    assert judge(draw_steps(10_000, spread=spread, seed=int(100 * spread))) == []
+@pytest.mark.parametrize(
+    ("num_steps", "spread"),
+    [
+        *((2_500, spread) for spread in (0.05, 0.15, 0.3)),
+        *(pytest.param(10_000, spread, marks=pytest.mark.long) for spread in (0.05, 0.15, 0.3)),
+    ],
+)
+def test_no_healthy_step_is_called_slow(num_steps: int, spread: float) -> None:
+    assert judge(draw_steps(num_steps, spread=spread, seed=int(100 * spread))) == []
 
 
 @pytest.mark.parametrize(
