@@ -93,13 +93,15 @@ LAYOUTS = {
 # stages send in another schedule.
 LONG = ("ep selective", "ep zero2", "ddp", "zero3", "hsdp", "tp", "1f1b")
 CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYOUTS]
+GATHERED = ("zero2", "tp+sp zero3", "ep", "ep zero2 selective")
 WITH_FORMULAS = ("cp", "ulysses", "ep", "zb-v")
 
 
 def plan_small(name: str) -> tuple[Job, Plan]:
     """The job of a layout. A schedule of two stages a rank has four blocks to cut; what is followed
-    of a block twice is followed of four as well, in twice the time."""
-    num_layers = 4 if name in LONG or name == "zb-v" else 3
+    of a block twice is followed of four as well, in twice the time. Where weights are gathered, a
+    block has one before it and one behind it."""
+    num_layers = 4 if name in LONG or name == "zb-v" else 3 if name in GATHERED else 2
     job = load_job(None, [*SMALL, f"model.num_layers={num_layers}", *LAYOUTS[name]])
     return job, make_plan(job, cluster=CPU)
 

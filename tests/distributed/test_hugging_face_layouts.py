@@ -56,11 +56,19 @@ def judge(
     return {(row["layout"], row["dtype"]): row["ok"] for row in rows}
 
 
-@pytest.mark.parametrize("layouts", ["tp2,zero3", pytest.param(LAYOUTS, marks=pytest.mark.long)])
-def test_a_decoder_is_equal_in_each_kind_of_layout(tmp_path: Path, layouts: str) -> None:
-    found = judge(tmp_path, "qwen3", layouts)
+@pytest.mark.parametrize(
+    ("layouts", "types"),
+    [
+        ("tp2,zero3", "float64"),
+        pytest.param(LAYOUTS, "float64,float32", marks=pytest.mark.long),
+    ],
+)
+def test_a_decoder_is_equal_in_each_kind_of_layout(
+    tmp_path: Path, layouts: str, types: str
+) -> None:
+    found = judge(tmp_path, "qwen3", layouts, "--types", types)
     assert found == {
-        (layout, dtype): True for layout in layouts.split(",") for dtype in ("float64", "float32")
+        (layout, dtype): True for layout in layouts.split(",") for dtype in types.split(",")
     }
 
 

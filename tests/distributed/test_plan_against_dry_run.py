@@ -36,9 +36,9 @@ EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn
 SHARDED = ("parallel.dp_shard=4", "parallel.zero_stage=3")
 JOBS = {
     "ddp": ("train.global_batch_size=16",),
-    "ddp, 3 microbatches": ("train.global_batch_size=48",),
-    "zero1, 3 microbatches": (
-        "train.global_batch_size=48",
+    "ddp, 2 microbatches": ("train.global_batch_size=32",),
+    "zero1, 2 microbatches": (
+        "train.global_batch_size=32",
         "parallel.dp_shard=4",
         "parallel.zero_stage=1",
     ),
@@ -50,8 +50,8 @@ JOBS = {
         "train.loss_chunk_tokens=256",
         *SHARDED,
     ),
-    "zero3, 3 microbatches, full": (
-        "train.global_batch_size=48",
+    "zero3, 2 microbatches, full": (
+        "train.global_batch_size=32",
         "train.recompute=full",
         *SHARDED,
     ),
@@ -63,7 +63,7 @@ JOBS = {
 }
 # What is kept and gathered is so with several microbatches, and untied, too.
 IN_OTHERS = ("ddp", "zero3")
-QUICK_IN_BF16 = ("ddp, 3 microbatches", "zero3, 3 microbatches, full", "gelu", "experts")
+QUICK_IN_BF16 = ("zero3, 2 microbatches, full", "gelu", "experts")
 
 
 def compare(_: int, keys: tuple[str, ...]) -> tuple[float, float]:
