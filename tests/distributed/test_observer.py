@@ -46,9 +46,9 @@ pytest.importorskip("prometheus_client")
 HALT = "import os, signal\ndef stop():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
 HANG_ALERT_S = 2.5
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
-NUM_STEPS, HALTED_AT, KILLED_AT, SAVED_EACH = 240, 20, 160, 120
+NUM_STEPS, HALTED_AT, KILLED_AT, SAVED_EACH = 160, 20, 100, 80
 # By panel, the legends of queries for what this run has not: experts, stages of a pipeline, fp16, metrics of its own, a
-# failed check, a slow rank, a sink that lost events, 240 steps in one attempt.
+# failed check, a slow rank, a sink that lost events, as many steps in one attempt.
 OF_OTHER_RUNS = {
     ("Experts", "busiest / mean"),
     ("Experts", "dropped"),
@@ -101,7 +101,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
         # Saved before the kill, however busy the disk is.
         "checkpoint.asynchronous=false",
         "eval.tokens=512",
-        "eval.every_steps=60",
+        "eval.every_steps=40",
         "resilience.inject="
         f'["halt:stop:rank=1,step={HALTED_AT},phase=backward",'
         f' "kill:rank=1,step={KILLED_AT},phase=backward"]',

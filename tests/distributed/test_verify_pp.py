@@ -284,6 +284,7 @@ EXPECTED: dict[
 ] = {
     # bug: (ranks, layouts that are judged, those it is in, what differs first, a part of its name,
     # stages, cause)
+    a_dropped_w: (2, BOTH, BOTH[1:], "gradient", "blocks.1.", (1,), W),
     gradients_reduced_before_the_last_w: (
         4,
         (*ZERO, "pp2-zero1-zb-v"),
@@ -294,7 +295,6 @@ EXPECTED: dict[
         W,
     ),
     weights_freed_between_the_halves: (4, ZERO, ZERO[1:], "gradient", ".ffn.down.weight", None, W),
-    a_dropped_w: (2, BOTH, BOTH[1:], "gradient", "blocks.1.", (1,), W),
     w_of_the_microbatch_before: (2, BOTH, BOTH[1:], "gradient", "blocks.3.", (3,), W),
     tied_gradients_not_added_up: (
         2,

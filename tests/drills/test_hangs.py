@@ -434,7 +434,7 @@ def test_longer_work_has_a_limit_of_its_own(folder: Path) -> None:
     ],
 )
 def test_a_rank_that_is_stopped_by_turns_is_slow_and_not_hung(folder: Path, fault: str) -> None:
-    num_steps, first = 200, 50
+    num_steps, first = 140, 50
     done = train(
         folder,
         fault,

@@ -260,7 +260,7 @@ def expert_pairs(*, quick: bool) -> list[tuple[str, str]]:
 # beside ZeRO-3.
 IN_OTHERS = (
     *("ddp", "zero3", "zero2", "ddp-tp", "zero3-tp", "pp-1f1b", "pp-zero3", "zero1-tp"),
-    *("zero3-offload", "cp-tp", "pp-cp"),
+    *("zero3-offload", "cp-tp", "pp-cp", "hybrid zero1", "zero2-whole"),
 )
 IN_OTHERS_OF_TWO = ("ddp", "zero2", "cp")
 
