@@ -119,6 +119,7 @@ def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
             {"input_ids": torch.ones(3), "labels": torch.ones(3)},
             ["with input_ids, labels; call the tokens 'inputs'", "labels of transformers are not"],
         ),
+        (TwoInputs(), {"pixel_values": torch.ones(3)}, ["call the images 'inputs'"]),
         (
             NeedsTargets(),
             BATCH | {"targets": torch.ones(3)},

@@ -63,6 +63,8 @@ def build_forward_arguments(
                 "call the tokens 'inputs', and 'targets' what follows each of them: labels of"
                 " transformers are not shifted yet (docs/own-code.md, Targets of tokens)"
             )
+        elif "pixel_values" in levels:
+            fix = "call the images 'inputs'"
         raise LayoutError(
             f"the forward of {type(module).__name__} names nothing of a batch with"
             f" {', '.join(sorted(batch))}",
