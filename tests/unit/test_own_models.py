@@ -70,6 +70,20 @@ def test_inputs_come_first_and_what_forward_names_by_name() -> None:
     assert kwargs == {"mask": BATCH["mask"]}
 
 
+def test_ids_are_those_of_the_module_not_of_the_model_that_a_plan_is_for() -> None:
+    """A job of an own loop names no model: its plan is for one of 257 tokens."""
+    table = nn.Embedding(1000, 2)
+    model = parallel(table)
+    batch = {"inputs": torch.tensor([[999]]), "labels": torch.tensor([0])}
+    loss = model.reduce_and_clip(
+        model.forward_backward([batch], lambda rows, _: (rows.sum(), torch.tensor(1)))
+    ).loss
+    assert loss == pytest.approx(table.weight[999].sum().item())
+    batch["inputs"] += 1
+    with pytest.raises(DataError, match="1000 rows of the embedding"):
+        model.forward_backward([batch], lambda rows, _: (rows.sum(), torch.tensor(1)))
+
+
 def test_old_names_of_a_step_work_and_warn_until_0_2() -> None:
     model = parallel(TwoInputs())
     with pytest.warns(

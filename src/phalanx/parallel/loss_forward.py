@@ -59,7 +59,10 @@ class MicrobatchLossForward:
         self._context = context
         self._module = context.root.module
         # Once: a plan reads its shape from JSON each time that it is asked.
-        self._looks_up_ids = context.plan.model_shape.has_token_table
+        shape = context.plan.model_shape
+        # A loop of the user's own may bring another module than the one that was planned.
+        is_planned_model = context.names.issuperset(shape.module_names)
+        self._looks_up_ids = shape.has_token_table and is_planned_model
         self._split = context.axes.find(ContextParallelBatchSplitter)
         staged = context.axes.find(PipelineOfRank)
         self._stage_forward = None if staged is None else staged.stage_forward
