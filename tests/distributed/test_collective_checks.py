@@ -277,8 +277,17 @@ def _reduce_often(group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(torch.ones(3), group=group)
 
 
-@pytest.mark.parametrize("boards", _BOARDS)
-@pytest.mark.parametrize("mode", ["all", "sampled"])
+@pytest.mark.parametrize(
+    ("mode", "boards"),
+    [
+        *(("all", boards) for boards in _BOARDS),
+        # A sample of the same calls.
+        *(
+            pytest.param("sampled", boards, marks=[pytest.mark.long] * (boards != "both"))
+            for boards in _BOARDS
+        ),
+    ],
+)
 def test_what_may_differ_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, boards: str
 ) -> None:

@@ -85,7 +85,8 @@ def test_a_template_without_a_processor_is_waited_for_and_one_that_is_stopped_is
     timer = threading.Timer(3.0, spinning.kill)
     timer.start()
     server = template.fork_server()
-    timer.join()
+    timer.cancel()
+    spinning.kill()
     spinning.communicate()
     assert (server is None) == is_stopped
     if server is not None:

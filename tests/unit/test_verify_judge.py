@@ -79,7 +79,7 @@ def test_the_reference_imports_torch_alone(room: Any) -> None:
     assert imported - standard <= allowed
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, pytest.param(6, marks=pytest.mark.long)])
 def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
     model = {"dim": 192, "num_layers": 16, "num_heads": 24, "num_kv_heads": 24}
     job = make_verified_job(Job.model_validate({"model": model}), num_ranks)
