@@ -333,6 +333,12 @@ def test_foreign_cache(probe, tmp_path):
         file.write_text("[]")
     assert measure(width=3) == first
     assert len(runs(tmp_path)) == 4
+    for file in cache.iterdir():
+        # Those of other arguments are still what they were made above.
+        body = json.loads(file.read_text()) or {}
+        file.write_text(json.dumps(body | {"num_layers": None}))
+    assert measure(width=3) == first
+    assert len(runs(tmp_path)) == 5
 
 
 def test_foreign_cache_that_cannot_be_written(probe, tmp_path):

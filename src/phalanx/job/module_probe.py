@@ -28,7 +28,7 @@ from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_mod
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import parse_stored_shape
+from phalanx.job.shapes.stored import parse_stored_shape, require_shape_values
 from phalanx.job.shapes.traced import parse_traces
 from phalanx.job.user_dataset import is_given_unknown_samples
 
@@ -368,7 +368,8 @@ def list_file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 def _read_cached_shape(file: Path) -> MeasuredModule | None:
     try:
         shape = parse_stored_shape(read_json(file))
-    except (OSError, ValueError, TypeError, AttributeError):
+        require_shape_values(shape)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     if isinstance(shape, MeasuredModule):
         return shape

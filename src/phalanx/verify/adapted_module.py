@@ -49,8 +49,11 @@ def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> Adapte
     if not is_hugging_face(job.model.kind):
         return None
     file = directory / FACTS_FILE_NAME
-    if file.exists():
+    try:
         return AdapterFacts(**read_json(file))
+    except (OSError, ValueError, TypeError):
+        # It was not compared yet, or what was kept of it is damaged.
+        pass
     module, _ = build_original_module(job, plan, "float64", materialize=True)
     randomize_constant_parameters(module)
     facts = compare_adapted_module(job, plan, module)
