@@ -321,6 +321,11 @@ def test_a_run_of_an_earlier_release_is_read() -> None:
     assert info["ranks"] == "2"
 
 
+def test_a_run_whose_name_is_no_utf_8_has_metrics() -> None:
+    snapshot = RunMetrics("r\udcff", {}).build_snapshot()
+    assert 'run="r\\\\udcff"' in render_metrics(snapshot)
+
+
 def test_metrics_are_a_function_of_the_run_directory(tmp_path: Path) -> None:
     """Whoever reads it in two parts gets what one gets who reads it at once."""
     shutil.copytree(GOLDEN, tmp_path / "run")

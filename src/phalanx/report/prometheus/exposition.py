@@ -117,12 +117,18 @@ def _build_family(
     if definition.kind == "info":
         family = family_class(definition.name, definition.meaning)
         for values in samples:
-            family.add_metric((), dict(zip(labels, (run, *values), strict=True)))
+            texts = _encode_labels(run, *values)
+            family.add_metric((), dict(zip(labels, texts, strict=True)))
         return family
     family = family_class(definition.name, definition.meaning, labels=labels)
     for values, value in samples.items():
-        family.add_metric((run, *values), value)
+        family.add_metric(_encode_labels(run, *values), value)
     return family
+
+
+def _encode_labels(*labels: str) -> tuple[str, ...]:
+    """Labels as UTF-8 has them: names of files and texts of events may hold half a character."""
+    return tuple(label.encode("utf-8", "backslashreplace").decode() for label in labels)
 
 
 def _build_histogram(core: Any, definition: MetricDefinition, snapshot: MetricSnapshot) -> Any:
@@ -130,5 +136,5 @@ def _build_histogram(core: Any, definition: MetricDefinition, snapshot: MetricSn
     histogram = snapshot.step_seconds
     bounds = [str(bound) for bound in STEP_SECONDS_BUCKETS] + ["+Inf"]
     buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    family.add_metric((snapshot.run,), buckets, histogram.total)
+    family.add_metric(_encode_labels(snapshot.run), buckets, histogram.total)
     return family
