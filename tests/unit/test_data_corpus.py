@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import sys
@@ -310,6 +311,28 @@ def test_a_damaged_fact_sheet_is_refused(
     damage(out_dir)
     refused(lambda: prepare(library, out_dir, fraction=0.3), "cannot be used", "remove that folder")
     refused(lambda: load_corpus(out_dir), "cannot be used")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("held_out_keys", [math.inf]),
+        ("weight", math.nan),
+        ("vocab_size", "257"),
+        ("path", None),
+        ("splits", {"train": {"num_tokens": -1, "num_documents": 1}, "held_out": None}),
+        ("end_of_document", 1e300),
+    ],
+)
+def test_a_fact_sheet_with_values_that_are_none_is_refused(
+    library: Path, out_dir: Path, key: str, value: object
+) -> None:
+    prepare_corpus(Data(source=str(library), seq_len=8), out_dir, vocab_size=None)
+    body = json.loads((out_dir / "corpus.json").read_text())
+    body["components"][0][key] = value
+    (out_dir / "corpus.json").write_text(json.dumps(body))
+    with pytest.raises(DataError, match="prepared data cannot be used"):
+        load_corpus(out_dir)
 
 
 def test_loading_what_was_never_prepared_is_refused(out_dir: Path) -> None:

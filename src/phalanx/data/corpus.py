@@ -11,6 +11,7 @@ attempt must find.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +96,27 @@ class CorpusComponent:
         fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
         fields["held_out_keys"] = tuple(map(int, fields["held_out_keys"]))
         fields["splits"] = {split: SplitCounts(**fields["splits"][split]) for split in SPLITS}
-        return cls(**fields)
+        component = cls(**fields)
+        component.require_values()
+        return component
+
+    def require_values(self) -> None:
+        """Raise ValueError for a number or text that is none: the file that it was read from may
+        be damaged."""
+        texts = (self.source, self.path, self.tokenizer_path, self.tokenizer.digest)
+        counts = [self.vocab_size, self.source_bytes, self.num_skipped_files]
+        for split in self.splits.values():
+            counts += (split.num_tokens, split.num_documents)
+        for facts in self.files.values():
+            counts.append(facts.num_bytes)
+        if self.end_of_document is not None:
+            counts.append(self.end_of_document)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"a text of {self.source!r:.60} is none")
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+            raise ValueError(f"a number of {self.source!r:.60} is no count")
+        if type(self.weight) not in (int, float) or not 0 <= self.weight < math.inf:
+            raise ValueError(f"the weight of {self.source!r:.60} is {self.weight!r:.60}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +150,7 @@ class Corpus:
             if value["user"]:
                 user = UserDatasetFacts(**value["user"])
             return cls(directory, dict(value["wanted"]), components, user)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise _unusable_corpus_error(directory, f"{type(error).__name__}: {error}") from None
 
     @property
