@@ -281,6 +281,13 @@ def forget_the_update(rank: int) -> dict[str, str]:
                     model.update(sgd)
                 except LayoutError as error:
                     found["not reduced"] = str(error)
+                try:
+                    model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE))
+                except LayoutError as error:
+                    found["one by one"] = str(error)
+                sgd.zero_grad()
+                model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE))
+                model.update(sgd)
     return found
 
 
@@ -290,6 +297,7 @@ def test_a_step_that_never_reaches_the_model_is_refused() -> None:
         assert "model.parameters()" in found["zero1 of the module"]
         assert found["ddp"] == found["ddp of the module"] == "ran"
         assert "call model.reduce_and_clip(local_loss)" in found["not reduced"]
+        assert "all microbatches of a step in one call" in found["one by one"]
 
 
 def bytes_sent(rank: int) -> dict[str, dict[str, int]]:

@@ -49,7 +49,8 @@ class ParallelModel:
         self.phases: PhaseTimer = context.phases
         self.module: nn.Module = context.root.module
         self.step = 0
-        self._has_unreduced_gradients = False
+        self._unreduced: LocalLoss | None = None
+        self._adds_to_unreduced = False
         self.dropout_rng = context.dropout_rng
         self.loss_scale = context.normalizer.loss_scale
         self.copies: Mapping[str, tuple[int, int]] = context.copies
@@ -237,6 +238,9 @@ class ParallelModel:
             # step.
             self._interceptor.begin_step()
             self._context.optimizer_params.require_model_updated_after_step()
+            self._adds_to_unreduced = self._unreduced is not None and any(
+                parameter.grad is not None for parameter in self.parameters()
+            )
             # A pipeline's stages do not see the objective: they are told what a balance loss of
             # experts weighs beside it.
             balance = getattr(self.module, "balance", None)
@@ -259,8 +263,8 @@ class ParallelModel:
                 # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP
                 # leave to us.
                 self._context.optimizer_params.move_gradients_to_optimizer()
-        self._has_unreduced_gradients = True
-        return self._build_local_loss(loss_sum, num_targets, losses)
+        self._unreduced = self._build_local_loss(loss_sum, num_targets, losses)
+        return self._unreduced
 
     def _build_local_loss(
         self, loss_sum: torch.Tensor, num_targets: torch.Tensor, losses: list[torch.Tensor]
@@ -325,9 +329,15 @@ class ParallelModel:
         what is asked for by block of the model (`block_squares.names`).
 
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
-        norm exceeds it.
+        norm exceeds it. Raises LayoutError for the sums of the last of several `forward_backward`
+        whose gradients add up.
         """
-        self._has_unreduced_gradients = False
+        if self._adds_to_unreduced and local_loss is self._unreduced:
+            raise LayoutError(
+                "gradients are those of several forward_backward, and the sums of the last alone",
+                fix="hand in all microbatches of a step in one call of forward_backward",
+            )
+        self._unreduced = None
         return self._reducer.reduce_and_clip(
             local_loss, max_norm=max_norm, flags=flags, by_block=by_block
         )
@@ -345,7 +355,7 @@ class ParallelModel:
 
         Collective. Raises LayoutError for gradients that are still sums of losses.
         """
-        if self._has_unreduced_gradients:
+        if self._unreduced is not None:
             raise LayoutError(
                 "gradients are those of a sum of losses, which nobody divided by its targets",
                 fix="call model.reduce_and_clip(local_loss) between forward_backward and update",
