@@ -39,12 +39,12 @@ JOB = (
     *TINY,
     "data.source=text",
     "parallel.ranks=2",
-    "train.steps=30",
+    "train.steps=20",
     "checkpoint.every_steps=5",
     "checkpoint.asynchronous=false",
     f"checkpoint.url={URL}",
     "eval.tokens=256",
-    "eval.every_steps=15",
+    "eval.every_steps=20",
     "eval.keep_best=true",
 )
 
@@ -55,7 +55,7 @@ class Story:
     store.
 
     `held`: requests that the store does not answer, and steps that were saved, when the continued
-    run had done step 38 and the save of step 35 stood still.
+    run had done step 28 and the save of step 25 stood still.
     """
 
     folder: Path
@@ -84,15 +84,15 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         server.fail(times=100, method="PUT", part="step-10-", status=500)
         env = environment(**server.env)
         first = run("train", *JOB, "run.dir=run", cwd=folder, env=env)
-        server.fail(times=1, method="PUT", part="step-35-", holds=True)
-        more = ("train.steps=40", "checkpoint.asynchronous=true")
+        server.fail(times=1, method="PUT", part="step-25-", holds=True)
+        more = ("train.steps=30", "checkpoint.asynchronous=true")
         process = start("train", "--resume", "run", *more, cwd=folder, env=env)
         run_dir = folder / "run"
         try:
             wait_until(
                 lambda: (
                     process.poll() is not None
-                    or (server.num_failed() and max(loss_curve(run_dir)) >= 38)
+                    or (server.num_failed() and max(loss_curve(run_dir)) >= 28)
                 ),
                 deadline_s=120.0,
             )
@@ -126,14 +126,14 @@ def test_an_outage_costs_one_checkpoint_and_training_goes_on(story: Story) -> No
     assert 10 not in saved
     assert any(isinstance(e.event, Note) and e.event.code == "store_is_slow" for e in found)
     steps = {e.event.step for e in found if isinstance(e.event, StepFinished)}
-    assert steps == set(range(1, 41))
+    assert steps == set(range(1, 31))
 
 
 def test_the_run_continues_from_the_store(story: Story) -> None:
     assert (story.resumed.code, story.resumed.err) == (0, "")
     started = [e.event for e in events(story.run_dir) if isinstance(e.event, RunStarted)]
-    assert [event.step for event in started] == [0, 30]
-    assert started[1].restored_from.startswith("step-30-")
+    assert [event.step for event in started] == [0, 20]
+    assert started[1].restored_from.startswith("step-20-")
     assert not (story.run_dir / "checkpoints").exists()
 
 
@@ -142,8 +142,8 @@ def test_training_goes_on_while_the_store_does_not_answer(story: Story) -> None:
     the store answers."""
     num_requests, saved = story.held
     assert num_requests == 1
-    assert saved[-1] == 30
-    assert saved_steps(story.run_dir)[-2:] == [35, 40]
+    assert saved[-1] == 20
+    assert saved_steps(story.run_dir)[-2:] == [25, 30]
 
 
 def test_the_verbs_work_on_the_run_and_on_the_url(
@@ -162,9 +162,9 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
         assert code == 0
         steps = [checkpoint["step"] for checkpoint in listed["checkpoints"]]
         assert steps == sorted(steps)
-        assert steps[-1] == 40
+        assert steps[-1] == 30
         assert [checkpoint["epoch"] for checkpoint in listed["checkpoints"]] == [
-            1 + (step > 30) for step in steps
+            1 + (step > 20) for step in steps
         ]
         code, verified = facts("verify", place)
         assert (code, verified["checkpoints"][0]["ok"]) == (0, True)
@@ -193,7 +193,7 @@ def in_this_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_facts_of_a_run_need_no_store(story: Story) -> None:
     """What a laptop without the run's credentials sees."""
     said = build_run_json(collect_run_facts(story.run_dir))["checkpoints"]
-    assert [checkpoint["step"] for checkpoint in said][-1] == 40
+    assert [checkpoint["step"] for checkpoint in said][-1] == 30
     assert all(
         checkpoint["path"].startswith(f"{URL}/step-") and checkpoint["num_bytes"] > 0
         for checkpoint in said
