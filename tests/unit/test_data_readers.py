@@ -362,7 +362,7 @@ def test_a_byte_order_mark_before_the_first_row(tmp_path: Path, ending: str) -> 
         ("{}", "it has none"),
         ('{"text": 12}', "rows.jsonl:4: the field 'text' is an integer, not a string"),
         ('{"text": 1.5}', "a number, not a string"),
-        ('{"text": {"a": 1}}', "an object, not a string"),
+        ('{"text": {"a": 1}}', "an object, not a string; make one text of it first"),
         ("[" * 100_000, "rows.jsonl:4: not JSON"),
     ],
 )

@@ -99,8 +99,11 @@ def _extract_row_text(line: bytes, column: str, where: Callable[[], str]) -> str
         raise missing_column_error(column, list(row), where(), "field", "it has")
     text = row[column]
     if text is not None and not isinstance(text, str):
+        fix = None
+        if isinstance(text, list | dict):
+            fix = "make one text of it first (of messages: by their chat template)"
         raise DataError(
-            f"the field {column!r} is {_name_json_type(text)}, not a string", where=where()
+            f"the field {column!r} is {_name_json_type(text)}, not a string", where=where(), fix=fix
         )
     return text
 
