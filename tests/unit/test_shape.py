@@ -4,7 +4,9 @@ against a real process."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape, explain_scaled_widths, find_vocab_size_of
-from phalanx.job.module_probe import probe_foreign_shape
+from phalanx.job.module_probe import probe_foreign_shape, run_request_process
 from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
@@ -377,6 +379,18 @@ def test_foreign_failure(probe, body, why):
         str(caught.value)
         == f"model 'my_model:build' cannot be built ({why}); check model.kind and model.args"
     )
+
+
+def test_the_time_that_others_have_the_processor_is_not_the_models(probe):
+    """Half of one processor: 0.4 s of work take 0.8 s."""
+    cpu = min(os.sched_getaffinity(0))
+    pinned = f"import os, time; os.sched_setaffinity(0, {{{cpu}}})"
+    probe(f"{pinned}\nwhile time.process_time() < 0.4: pass\nprint('done')")
+    with subprocess.Popen([sys.executable, "-c", f"{pinned}\nwhile True: pass"]) as other:
+        try:
+            assert run_request_process("a_probe", {}, timeout_s=0.7).strip() == "done"
+        finally:
+            other.kill()
 
 
 def test_foreign_timeout_ends_what_the_model_started(probe):

@@ -22,6 +22,7 @@ from typing import Any
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomically
+from phalanx.core.process_stat import read_run_and_delay_s
 from phalanx.core.registry import is_foreign
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_model_config
@@ -245,14 +246,18 @@ def _wait_for_output(
     process: subprocess.Popen[str], timeout_s: float, pipe: ProgressPipe | None
 ) -> tuple[str, str]:
     """Output and errors of `process`, with what comes through `pipe` told meanwhile. Raises
-    TimeoutExpired."""
+    TimeoutExpired; for as long as others had the processor, the process is not to blame."""
     deadline_s = time.monotonic() + timeout_s
-    while pipe is not None and (left_s := deadline_s - time.monotonic()) > PROGRESS_INTERVAL_S:
+    while True:
+        _, delay_s = read_run_and_delay_s(process.pid)
+        left_s = max(0.0, deadline_s + delay_s - time.monotonic())
         try:
             return process.communicate(timeout=min(left_s, PROGRESS_INTERVAL_S))
         except subprocess.TimeoutExpired:
-            pipe.tell_latest()
-    return process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            if not left_s:
+                raise
+            if pipe is not None:
+                pipe.tell_latest()
 
 
 def _parse_shape(kind: str, printed: str) -> MeasuredModule:
