@@ -421,15 +421,20 @@ class Dropping(nn.Module):
         self.inner.train(not is_loaded)
         self.inner[0].weight.requires_grad_(not is_frozen)
         self.dropout = nn.Dropout(0.1)
+        self.narrow = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(
+            torch.zeros(5, dtype=torch.bfloat16), requires_grad=not is_frozen
+        )
 
 
 @pytest.mark.parametrize(
     ("is_loaded", "is_frozen", "number"), [(True, False, 1), (False, False, 0), (True, True, 0)]
 )
-def test_dropout_in_evaluation_mode_is_counted(
+def test_what_trains_otherwise_than_meant_is_counted(
     is_loaded: bool, is_frozen: bool, number: int
 ) -> None:
     args: dict[str, object] = {"is_loaded": is_loaded, "is_frozen": is_frozen}
     kind = "test_module_trace:Dropping"
     module = _build_module_from_answer(kind, describe_module_for_planner(kind, args))
     assert module.num_idle_layers == number
+    assert module.num_narrow_params == (3 if is_frozen else 8)

@@ -40,6 +40,7 @@ def warned(
     num_batchnorms: int = 0,
     num_dropouts: int = 0,
     num_idle_layers: int = 0,
+    num_narrow_params: int = 0,
     num_params: int = 1000,
 ) -> dict[str, str]:
     """Code -> text. The module is the user's where the overrides say so."""
@@ -51,6 +52,7 @@ def warned(
             num_batchnorms=num_batchnorms,
             num_dropouts=num_dropouts,
             num_idle_layers=num_idle_layers,
+            num_narrow_params=num_narrow_params,
         )
     plan = make_plan(job, cluster=cluster, shape=shape, data=data)
     return {warning.code: warning.text for warning in plan.warnings}
@@ -131,6 +133,12 @@ FIRES = {
         (
             {"overrides": OWN, "num_dropouts": 3, "num_idle_layers": 2},
             ["2 dropout or BatchNorm layers of mine:build", "evaluation mode", ".train()"],
+        ),
+    ],
+    "trains_narrow_parameters": [
+        (
+            {"overrides": OWN, "num_narrow_params": 900},
+            ["900 of 1.00 K parameters of mine:build", "in 16 bits", ".float()"],
         ),
     ],
     "samples_of_other_length": [
@@ -280,6 +288,7 @@ SILENT = [
         {"overrides": (*OWN, "parallel.ranks=1", "parallel.dropout=local"), "num_dropouts": 2},
     ),
     ("trains_in_evaluation_mode", {"overrides": OWN, "num_dropouts": 2}),
+    ("trains_narrow_parameters", {"overrides": OWN}),
     ("samples_of_other_length", {"data": DataFacts("samples", 10**9, 10**9, sample_tokens=128)}),
     (
         "samples_of_other_length",

@@ -243,6 +243,10 @@ class ModelCosts(Hashable, Protocol):
         """Layers with a probability above 0."""
 
     @property
+    def num_narrow_params(self) -> int:
+        """Trained parameters of fewer than 32 bits."""
+
+    @property
     def num_idle_layers(self) -> int:
         """Dropout and BatchNorm layers that train in evaluation mode."""
 

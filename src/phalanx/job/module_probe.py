@@ -297,6 +297,7 @@ def _build_module_from_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredM
         sum(block_sizes),
         num_batchnorms=int(answer.get("num_batchnorms", 0)),
         num_dropouts=int(answer.get("num_dropouts", 0)),
+        num_narrow_params=int(answer.get("num_narrow_params", 0)),
         num_idle_layers=int(answer.get("num_idle_layers", 0)),
         takes_document_ids=answer.get("takes_document_ids", "by name"),
         module_names=tuple(map(str, answer.get("names", ()))),

@@ -92,7 +92,7 @@ def describe_module_for_planner(
 
 
 def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
-    num_params = num_trainable = 0
+    num_params = num_trainable = num_narrow = 0
     tensors = []
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -102,11 +102,14 @@ def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
         num_params += parameter.numel()
         if parameter.requires_grad:
             num_trainable += parameter.numel()
+            if parameter.dtype.itemsize < torch.float32.itemsize:
+                num_narrow += parameter.numel()
         dtype = str(parameter.dtype).removeprefix("torch.")
         tensors.append([full_name(name), list(parameter.shape), dtype])
     return {
         "num_params": num_params,
         "num_trainable_params": num_trainable,
+        "num_narrow_params": num_narrow,
         "tensors": tensors,
     }
 

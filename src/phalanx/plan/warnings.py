@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.core.units import format_count, plural
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.learning_rate import (
     RANDOM_WEIGHTS_LR,
     TRAINED_WEIGHTS_LR_OF_OPTIMIZER,
@@ -181,6 +182,20 @@ def _warn_of_evaluation_mode(job: Job, plan: Plan, data: DataFacts | None) -> st
     )
 
 
+def _warn_of_narrow_parameters(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    shape = plan.model_shape
+    # phalanx builds models of Hugging Face in fp32, whatever config.json says.
+    if not shape.num_narrow_params or is_hugging_face(job.model.kind):
+        return None
+    number, whole = format_count(shape.num_narrow_params), format_count(shape.num_params)
+    return (
+        f"{number} of {whole} parameters of {shape.kind} are trained in 16 bits or fewer, as"
+        " from_pretrained may load them: the optimizer keeps its state so, and updates below a"
+        " weight's rounding are lost; call its .float() before you return it, and set"
+        " precision.compute=bf16 to compute in 16 bits"
+    )
+
+
 def _warn_of_other_sample_length(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None or data.sample_tokens is None or data.sample_tokens == plan.seq_len:
         return None
@@ -314,6 +329,7 @@ WARNING_RULES: tuple[tuple[str, WarningRule], ...] = (
     ("few_batchnorm_samples", _warn_of_small_batchnorm_batch),
     ("dropout_depends_on_layout", _warn_of_dropout),
     ("trains_in_evaluation_mode", _warn_of_evaluation_mode),
+    ("trains_narrow_parameters", _warn_of_narrow_parameters),
     ("samples_of_other_length", _warn_of_other_sample_length),
     ("dataset_below_batch", _warn_of_small_dataset),
     ("many_epochs", _warn_of_many_epochs),

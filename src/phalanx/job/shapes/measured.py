@@ -50,6 +50,8 @@ class MeasuredModule:
     num_batchnorms: int = 0
     num_dropouts: int = 0
     """Layers with a probability above 0."""
+    num_narrow_params: int = 0
+    """Trained parameters of fewer than 32 bits, as its function returns them."""
     num_idle_layers: int = 0
     """Dropout and BatchNorm layers that its function returns in evaluation mode, as training leaves
     them."""
@@ -295,6 +297,7 @@ class MeasuredModule:
             "blocks_params": self.blocks_params,
             "num_batchnorms": self.num_batchnorms,
             "num_dropouts": self.num_dropouts,
+            "num_narrow_params": self.num_narrow_params,
             "num_idle_layers": self.num_idle_layers,
             "takes_document_ids": self.takes_document_ids,
             "names": list(self.module_names),

@@ -67,6 +67,7 @@ class TransformerShape(ABC):
 
     num_batchnorms = 0
     num_dropouts = 0
+    num_narrow_params = 0
     num_idle_layers = 0
     has_attention_seam = True
     has_proven_rules = True
