@@ -181,7 +181,9 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
 
 run_dir = Path(sys.argv[1])
-BlackBox(black_box_path(run_dir, 0), RankIdentity(0, 1, 0, "cpu")).write(7, "evaluate")
+num_ranks = int(sys.argv[2])
+box = BlackBox(black_box_path(run_dir, 0), RankIdentity(0, num_ranks, 0, "cpu"))
+box.write(7, "evaluate")
 bus = Bus(rank=-1, run_dir=run_dir)
 bus.emit(RunFinished("finished", 0, 7, 1.0))
 bus.close()
@@ -191,7 +193,27 @@ bus.close()
 def test_of_a_run_that_has_ended_its_end_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subprocess.run([sys.executable, "-c", FINISHED_RANK, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", FINISHED_RANK, str(tmp_path), "1"], check=True)
     assert run_command_line(["where", str(tmp_path)]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    first, second, *_ = shown.out.splitlines()
     assert (first, second[:30]) == ("finished at step 7", "the processes of all ranks hav")
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("box", [None, b"", bytes(26416)])
+def test_a_rank_that_has_ended_is_no_culprit_where_nothing_is_known_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], box: bytes | None
+) -> None:
+    """The box of rank 1 was lost or damaged: rank 0 was called gone, for whom the others wait."""
+    subprocess.run([sys.executable, "-c", FINISHED_RANK, str(tmp_path), "2"], check=True)
+    if box is not None:
+        (tmp_path / "blackbox" / "rank-0001").write_bytes(box)
+    assert run_command_line(["where", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0] == "finished at step 7"
+    assert "is gone" not in shown.out
+    assert "no position of rank 1 is there, or it cannot be read" in shown.err
+    assert run_command_line(["where", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["verdict"], facts["culprits"], facts["silent_ranks"]) == ("none", [], [1])
