@@ -117,7 +117,12 @@ def judge(name: str, directory: Path, types: str) -> dict[str, Any]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     layouts: dict[str, str] = {}
+    error = "" if done.returncode in (0, 11) else "it said nothing"
     for row in map(json.loads, done.stdout.splitlines()):
+        if "layout" not in row:
+            # The line of a command that was refused.
+            error = f"{row['error']}: {row['what']}"
+            continue
         verdict = "equal"
         if row["refused"]:
             verdict = f"refused: {row['refused']}"
@@ -127,12 +132,11 @@ def judge(name: str, directory: Path, types: str) -> dict[str, Any]:
             first = row["first"] or {}
             verdict = f"differs: {first.get('text', '')} ({first.get('cause', '')})"
         layouts[f"{row['layout']} {row['dtype']}"] = verdict
-    lines = done.stderr.strip().splitlines()
     return {
         "name": name,
         "exit": done.returncode,
         "layouts": layouts,
-        "error": "" if layouts or not lines else lines[-1],
+        "error": error,
         "seconds": round(time.monotonic() - began, 1),
     }
 
