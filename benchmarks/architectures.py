@@ -61,7 +61,7 @@ LATENT: Mapping[str, Any] = {
     "kv_lora_rank": 8,
 }
 MAX_PARAMETERS = 3_000_000
-SECONDS_TO_BUILD = 20
+MAX_SECONDS_TO_BUILD = 60
 LAYOUTS = "ddp,zero3,tp2"
 
 
@@ -76,12 +76,15 @@ def write_small_config(name: str, directory: Path) -> str:
     """Write `directory`/config.json; returns why that cannot be, "" if it can."""
     if (directory / "config.json").is_file():
         return ""
-    done = subprocess.run(
-        [sys.executable, __file__, "--write-config", name, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_TO_BUILD * 6,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--write-config", name, str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=MAX_SECONDS_TO_BUILD,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it is not built within {MAX_SECONDS_TO_BUILD} s"
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
