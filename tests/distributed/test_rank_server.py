@@ -72,6 +72,7 @@ class Server:
         its.close()
         os.close(life_read)
         self._link = MessageChannel(ours, SUPERVISOR_TO_SERVER_CODEC, SERVER_TO_SUPERVISOR_CODEC)
+        self._received: list[ServerReport] = []
 
     def send(self, *orders: ServerOrder) -> None:
         for order in orders:
@@ -80,11 +81,14 @@ class Server:
     def wait_for(self, kind: type[ServerReport]) -> ServerReport:
         """The next report of a class; no other ones but the store's come before it."""
         while True:
-            for report in self._link.receive():
+            while self._received:
+                report = self._received.pop(0)
                 if isinstance(report, kind):
                     return report
                 assert isinstance(report, StoreExited), report
             assert not self._link.closed
+            # Several may come at once: what follows the wanted one is for the next call.
+            self._received += self._link.receive()
 
     def close(self) -> None:
         # The ranks die with the pipe, and the server with its link.
