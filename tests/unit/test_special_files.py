@@ -39,6 +39,7 @@ from phalanx.launch.paths import (
     refuse_symlinked_run_folders,
 )
 from phalanx.observe.sinks._metrics import read_or_store_run_id
+from phalanx.run.directory import hold_run_facts_files
 from phalanx.run.initial_weights import read_initial_weights
 
 SOURCE = Path(phalanx.__file__).parent
@@ -236,6 +237,16 @@ def test_an_export_of_a_run_that_lost_its_plan_names_the_file(
     error = capsys.readouterr().err
     assert f"{tmp_path / 'plan.json'}: nothing says what model it is of" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_facts_of_a_run_that_are_no_files_are_refused_on_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.json")
+    with (
+        holding_run_lock(tmp_path) as lock,
+        pytest.raises(ResourceError, match=r"writing the run's facts \(it is a pipe"),
+        hold_run_facts_files(tmp_path, lock, {"plan.json": {}}),
+    ):
+        pytest.fail("it goes on")
 
 
 IN_DATA = {

@@ -114,10 +114,10 @@ def hold_run_facts_files(
     # This process may have stood still for hours since it took the lock.
     lock.require_lock_still_ours()
     paths = [run_dir / name for name in facts]
-    old_bytes = {path: read_whole_regular_file(path) for path in paths if path.exists()}
     # Asked before the ranks start: events of this attempt or later are of this start.
     attempt = next_attempt_number(run_dir)
     try:
+        old_bytes = {path: read_whole_regular_file(path) for path in paths if path.exists()}
         for path, value in zip(paths, facts.values(), strict=True):
             write_json_atomically(path, value)
     except OSError as error:
