@@ -104,8 +104,8 @@ def test_names_shapes_types_and_facts_are_said(tmp_path: Path) -> None:
         ("scalar", "dtype"),
     }
     assert found.to_json()["facts"] == {
-        "more": {"b": {"x": True}},
-        "note": {"a": None},
+        "more": {"a": None, "b": {"x": True}, "only_in": "b"},
+        "note": {"a": None, "b": None, "only_in": "a"},
         "step": {"a": 3, "b": 4},
     }
     assert list(describe_checkpoint_difference(found))[:3] == [

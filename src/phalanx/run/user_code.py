@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.core.errors import RanksDifferError
+from phalanx.core.files import read_whole_regular_file
 from phalanx.core.registry import is_foreign
 from phalanx.core.uncaught import is_library_file
 from phalanx.job.schema import Job
@@ -39,9 +40,11 @@ def digest_user_modules() -> Mapping[str, str]:
             continue
         if not is_library_file(file):
             try:
-                _digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-            except OSError:
-                # Gone since: nobody can tell what it was.
+                _digests[name] = hashlib.sha256(read_whole_regular_file(Path(file))).hexdigest()[
+                    :16
+                ]
+            except (OSError, ValueError):
+                # Gone since, or no source any more: nobody can tell what it was.
                 continue
     return dict(_digests)
 

@@ -57,8 +57,8 @@ class TensorDifference:
 class CheckpointDifference:
     """Facts and tensors that are not the same.
 
-    `facts`: by dotted key the values of the first ("a") and of the second ("b"), without the one
-    that has no such fact.
+    `facts`: by dotted key the values of the first ("a") and of the second ("b"); "only_in" names
+    the one that has such a fact, where the other has none.
     """
 
     facts: dict[str, dict[str, Any]]
@@ -110,13 +110,16 @@ def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, dict[str, Any]]
 
     The layout is not compared: the same state may be written by other ranks.
     """
-    differences: dict[str, dict[str, Any]] = {}
-    for side, manifest, other in (("a", a, b), ("b", b, a)):
-        facts = dict(_iterate_dotted_facts(manifest.facts, other.facts))
-        for key in find_differing_dotted_keys(a.facts, b.facts):
-            found = differences.setdefault(key, {})
-            if key in facts:
-                found[side] = facts[key]
+    facts_of_a = dict(_iterate_dotted_facts(a.facts, b.facts))
+    facts_of_b = dict(_iterate_dotted_facts(b.facts, a.facts))
+    differences = {}
+    for key in find_differing_dotted_keys(a.facts, b.facts):
+        found = {"a": facts_of_a.get(key), "b": facts_of_b.get(key)}
+        if key not in facts_of_b:
+            found["only_in"] = "a"
+        elif key not in facts_of_a:
+            found["only_in"] = "b"
+        differences[key] = found
     return differences
 
 
@@ -212,8 +215,12 @@ def describe_checkpoint_difference(
 ) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
     for key, facts in difference.facts.items():
-        words = [json.dumps(facts[side]) if side in facts else "absent" for side in ("a", "b")]
-        yield f"fact    {key}: {words[0]} and {words[1]}"
+        a, b = json.dumps(facts["a"]), json.dumps(facts["b"])
+        if facts.get("only_in") == "a":
+            b = "absent"
+        elif facts.get("only_in") == "b":
+            a = "absent"
+        yield f"fact    {key}: {a} and {b}"
     structure, values = [], []
     for tensor in difference.tensors:
         if tensor.what == "values":
