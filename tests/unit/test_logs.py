@@ -272,6 +272,21 @@ def test_following_ends_with_the_run(tmp_path: Path, ranks: list[Rank]) -> None:
             process.kill()
 
 
+def test_following_ends_where_nobody_reads(tmp_path: Path, ranks: list[Rank]) -> None:
+    """`phalanx logs RUN --follow --json | head -1`."""
+    command = [sys.executable, "-m", "phalanx", "logs", str(tmp_path), "--follow", "--json"]
+    ranks[0].do("print", "first")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert json.loads(process.stdout.readline())["text"] == "first"
+            process.stdout.close()
+            ranks[0].do("print", "second")
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
 def test_following_a_run_that_was_cut_off_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,21 @@ def test_groups_of_an_own_optimizer_keep_their_part_of_the_rate() -> None:
         assert rates == pytest.approx([lr, 0.1 * lr], rel=1e-15)
 
 
+def own_choice_of_rate(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(list(groups.parameters()), lr=1.0)
+    optimizer.param_groups[0]["lr"] = None
+    return optimizer
+
+
+def test_a_group_without_a_rate_gets_the_jobs() -> None:
+    """As Adafactor's of transformers, which chooses its own unless it is given one."""
+    optimizer = build_optimizer(
+        nn.Linear(2, 2), Optim(kind="test_optim:own_choice_of_rate", lr=0.5)
+    )
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25]
+
+
 def test_a_rate_that_all_groups_share_is_the_jobs() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), Optim(kind="test_optim:own_rate", lr=0.5))
     set_learning_rate(optimizer, 0.25)

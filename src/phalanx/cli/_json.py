@@ -19,14 +19,25 @@ from phalanx.core.terminal import print_document
 JSON_SCHEMA_VERSION = 1
 
 
-def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
+def print_json(
+    kind: str,
+    facts: Mapping[str, Any],
+    *,
+    indent: int | None = None,
+    raises_without_reader: bool = False,
+) -> None:
     """Print `build_json_body` of `kind` and `facts`, where anybody still reads: what the verb ends
-    with does not hang on that."""
+    with does not hang on that.
+
+    With `raises_without_reader` BrokenPipeError is raised: of a verb that does nothing but print.
+    """
     body = build_json_body(kind, facts)
     try:
         # Not print, whose filter would shorten long lines.
         print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
     except BrokenPipeError:
+        if raises_without_reader:
+            raise
         redirect_stream_to_devnull(sys.stdout)
 
 

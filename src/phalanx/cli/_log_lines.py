@@ -27,7 +27,7 @@ class LogLinePrinter:
                 "before_unix_s": line.before_unix_s,
                 "text": line.text,
             }
-            print_json("log-line", facts)
+            print_json("log-line", facts, raises_without_reader=True)
             return
         heading = _build_heading(line)
         if heading != self._heading:

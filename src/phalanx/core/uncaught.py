@@ -28,6 +28,8 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # A marker this old is of ranks before these.
 STALE_REPORT_MARKER_S = 60.0
 _PACKAGE_DIR = str(Path(__file__).parents[1])
+# Not "/lib/python" everywhere: Red Hat's is in /usr/lib64.
+_STANDARD_LIBRARY_DIR = os.path.join(os.path.dirname(os.__file__), "")
 
 
 def install_one_line_refusal_hook() -> None:
@@ -80,8 +82,8 @@ def find_innermost_user_code_line(trace: TracebackType | None) -> str:
 def is_library_file(name: str) -> bool:
     """True for the name of a source file that is phalanx's, an installed package's or Python's,
     and for one that names no file that somebody could open."""
-    return name.startswith((_PACKAGE_DIR, "<")) or any(
-        folder in name for folder in ("site-packages", "/lib/python")
+    return name.startswith((_PACKAGE_DIR, _STANDARD_LIBRARY_DIR, "<")) or any(
+        folder in name for folder in ("site-packages", "dist-packages", "/lib/python")
     )
 
 

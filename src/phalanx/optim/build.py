@@ -61,10 +61,13 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
 def _keep_ratios_of_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Remember how many times the job's `lr` each group has, where groups differ in that."""
     groups = optimizer.param_groups  # empty ones, too: stages of a pipeline have the same groups
-    if len({float(group.get("lr", lr)) for group in groups}) < 2:
+    # None is that of optimizers that can choose their own.
+    rates = [group.get("lr") for group in groups]
+    ratios = [1.0 if rate is None else float(rate) / lr for rate in rates]
+    if len(set(ratios)) < 2:
         return
-    for group in groups:
-        group[_LR_RATIO_KEY] = float(group.get("lr", lr)) / lr
+    for group, ratio in zip(groups, ratios, strict=True):
+        group[_LR_RATIO_KEY] = ratio
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -14,7 +14,7 @@ from phalanx.core.batch import flatten_batch
 from phalanx.core.deprecated import warn_renamed
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import LogicalShard
+from phalanx.mesh.logical import LogicalShard, get_local_tensor
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.block_norms import NO_BLOCK_NORMS, BlockNormRequest, BlockSquares
 from phalanx.parallel.context.transform import ContextParallelBatchSplitter
@@ -239,7 +239,8 @@ class ParallelModel:
             self._interceptor.begin_step()
             self._context.optimizer_params.require_model_updated_after_step()
             self._adds_to_unreduced = self._unreduced is not None and any(
-                parameter.grad is not None for parameter in self.parameters()
+                parameter.grad is not None and bool(get_local_tensor(parameter.grad).any())
+                for parameter in self.parameters()
             )
             # A pipeline's stages do not see the objective: they are told what a balance loss of
             # experts weighs beside it.
@@ -308,6 +309,7 @@ class ParallelModel:
         buffers = self.persistent_buffers()
         before = [buffer.detach().clone() for buffer in buffers]
         self.forward_backward([microbatch], objective, step=step)
+        self._unreduced = None
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)

@@ -72,7 +72,12 @@ from phalanx.run.rank_context import (
 from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
-from phalanx.run.user_code import digest_user_modules, names_user_code, require_same_user_code
+from phalanx.run.user_code import (
+    build_code_error,
+    describe_code_differences,
+    digest_user_modules,
+    names_user_code,
+)
 from phalanx.run.weights import build_and_restore_state
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
@@ -255,12 +260,22 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             rank.faults.trainer = trainer
             # Now they have imported what they train with.
+            code_differences = ""
             if names_user_code(run.job):
-                require_same_user_code(mesh.gather_json(digest_user_modules()))
+                code_differences = describe_code_differences(
+                    mesh.gather_json(digest_user_modules())
+                )
+            if code_differences and run.is_restart:
+                raise build_code_error(code_differences)
             taken_signals = rank.stop.take_signals_back()
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
                 _emit_start_warnings(run, state, rank.bus, shortage, taken_signals)
+                if code_differences:
+                    # Machines may have files of their own on purpose.
+                    text = f"the ranks differ in code: {code_differences}"
+                    warning = {"warning": "code_differs", "text": text, "why": text}
+                    rank.bus.emit(Note("warning", warning))
             _record_step_that_was_not_recorded(run, trainer, batches, restored.finished)
             rank.phases.leave("startup")
             with rank.survivor.holding_state_of(trainer):

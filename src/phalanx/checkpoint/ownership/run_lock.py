@@ -219,7 +219,7 @@ def _is_lock_still_ours(lock: RunLock) -> bool:
     if not _is_path_of_open_file(lock.path, lock.fd):
         return False
     holder = _read_lock_holder_of_open_file(lock.fd)
-    # A text that was cut or overwritten names nobody, and we have the flock.
+    # A text that was cut or overwritten names nobody. Another job would have written its own.
     return holder is None or holder.is_held_by_same_job(lock.holder)
 
 
