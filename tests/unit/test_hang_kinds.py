@@ -349,6 +349,20 @@ def test_the_99th_percentile_of_steps() -> None:
     assert few.compute_p99_s() == 3.0
 
 
+def test_short_steps_are_those_of_now() -> None:
+    durations = StepDurations()
+    # The first take longer, and before enough are known nothing is ruled out.
+    for step, at_s in enumerate((0.0, 0.5, 1.0, 1.5)):
+        durations.observe(step, at_s)
+        assert durations.may_be_shorter_than(0.05)
+    for step in range(4, 20):
+        durations.observe(step, 0.5 * step)
+    assert not durations.may_be_shorter_than(0.05)
+    for poll in range(1, 9):
+        durations.observe(19 + 25 * poll, 9.5 + 0.5 * poll)
+    assert durations.may_be_shorter_than(0.05)
+
+
 def test_stacks_are_grouped_the_odd_one_out_first() -> None:
     here, there = ["Stack:", '  File "a.py", line 1 in f'], ["Stack:", '  File "b.py", line 2 in g']
     stacks = {0: here, 1: here, 2: there, 3: here, 4: []}

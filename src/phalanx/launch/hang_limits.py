@@ -7,6 +7,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from statistics import median
 
 from phalanx.core.black_box_reader import LastPosition
 
@@ -23,6 +25,8 @@ PATIENT_LIMIT_S = 600.0
 COMPILERS_LIMIT_S = 3600.0
 # Of an attempt: allocations, first reads.
 NUM_WARM_UP_STEPS = 3
+# Of fewer nothing is said: the first take longer than others.
+_MIN_DURATIONS, _NUM_NEWEST = 4, 8
 _MAX_DURATIONS = 1000
 _OPENING_PHASES = ("startup", "ckpt_load")
 _SAVING_PHASES = ("ckpt_prepare", "ckpt_stage", "ckpt_write", "before_commit", "after_commit")
@@ -78,6 +82,11 @@ class StepDurations:
         if self._step >= 0 and num_steps > 0:
             self._durations.append((now_s - self._since_s) / num_steps)
         self._step, self._since_s = step, now_s
+
+    def may_be_shorter_than(self, seconds: float) -> bool:
+        """Whether the newest steps take less than `seconds`, or too few are known to say no."""
+        newest = list(islice(reversed(self._durations), _NUM_NEWEST))
+        return len(newest) < _MIN_DURATIONS or median(newest) < seconds
 
     def compute_p99_s(self) -> float:
         """The 99th percentile; the longest of fewer than a hundred steps, 0 of none."""

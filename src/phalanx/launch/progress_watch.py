@@ -41,7 +41,7 @@ from phalanx.launch.hang_limits import (
 )
 from phalanx.launch.open_boxes import read_position_of_rank
 from phalanx.launch.paths import black_box_path
-from phalanx.launch.processor_watch import ProcessorWatch
+from phalanx.launch.processor_watch import MAX_SHORT_STEP_S, ProcessorWatch
 from phalanx.launch.rank_activity import QuietTime, sample_process
 from phalanx.launch.stack_groups import (
     find_odd_ranks,
@@ -182,7 +182,8 @@ class ProgressWatch:
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.
             goes_on = silent_s < _NUM_SILENT_STEPS_OF_SLOW * self._durations.compute_p99_s()
-        for event in self._processors.look(now_s, goes_on=goes_on):
+        are_steps_short = self._durations.may_be_shorter_than(MAX_SHORT_STEP_S)
+        for event in self._processors.look(now_s, goes_on=goes_on, are_steps_short=are_steps_short):
             self._emit(event)
 
     def _read_step(self, rank: int) -> int:
