@@ -222,6 +222,21 @@ def test_a_tool_without_a_driver_is_no_sign_of_a_gpu(here: Here) -> None:
     assert here.detect()[0] == "cpu"
 
 
+def test_a_folder_of_path_that_may_not_be_entered_holds_no_tool(here: Here) -> None:
+    """After `su`, PATH may have folders of root's, and the system then says "permission denied" of
+    a tool that is nowhere; it says so to root of what is no file."""
+    (here.folder / "bin" / "nvidia-smi").mkdir()
+    assert here.detect()[0] == "cpu"
+
+
+def test_a_tool_that_may_not_be_run_is_a_sign_of_a_gpu(here: Here) -> None:
+    here.smi()
+    (here.folder / "bin" / "nvidia-smi").chmod(0o644)
+    refusal = here.detect()
+    assert refusal["code"] == 6
+    assert "nvidia-smi cannot be run: Permission denied" in refusal["said"]
+
+
 def test_a_driver_without_a_gpu_says_so(here: Here) -> None:
     here.driver()
     here.smi("echo 'No devices were found'", "exit 6")

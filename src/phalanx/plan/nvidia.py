@@ -176,6 +176,10 @@ def _query_nvidia_smi() -> tuple[Gpu, ...]:
     except FileNotFoundError:
         raise _GpuQueryFailure("there is no nvidia-smi", is_absent=True) from None
     except OSError as error:
+        # A folder of PATH that this user may not enter (root's, after `su`) makes the system say
+        # "permission denied" of any program that is in none of them.
+        if not _lies_on_path("nvidia-smi"):
+            raise _GpuQueryFailure("there is no nvidia-smi", is_absent=True) from None
         raise _GpuQueryFailure(f"nvidia-smi cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise _GpuQueryFailure(f"nvidia-smi did not answer in {NVIDIA_SMI_TIMEOUT_S:g} s") from None
@@ -186,6 +190,11 @@ def _query_nvidia_smi() -> tuple[Gpu, ...]:
         reason = output or f"exit code {done.returncode}"
         raise _GpuQueryFailure(f"nvidia-smi says: {reason}", is_absent=True)
     return tuple(_parse_nvidia_smi_line(line) for line in done.stdout.splitlines() if line.strip())
+
+
+def _lies_on_path(name: str) -> bool:
+    """Whether a folder of PATH has such a file, be it one that may not be run."""
+    return any(os.path.isfile(os.path.join(folder, name)) for folder in os.get_exec_path())
 
 
 def _parse_nvidia_smi_line(line: str) -> Gpu:
