@@ -256,8 +256,33 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
     "another family, by its file": (3, "llama/config.json: ", edit_config(model_type="bert")),
     "a configuration that makes no sense": (
         3,
-        "llama/config.json: config.json cannot be understood (ValueError: tie_embeddings 'x')",
+        'llama/config.json: tie_word_embeddings is "x"; it must be true or false',
         edit_config(tie_word_embeddings="x"),
+    ),
+    "a length that is no number": (
+        3,
+        "llama/config.json: max_position_embeddings is NaN; it must be a whole number from 1 on",
+        edit_config(max_position_embeddings=math.nan),
+    ),
+    "a token that is no number": (
+        3,
+        "llama/config.json: eos_token_id is Infinity; it must be a whole number or a list of them",
+        edit_config(eos_token_id=math.inf),
+    ),
+    "a scaling that is no table": (
+        3,
+        "llama/config.json: rope_scaling is 8.0; it must be an object",
+        edit_config(rope_scaling=8.0),
+    ),
+    "a scaling without its factor": (
+        3,
+        "llama/config.json: config.json has no factor",
+        edit_config(rope_scaling={"rope_type": "linear"}),
+    ),
+    "a width that is not there": (
+        3,
+        "llama/config.json: config.json has no hidden_size",
+        edit_config(hidden_size=None),
     ),
     "quantized weights": (
         3,

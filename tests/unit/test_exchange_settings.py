@@ -3,6 +3,9 @@ of shapes."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.exchange.families import list_hugging_face_families
+from phalanx.checkpoint.exchange.families import (
+    find_family_of_model_type,
+    list_hugging_face_families,
+)
 from phalanx.checkpoint.exchange.settings import (
     build_hugging_face_config,
     convert_config_to_model_shape,
@@ -216,7 +222,7 @@ OTHER_EXPERTS = {
     ),
     "dense blocks in between": ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers = [3]"),
     "DeepSeek's every second block": ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
-    "another score": ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+    "another score": ("deepseek", {"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid"'),
     "a gate of the shared expert": (
         "mixtral",
         {"model_type": "qwen2_moe"},
@@ -229,14 +235,22 @@ OTHER_EXPERTS = {
     ),
     "biases in experts": ("mixtral", {"model_type": "gpt_oss"}, "its experts have biases"),
     "more visits than experts": ("mixtral", {"num_experts_per_tok": 9}, "visits 9 of 8 experts"),
-    "no expert": ("mixtral", {"num_local_experts": 0}, "cannot be understood"),
+    "no expert": ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0; it must be"),
     "no block with experts": (
         "deepseek",
         {"first_k_dense_replace": 28},
         "28 of 28 blocks have no experts",
     ),
-    "a word for a switch": ("qwen3_moe", {"norm_topk_prob": "yes"}, "router_normalize 'yes'"),
-    "a scale that is none": ("dots1", {"routed_scaling_factor": float("nan")}, "router_scale nan"),
+    "a word for a switch": (
+        "qwen3_moe",
+        {"norm_topk_prob": "yes"},
+        'norm_topk_prob is "yes"; it must be true or false',
+    ),
+    "a scale that is none": (
+        "dots1",
+        {"routed_scaling_factor": math.nan},
+        "routed_scaling_factor is NaN",
+    ),
 }
 
 
@@ -253,7 +267,7 @@ LLAMA = build_hugging_face_config(shape("llama2-7b"))
 UNKNOWN = {
     "another type": ({"model_type": "mamba"}, "'mamba' cannot be imported"),
     "almost a type": ({"model_type": "lama"}, 'did you mean "llama"'),
-    "another activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    "another activation": ({"hidden_act": "relu"}, 'hidden_act = "relu"'),
     "biases in attention alone": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "other bands of llama3": (
         {
@@ -268,15 +282,18 @@ UNKNOWN = {
     ),
     "positions by length": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_type = 'dynamic'",
+        'rope_type = "dynamic"',
     ),
-    "parts of heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "a width that is no number": ({"hidden_size": "wide"}, "cannot be understood"),
-    "more blocks than anybody has": ({"num_hidden_layers": 10**9}, "cannot be understood"),
-    "no heads": ({"num_attention_heads": 0}, "cannot be understood"),
-    "half a width": ({"hidden_size": 32.5}, "cannot be understood"),
+    "parts of heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "a width that is no number": (
+        {"hidden_size": "wide"},
+        'hidden_size is "wide"; it must be a whole',
+    ),
+    "more blocks than anybody has": ({"num_hidden_layers": 10**9}, "says 1,000,000,000 blocks"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be"),
+    "half a width": ({"hidden_size": 32.5}, "hidden_size is 32.5; it must be"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
-    "no width at all": ({"hidden_size": None}, "cannot be understood"),
+    "no width at all": ({"hidden_size": None}, "has no hidden_size"),
 }
 
 
@@ -288,7 +305,7 @@ UNKNOWN_OF_DEEPSEEK = {
     "experts": ({"first_k_dense_replace": 1}, "3 of 4 blocks have experts"),
     "a temperature of the rotated part alone": (
         {"rope_scaling": {key: value for key, value in YARN.items() if "mscale" not in key}},
-        "mscale = None",
+        "mscale = null",
     ),
     "two temperatures": (
         {"rope_scaling": YARN | {"mscale": 0.5}},
@@ -424,3 +441,26 @@ def test_a_llama_whose_heads_do_not_divide_its_width_is_a_mistral_without_a_wind
     config = build_hugging_face_config(odd)
     assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
     assert convert_config_to_model_shape(config) == normalize_shape_to_canonical_form(odd)
+
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf, -1, "8", True, [1], {"a": 1}, 10**30)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_number_that_is_read_is_refused_by_its_name_where_it_is_none(name: str) -> None:
+    config = build_hugging_face_config(shape(name), max_positions=64)
+    family = find_family_of_model_type(config["model_type"])
+    numbers = [key for key, value in config.items() if type(value) in (int, float)]
+    for key in set(numbers) - set(family.written) - set(family.required):
+        for value in NO_NUMBERS:
+            with pytest.raises(LayoutError) as raised:
+                convert_config_to_model_shape(config | {key: value})
+            said = str(raised.value)
+            assert re.search(f"{key} (is|=) {re.escape(json.dumps(value))}[;,]", said), said
+
+
+def test_settings_of_a_scaling_are_named_with_their_table() -> None:
+    scaling = {"rope_type": "yarn", "factor": math.nan}
+    config = build_hugging_face_config(shape("llama3-8b")) | {"rope_scaling": scaling}
+    with pytest.raises(LayoutError, match=r"rope_scaling.factor is NaN; it must be a finite"):
+        convert_config_to_model_shape(config)

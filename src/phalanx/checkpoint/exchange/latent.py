@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.checkpoint.exchange.config_values import format_config_value
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
@@ -48,8 +49,8 @@ def compute_yarn_temperature_share(rope: Mapping[str, Any]) -> float:
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if not mscale or mscale != mscale_all_dim:
         raise LayoutError(
-            f"config.json says mscale = {mscale!r} and mscale_all_dim = {mscale_all_dim!r}, which"
-            " phalanx's models do not compute",
+            f"config.json says mscale = {format_config_value(mscale)} and mscale_all_dim ="
+            f" {format_config_value(mscale_all_dim)}, which phalanx's models do not compute",
             why=(
                 "with latent attention YaRN's temperature is on whole queries and keys: both are"
                 " given and equal"

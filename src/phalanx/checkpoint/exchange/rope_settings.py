@@ -5,20 +5,22 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from phalanx.checkpoint.exchange.config_values import (
+    FULL,
+    SLIDING,
+    ConfigJson,
+    unsupported_config_key_error,
+)
 from phalanx.checkpoint.exchange.families import HuggingFaceFamily
 from phalanx.checkpoint.exchange.latent import compute_yarn_temperature_share
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
-ConfigJson = Mapping[str, Any]
-
 # What nn.rotary computes with: a config.json may leave these out, but not differ.
 LLAMA3_ROPE_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-SLIDING, FULL = "sliding_attention", "full_attention"  # types of layers, each with its own rotation
 
 
 def convert_rope_config_to_shape_keys(
@@ -57,9 +59,8 @@ def _parse_rope_of_block_kind(
     """
     rotated_share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if float(rotated_share or 1.0) != 1.0:
-        share = rope.get("partial_rotary_factor")
         raise unsupported_config_key_error(
-            "partial_rotary_factor", share, "phalanx rotates whole heads"
+            "partial_rotary_factor", rotated_share, "phalanx rotates whole heads"
         )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or theta)}
@@ -69,7 +70,7 @@ def _parse_rope_of_block_kind(
         raise unsupported_config_key_error(
             "rope_type", kind, "phalanx has default, linear, llama3 and yarn"
         )
-    values |= {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
+    values |= {"rope_scaling": kind, "rope_factor": float(_require_setting(rope, "factor"))}
     if family.latent and kind == "yarn":
         values["rope_mscale"] = compute_yarn_temperature_share(rope)
         rope = dict(rope)
@@ -78,8 +79,16 @@ def _parse_rope_of_block_kind(
     if kind == "linear":
         return values
     _require_known_rope_scaling_constants(rope, kind)
-    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or _require_setting(
+        config, "max_position_embeddings"
+    )
     return values | {"rope_original_len": int(original)}
+
+
+def _require_setting(settings: ConfigJson, key: str) -> Any:
+    if settings.get(key) is None:
+        raise LayoutError(f"config.json has no {key}")
+    return settings[key]
 
 
 def _require_known_rope_scaling_constants(rope: ConfigJson, kind: str) -> None:
@@ -125,10 +134,3 @@ def _convert_rope_scaling_to_config(
     if family.latent and shape.rope_scaling == "yarn":
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), shape.rope_mscale)
     return scaling
-
-
-def unsupported_config_key_error(key: str, value: Any, why: str) -> LayoutError:
-    """The error for a setting of config.json that makes another computation."""
-    return LayoutError(
-        f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why
-    )

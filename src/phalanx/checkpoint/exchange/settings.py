@@ -10,6 +10,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from phalanx.checkpoint.exchange.config_values import (
+    FULL,
+    SLIDING,
+    ConfigJson,
+    format_config_value,
+    require_config_values,
+    unsupported_config_key_error,
+)
 from phalanx.checkpoint.exchange.families import (
     HuggingFaceFamily,
     find_family_of_model_type,
@@ -20,19 +28,14 @@ from phalanx.checkpoint.exchange.latent import (
     convert_latent_attention_shape_to_config,
 )
 from phalanx.checkpoint.exchange.rope_settings import (
-    FULL,
-    SLIDING,
     convert_rope_config_to_shape_keys,
     convert_rope_shape_to_config,
-    unsupported_config_key_error,
 )
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import build_builtin_shape
 from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
-
-ConfigJson = Mapping[str, Any]
 
 # phalanx's activation with and without a gate, and transformers' names of it: the first one is
 # written
@@ -41,9 +44,8 @@ HF_ACTIVATION_NAMES = {
     ("geglu", "gelu"): ("gelu",),
     ("geglu_tanh", "gelu_tanh"): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
-# A config.json may say anything: larger numbers are refused.
-MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000
-NULLABLE_CONFIG_KEYS = ("num_dense_layers", "balance_loss")
+# A config.json may say anything: more matrices are refused.
+MAX_PARTS = 1_000_000
 # DeepSeek-V3's; no config.json says it.
 DEFAULT_ROUTER_BIAS_RATE = 0.001
 
@@ -53,23 +55,23 @@ def convert_config_to_model_shape(config: ConfigJson) -> TransformerShape:
 
     Raises LayoutError for what phalanx's models do not compute.
     """
-    family = find_family_of_model_type(str(config.get("model_type")))
-    try:
-        return _convert_family_config_to_shape(family, config)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
         raise LayoutError(
-            "config.json cannot be understood", why=f"{type(error).__name__}: {error}"
-        ) from None
+            f"model_type is {format_config_value(model_type)}", fix="it must be a family's name"
+        )
+    return _convert_family_config_to_shape(find_family_of_model_type(model_type), config)
 
 
 def _convert_family_config_to_shape(
     family: HuggingFaceFamily, config: ConfigJson
 ) -> TransformerShape:
+    require_config_values(family, config)
     config = _rename_config_keys_and_fill_defaults(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
             raise unsupported_config_key_error(
-                key, config[key], f"phalanx computes it with {required}"
+                key, config[key], f"phalanx computes it with {format_config_value(required)}"
             )
     values: dict[str, Any] = dict(family.always)
     for key, shape_key in family.widths.items():
@@ -79,7 +81,7 @@ def _convert_family_config_to_shape(
         raise LayoutError(
             "the weights are quantized", fix="import the directory that they were made of"
         )
-    _require_plausible_shape_numbers(values)
+    _require_possible_numbers_of_parts(values)
     if family.latent:
         values |= convert_latent_attention_config_to_shape_keys(config)
     _add_derived_shape_keys(values, config)
@@ -133,33 +135,18 @@ def _add_derived_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
     values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
 
 
-def _require_plausible_shape_numbers(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for numbers that no model can have, before they are computed with."""
-    for key, value in values.items():
-        usual = STORED_SHAPE_DEFAULTS.get(key)
-        if not isinstance(usual, str) and not _is_plausible_shape_number(key, value, usual):
-            raise ValueError(f"{key} {value!r}")
-    if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
-        raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
-    if values.get("experts_per_token", 0) > values.get("num_experts", 0):
-        raise ValueError(
-            f"a token visits {values['experts_per_token']} of {values['num_experts']} experts"
-        )
-    if values.get("num_dense_layers", 0) >= values["num_layers"]:
-        raise ValueError(
-            f"{values['num_dense_layers']} of {values['num_layers']} blocks have no experts"
-        )
-
-
-def _is_plausible_shape_number(key: str, value: Any, usual: Any) -> bool:
-    """True if a model can have `value`, a truth value or a number like `usual`, for `key`."""
-    if isinstance(usual, bool) or key == "tie_embeddings":
-        return isinstance(value, bool)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if isinstance(value, float) and not isinstance(usual, float):
-        return False
-    return 0 < value < MAX_WIDTH or (value == 0 and key in NULLABLE_CONFIG_KEYS)
+def _require_possible_numbers_of_parts(values: Mapping[str, Any]) -> None:
+    """Raise LayoutError for numbers of blocks and experts that no model has together."""
+    layers, experts = values["num_layers"], values.get("num_experts", 1)
+    if layers * experts > MAX_PARTS:
+        each = f" of {experts:,} experts" if experts > 1 else ""
+        raise LayoutError(f"config.json says {layers:,} blocks{each}", why="no model has as many")
+    visited = values.get("experts_per_token", 0)
+    if visited > values.get("num_experts", 0):
+        raise LayoutError(f"config.json says that a token visits {visited} of {experts} experts")
+    dense = values.get("num_dense_layers", 0)
+    if dense >= layers:
+        raise LayoutError(f"config.json says that {dense} of {layers} blocks have no experts")
 
 
 def _convert_config_activation(name: str, is_gated: bool, key: str) -> str:
@@ -316,7 +303,7 @@ def _find_config_differences(
         read_back = normalize_shape_for_inference(
             _convert_family_config_to_shape(family, config)
         ).to_json()
-    except (LayoutError, ValueError):
+    except LayoutError:
         # Also a family of experts, of a model that has none.
         return [_DIFFERENT_ARCHITECTURE_REASON]
     reasons = []
