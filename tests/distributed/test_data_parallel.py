@@ -198,58 +198,106 @@ def test_each_choice_changes_what_is_communicated() -> None:
 
 
 class SomeUnused(nn.Module):
-    """`never` has no part in any loss, `sometimes` in that of rows whose first token is even."""
+    """`never` has no part in any loss, `at_times` in those of some steps, `on_one` on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lookup, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
-        self.never, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.is_used = False
+        self.never, self.at_times, self.on_one = (nn.Linear(8, 8) for _ in range(3))
+        self.uses_at_times = self.uses_on_one = False
+
+    def prepare(self, step: int, rank: int) -> None:
+        self.uses_at_times, self.uses_on_one = step == 1, rank == 1
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.lookup(inputs)
-        return self.out(x + self.sometimes(x) if self.is_used else x)
+        if self.uses_at_times:
+            x = x + self.at_times(x)
+        if self.uses_on_one:
+            x = x + self.on_one(x)
+        return self.out(x)
 
 
-def some_unused(rank: int) -> dict[str, Any]:
+def some_unused() -> SomeUnused:
+    torch.manual_seed(0)
+    return SomeUnused().double()
+
+
+def train_some_unused_plainly() -> dict[str, Any]:
+    """Weights, and how often each was updated: the gradient of who was not used is None."""
+    module = some_unused()
+    adam = build_optimizer(module, ADAM)
+    for step, batch in enumerate(batches()):
+        adam.zero_grad()
+        targets = 0
+        for rank in range(2):
+            module.prepare(step, rank)
+            for micro in share(batch, rank, 2, 2):
+                loss, count = OBJECTIVE(module(micro["inputs"]), micro)
+                loss.backward()
+                targets += count
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= targets
+        adam.step()
+    return take_some_unused(module, module, adam)
+
+
+def take_some_unused(model: Any, module: nn.Module, adam: torch.optim.Optimizer) -> dict[str, Any]:
+    whole = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in module.named_parameters()
+    }
+    updates = {f"updates of {n}": adam.state[p]["step"] for n, p in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in (whole | updates).items()}
+
+
+SOME_UNUSED: dict[str, dict[str, Any]] = {
+    "ddp": {"dp_replicate": 2, "unused_parameters": "allow"},
+    "zero1": {"dp_shard": 2, "zero_stage": 1, "unused_parameters": "allow"},
+    "zero2": {"dp_shard": 2, "zero_stage": 2},
+    "zero3": SHARDED,
+    "zero3 in each microbatch": SHARDED | {"accumulate": "sharded"},
+    "zero3 of large ones": SHARDED | {"keep_whole_below": 20},
+    "zero3 beside a copy of the optimizer's": SHARDED | {"offload": "optimizer"},
+}
+
+
+def train_some_unused(rank: int) -> dict[str, Any]:
+    offload.copy_to_pinned_host_memory = torch.clone
     found: dict[str, Any] = {}
-    zero1 = {"dp_shard": 2, "zero_stage": 1}
-    for name, axes in (("zero3", SHARDED), ("ddp", {"dp_replicate": 2}), ("zero1", zero1)):
-        torch.manual_seed(0)
-        module = SomeUnused().double()
-        module.is_used = rank == 1
-        start = module.sometimes.weight.detach().clone()
-        a_plan = plan(2, unused_parameters="allow", **axes)
-        with open_mesh(a_plan.layout, device="cpu") as mesh:
+    ways = [(name, axes, "auto") for name, axes in SOME_UNUSED.items()]
+    for name, axes, collectives in (*ways, ("zero3 over gloo", SHARDED, "gloo")):
+        module, a_plan = some_unused(), plan(2, 2, **axes)
+        with open_mesh(a_plan.layout, device="cpu", collectives=collectives) as mesh:
             model = parallelize(module, a_plan, mesh)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            for batch in batches()[:2]:
-                sgd.zero_grad()
-                model.reduce_and_clip(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
-                model.update(sgd)
-            whole = {
-                n: p.full_tensor() if hasattr(p, "full_tensor") else p
-                for n, p in module.named_parameters()
-            }
-            found[name] = (
-                {n: p.detach().clone() for n, p in whole.items()},
-                sorted(model.unused_parameters),
-            )
-    found["moved"] = (start, found["zero1"][0]["sometimes.weight"])
+            adam = build_optimizer(model, ADAM)
+            for step, batch in enumerate(batches()):
+                adam.zero_grad()
+                module.prepare(step, rank)
+                model.reduce_and_clip(model.forward_backward(share(batch, rank, 2, 2), OBJECTIVE))
+                model.update(adam)
+            found[name] = take_some_unused(model, module, adam)
+            if "unused_parameters" in axes:
+                found[f"names of {name}"] = sorted(model.unused_parameters)
     return found
 
 
-def test_unused_parameters_are_reduced_where_that_is_allowed_and_named() -> None:
-    """`sometimes` is used by rank 1 alone: DDP and ZeRO-1 agree with FSDP, and each rank names
-    what it did not use."""
-    never, sometimes = ["never.bias", "never.weight"], ["sometimes.bias", "sometimes.weight"]
-    for rank, found in enumerate(run_ranks(2, some_unused)):
-        for layout in ("ddp", "zero1"):
-            weights, unused = found[layout]
-            assert unused == (never if rank else never + sometimes)
-            for name, weight in found["zero3"][0].items():
-                assert torch.allclose(weights[name], weight, rtol=1e-10), (layout, name)
-        assert not torch.equal(*found["moved"])
+def test_a_parameter_without_a_gradient_is_left_alone_as_by_one_process() -> None:
+    """AdamW with decay. On rank 0 `on_one` has none, and is averaged with zeros; each rank of DDP
+    names what it did not use."""
+    plain = train_some_unused_plainly()
+    updates = {name: int(plain[f"updates of {name}.weight"]) for name in ("never", "at_times")}
+    assert updates == {"never": 0, "at_times": 1}
+    for rank, found in enumerate(run_ranks(2, train_some_unused)):
+        for layout, values in found.items():
+            if layout.startswith("names of "):
+                unused = ["at_times.bias", "at_times.weight", "never.bias", "never.weight"]
+                on_one = ["on_one.bias", "on_one.weight"]
+                assert values == (unused if rank else sorted(unused + on_one))
+                continue
+            for name, value in plain.items():
+                assert torch.allclose(values[name], value, rtol=1e-10), (layout, name)
 
 
 def forget_the_update(rank: int) -> dict[str, str]:

@@ -84,12 +84,20 @@ CAN_BE_CUT: dict[str, Make] = {
     "arguments": zoo.Arguments,
     "a part of all blocks": zoo.SharedPart,
 }
+WEIGHT_DECAY = 0.1  # moves what has zeros for a gradient in place of none
 HOLDS = {"head first": {"first_stage": ("embed",), "last_stage": ("head", "norm")}}
 
 
 def zoo_references(rank: int) -> dict[str, Trace]:
     return {
-        name: train_in_microbatches(filled(make), plain_batches(), micro=MICRO, lr=LR, max_norm=0.5)
+        name: train_in_microbatches(
+            filled(make),
+            plain_batches(),
+            micro=MICRO,
+            lr=LR,
+            max_norm=0.5,
+            weight_decay=WEIGHT_DECAY,
+        )
         for name, make in CAN_BE_CUT.items()
     }
 
@@ -104,6 +112,7 @@ def zoo_case(name: str, **parallel: Any) -> Case:
         "objective": token_cross_entropy,
         "batches": plain_batches,
         "holds": HOLDS.get(name, {}),
+        "weight_decay": WEIGHT_DECAY,
     }
     return Case(
         f"{name} {parallel}", partial(filled, CAN_BE_CUT[name]), parallel, reference=name, **options

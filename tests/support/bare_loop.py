@@ -82,6 +82,7 @@ def train_in_microbatches(
     micro: int,
     lr: float,
     max_norm: float | None,
+    weight_decay: float = 0.0,
     around: Any = None,
 ) -> Trace:
     """Steps of SGD over microbatches of `micro` rows: what a statistic over a microbatch sees.
@@ -110,6 +111,6 @@ def train_in_microbatches(
         trace.norms.append(float(norm))
         with torch.no_grad():
             for parameter in having.values():
-                parameter -= lr * factor * parameter.grad
+                parameter -= lr * (factor * parameter.grad + weight_decay * parameter)
     trace.after = {name: p.detach().clone() for name, p in module.named_parameters()}
     return trace

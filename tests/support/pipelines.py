@@ -41,6 +41,7 @@ class Case:
     how: dict[str, Any] = field(default_factory=dict)
     objective: Any = OBJECTIVE
     max_norm: float | None = 0.5
+    weight_decay: float = 0.0
     batches: Callable[[], list[Tensors]] | None = None
     reference: str = ""
     """The name of the trace that it is compared with."""
@@ -118,13 +119,14 @@ def follow(
     *,
     max_norm: float | None = 0.5,
     micro: int = MICRO,
+    weight_decay: float = 0.0,
 ) -> dict[str, float]:
     """The reference's steps.
 
     This rank's part of the error of each tensor: of its update in fp64, else of itself.
     """
     errors: dict[str, float] = {}
-    optimizer = torch.optim.SGD(list(model.parameters()), lr=LR)
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=LR, weight_decay=weight_decay)
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         mine = own_microbatches(batch, model.plan, model.mesh.data_parallel_rank, micro)
@@ -173,7 +175,13 @@ def in_pipelines(
                 trace = references[case.reference]
                 micro = case.how.get("micro", MICRO)
                 errors = follow(
-                    model, batches, trace, case.objective, max_norm=case.max_norm, micro=micro
+                    model,
+                    batches,
+                    trace,
+                    case.objective,
+                    max_norm=case.max_norm,
+                    micro=micro,
+                    weight_decay=case.weight_decay,
                 )
                 found.append(
                     errors | {f"held {name}": 0.0 for name in dict(model.named_parameters())}

@@ -10,7 +10,7 @@ import datetime
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,30 @@ def make_fsdp_reduce_unused_parameters(unit: FSDPModule) -> None:
         switch(True)
 
 
+def watch_fsdp_gradients(
+    root: torch.nn.Module, note: Callable[[torch.nn.Parameter, bool], None]
+) -> None:
+    """Call `note(parameter, has_gradient)` for each trained parameter below `root` when FSDP2 is
+    about to reduce or to keep the gradients of its unit: zeros stand for what is not there.
+
+    The method of a unit's parameters that FSDP calls after a backward, private in torch (2.11 to
+    2.13).
+    """
+    for group in _list_fsdp_groups_below(root):
+        group.post_backward = functools.partial(
+            _note_gradients_and_continue, group, group.post_backward, note
+        )
+
+
+def _note_gradients_and_continue(
+    group: Any, post_backward: Any, note: Callable[[torch.nn.Parameter, bool], None], *args: Any
+) -> None:
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param.requires_grad:
+            note(parameter.sharded_param, _get_unsharded_fsdp_gradient(parameter) is not None)
+    post_backward(*args)
+
+
 def get_fsdp_communication_classes() -> tuple[type, type]:
     """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter).
 
@@ -120,11 +144,14 @@ def list_fsdp_parameters(root: torch.nn.Module) -> list[Any]:
 
     By modules: the list of units that FSDP2 itself keeps is empty until the first forward.
     """
+    return [p for group in _list_fsdp_groups_below(root) for p in group.fsdp_params]
+
+
+def _list_fsdp_groups_below(root: torch.nn.Module) -> list[Any]:
     states = [_get_fsdp_state(each) for each in root.modules() if isinstance(each, FSDPModule)]
     # Modules that are one unit have one state.
     units = dict.fromkeys(states)
-    groups = [group for unit in units for group in _list_fsdp_groups_of_unit(unit)]
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    return [group for unit in units for group in _list_fsdp_groups_of_unit(unit)]
 
 
 def let_fsdp_gather_in_place() -> None:
@@ -219,12 +246,17 @@ def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     gradients = []
     for group in _list_fsdp_parameter_groups(_get_fsdp_state(root)):
         for parameter in group.fsdp_params:
-            gradient = parameter.unsharded_accumulated_grad
-            if gradient is None and hasattr(parameter, "_unsharded_param"):
-                gradient = parameter._unsharded_param.grad
+            gradient = _get_unsharded_fsdp_gradient(parameter)
             if gradient is not None:
                 gradients.append(gradient)
     return gradients
+
+
+def _get_unsharded_fsdp_gradient(parameter: Any) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    if gradient is None and hasattr(parameter, "_unsharded_param"):
+        gradient = parameter._unsharded_param.grad
+    return gradient
 
 
 def _get_fsdp_state(root: torch.nn.Module) -> Any:

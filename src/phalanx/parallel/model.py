@@ -242,6 +242,8 @@ class ParallelModel:
                 parameter.grad is not None and bool(get_local_tensor(parameter.grad).any())
                 for parameter in self.parameters()
             )
+            if not self._adds_to_unreduced:
+                self._context.missing_gradients.begin_step()
             # A pipeline's stages do not see the objective: they are told what a balance loss of
             # experts weighs beside it.
             balance = getattr(self.module, "balance", None)

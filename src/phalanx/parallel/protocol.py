@@ -21,6 +21,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.axes import ObjectsByAxisType
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.loss_scale import LossNormalizer, build_loss_normalizer
+from phalanx.parallel.missing_gradients import MissingGradients
 from phalanx.parallel.optimizer_params import OptimizerParameterMap
 from phalanx.parallel.step_hooks import StepHooks
 from phalanx.parallel.traffic import StepTraffic
@@ -99,6 +100,7 @@ class ParallelContext:
     traffic: StepTraffic = field(default_factory=StepTraffic)
     dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
     optimizer_params: OptimizerParameterMap = field(default_factory=OptimizerParameterMap)
+    missing_gradients: MissingGradients = field(default_factory=MissingGradients)
     cuts: dict[str, TensorParallelCut] = field(default_factory=dict)
     """By full name: which blocks of a parameter this rank has, of those that tp or ep has cut."""
     copies: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -69,6 +69,7 @@ class StepReducer:
             reduced_flags, losses, gradient_squares, squares = _split_list(
                 rest, map(len, side_numbers)
             )
+            num_lacking = reduced_flags.pop()
             if local_loss.by_microbatch:
                 loss_sum = math.fsum(losses)
             self.finished_at = self._phases.clock.mark()
@@ -96,6 +97,15 @@ class StepReducer:
             if factor != 1.0 and gradients:
                 with self._phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
+            # So many ranks hold a parameter at least: with fewer, each has a gradient somewhere.
+            if num_lacking * self._context.plan.layout.pp >= self._mesh.world_size:
+                self._context.missing_gradients.remove_those_that_all_ranks_lack(
+                    self._parameters.iterate_optimizer_parameters(),
+                    self._context.optimizer_params,
+                    self._mesh,
+                    self._phases,
+                    copies=self._context.copies,
+                )
         stats = replace(
             stats, loss=loss, num_targets=int(num_targets), grad_norm=norm, finite=finite
         )
@@ -110,15 +120,16 @@ class StepReducer:
         self, local_loss: LocalLoss, flags: Sequence[float], by_block: BlockNormRequest
     ) -> list[torch.Tensor]:
         """fp64 vectors that travel with a step's sums, for it has one reduction, and all ranks act
-        on the same numbers: flags, losses of microbatches, squares of gradients by block, squares
-        that were asked for."""
+        on the same numbers: flags and, as the last of these, whether this rank lacks gradients;
+        losses of microbatches, squares of gradients by block, squares that were asked for."""
         device = self._mesh.device
         gradient_squares = squares = torch.zeros(0, dtype=torch.float64, device=device)
         if by_block.of_gradients:
             gradient_squares = self._block_squares.sum_gradient_squares(device)
         if by_block.squares is not None:
             squares = by_block.squares
-        reduced_flags = create_fp64_on_device(flags, device)
+        lacks_gradients = float(self._context.missing_gradients.is_any)
+        reduced_flags = create_fp64_on_device((*flags, lacks_gradients), device)
         return [reduced_flags, self._spread_losses(local_loss), gradient_squares, squares]
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:

@@ -37,8 +37,8 @@ SHARDING_ONLY_KEYS = (
     "prefetch",
 )  # ZeRO 2 and 3
 DDP_ONLY_KEYS = ("static_graph",)
-# Of a pipeline: a stage is gathered whole for a step, and a parameter without a gradient counts as
-# zero.
+# Of a pipeline: a stage is gathered whole for a step, and a gradient that a rank lacks counts as
+# zeros, if another has one.
 KEYS_IGNORED_IN_PIPELINES = ("blocks_per_unit", "prefetch", "static_graph", "unused_parameters")
 MAX_PROPOSED_EP = 8  # ranks of one node: rows of every token travel in every block
 # Of a rank's memory: what spreading experts must save to be worth a line.

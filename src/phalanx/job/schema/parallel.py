@@ -104,7 +104,7 @@ class Parallel(Section):
     """DDP and ZeRO-1: a parameter without part in a rank's loss ends the run by name, or counts as
     a gradient of zero where other ranks used it.
 
-    ZeRO 2 and 3 always do the latter.
+    ZeRO 2 and 3 always do the latter. What no rank has used in a step is left alone.
     """
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
     """ZeRO 2 and 3, between microbatches: gradients stay whole and ranks talk once per step, or

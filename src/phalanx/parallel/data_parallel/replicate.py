@@ -177,6 +177,7 @@ def _average_in_buckets_after_backward(
     )
 
     def reduce() -> None:
+        context.missing_gradients.note_before_reduction(parameters)
         for bucket in buckets:
             if own_rows is not None:
                 own_rows.average_after_backward(bucket, context.phases)

@@ -24,6 +24,7 @@ from phalanx.mesh.compat import (
     hide_fsdp_hooks_from_recompute,
     make_fsdp_reduce_unused_parameters,
     run_fsdp_post_backward,
+    watch_fsdp_gradients,
 )
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.freed_head import FreedHead
@@ -55,6 +56,7 @@ class DpShard:
         for unit in units:
             set_fsdp_communication(unit, context, shards)
             make_fsdp_reduce_unused_parameters(unit)
+        watch_fsdp_gradients(context.root, context.missing_gradients.note_after_backward)
         group = context.mesh.submesh("dp_shard").get_group()
         context.when_materialized.append(
             functools.partial(move_shards_to_shared_memory, context.root, group)

@@ -56,6 +56,9 @@ class AverageUnshardedParams:
         group, phases = context.mesh.data_parallel_group(), context.phases
         num_bytes = sum(p.numel() * choose_averaging_dtype(p).itemsize for p in unsharded)
         context.optimizer_params.before_update.append(
+            lambda: context.missing_gradients.note_before_reduction(unsharded)
+        )
+        context.optimizer_params.before_update.append(
             lambda: context.traffic.gradients.add_all_reduce(num_bytes, group.size())
         )
         context.optimizer_params.before_update.append(
