@@ -118,7 +118,7 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shared_before = set(os.listdir("/dev/shm"))
     handlers = {
         number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     }
     yield
     wait_until(lambda: not psutil.Process().children(recursive=True))
@@ -499,17 +499,21 @@ def test_a_stop_that_is_refused_is_not_to_be_queued_again(run: Run, code: ExitCo
     assert outcome == RunOutcome(int(code), "failed", "run: the last save is refused", 1)
 
 
-def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> None:
-    """As Slurm and systemd send it: the server and the store must not die of it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_of_every_process_of_the_job_lets_the_ranks_save(
+    number: signal.Signals, run: Run
+) -> None:
+    """As systemd, and Slurm with --signal=USR1@120, send it: the server and the store must not die
+    of it."""
 
     def terminate() -> None:
         for pid in [*descendants(os.getpid()), os.getpid()]:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
 
     outcome = run.supervise(
         "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
     )
-    message = "stopped by SIGTERM; the checkpoint of step 40 stands"
+    message = f"stopped by {number.name}; the checkpoint of step 40 stands"
     assert outcome == RunOutcome(75, "preempted", message, 1)
 
 
@@ -521,7 +525,7 @@ def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
         "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
     )
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 1)
-    assert outcome.message == "stopped by SIGTERM to a rank; the checkpoint of step 40 stands"
+    assert outcome.message == "stopped by a signal to a rank; the checkpoint of step 40 stands"
 
 
 def test_a_closed_terminal_is_named_at_the_end(run: Run) -> None:

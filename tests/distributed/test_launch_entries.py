@@ -310,7 +310,7 @@ def aborts_because_of_another(payload: dict[str, Any], link: RankLink) -> int:
 def trains(payload: dict[str, Any], link: RankLink) -> int:
     """Steps until told to stop; a rank that hears of it tells the others, and all leave with the
     same code."""
-    codes = {signal.SIGTERM: 75, signal.SIGINT: 130}
+    codes = {signal.SIGTERM: 75, signal.SIGINT: 130, signal.SIGUSR1: 75}
     heard: list[int] = []
     for number in codes:
         signal.signal(number, lambda number, frame: heard.append(codes[signal.Signals(number)]))

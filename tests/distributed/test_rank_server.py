@@ -68,7 +68,9 @@ class Server:
             ours.close()
             os.close(self._life)
             link = MessageChannel(its, SERVER_TO_SUPERVISOR_CODEC, SUPERVISOR_TO_SERVER_CODEC)
-            os._exit(RankServer(link, life_read, run_dir).execute_orders_until_closed())
+            os._exit(
+                RankServer(link, life_read, run_dir, frozenset()).execute_orders_until_closed()
+            )
         its.close()
         os.close(life_read)
         self._link = MessageChannel(ours, SUPERVISOR_TO_SERVER_CODEC, SERVER_TO_SUPERVISOR_CODEC)

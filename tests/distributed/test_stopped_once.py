@@ -38,7 +38,9 @@ with raising_on_stop_signals():
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)]
+)
 def test_a_stop_of_the_whole_group_lets_preparation_clean_up(
     number: int, code: int, tmp_path: Path
 ) -> None:

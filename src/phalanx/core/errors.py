@@ -56,7 +56,9 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
         "the restart budget is spent, or a crash (or your code's exception or exit) repeats"
     ),
     ExitCode.VERIFICATION: "a verification or a drill failed",
-    ExitCode.PREEMPTED: "stopped by SIGTERM or SIGHUP after saving; run again with --resume",
+    ExitCode.PREEMPTED: (
+        "stopped by SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 after saving; run again with --resume"
+    ),
     ExitCode.INTERRUPTED: "stopped by Ctrl-C; saved unless it was pressed twice",
 }
 

@@ -1,4 +1,4 @@
-"""What /proc/PID/stat says of a process or a thread (proc(5))."""
+"""What /proc says of a process or a thread in `stat` and `status` (proc(5))."""
 
 from __future__ import annotations
 
@@ -98,3 +98,16 @@ class ProcessorDelayReader:
             return int(os.pread(self._schedstat, 128, 0).split()[1]) / 1e9
         except (OSError, ValueError, IndexError):
             return 0.0
+
+
+def has_signal_handler(pid: int | str, number: int) -> bool:
+    """True if a process ("self": this one) has a handler for a signal, of whatever language; False
+    where the system does not say."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return False
+    for line in status.splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False

@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError, DataSourceError, PhalanxError
 from phalanx.core.outages import find_outage
 from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.core.stop_signals import ignore_stop_signals
 from phalanx.data.whereabouts import WorkerStatus, create_unlinked_file
 
 _LENGTH_PREFIX = struct.Struct("<I")
@@ -234,8 +234,7 @@ def main() -> int:
     faulthandler.enable()  # a crash in C code says in which line of whose code
     link = socket.socket(fileno=int(sys.argv[1]))
     # The rank is asked to stop, and stops us when it is done.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     _die_with_rank_process(link, int(sys.argv[2]))
     try:
         serve_sample_requests(link, WorkerStatus(int(sys.argv[3])))

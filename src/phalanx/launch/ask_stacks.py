@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.core.black_box_reader import BoxHeader
+from phalanx.core.process_stat import has_signal_handler
 from phalanx.launch.log_excerpts import read_main_thread_stack
 from phalanx.launch.paths import rank_log_path
 from phalanx.launch.rank import STACKS_SIGNAL
@@ -54,14 +55,7 @@ def ask_for_stacks(run_dir: Path, states: Mapping[int, RankState]) -> dict[int, 
 
 
 def _handles_stacks_signal(header: BoxHeader) -> bool:
-    try:
-        status = Path(f"/proc/{header.pid}/status").read_text()
-    except OSError:
-        return False
-    for line in status.splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (int(STACKS_SIGNAL) - 1) & 1)
-    return False
+    return has_signal_handler(header.pid, STACKS_SIGNAL)
 
 
 def _read_size(path: Path) -> int:

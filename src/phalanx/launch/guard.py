@@ -16,13 +16,14 @@ from pathlib import Path
 
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.errors import ExitCode
+from phalanx.core.stop_signals import STOP_SIGNALS
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import describe_rank_position
 from phalanx.launch.signals import format_signal_name
 
-_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED_SIGNALS = {*STOP_SIGNALS, signal.SIGUSR2}
 # SI_KERNEL: the terminal's Ctrl-C, which goes to the whole group and reaches the rank by itself.
 _SI_KERNEL = 0x80
 

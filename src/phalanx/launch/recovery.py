@@ -241,7 +241,7 @@ class RecoveryPolicy:
             sender = name_stop_signal(stop.signal)
         else:
             was_terminated = ExitCode.PREEMPTED in end.exit_codes
-            sender = f"{'SIGTERM' if was_terminated else 'SIGINT'} to a rank"
+            sender = f"{'a signal' if was_terminated else 'SIGINT'} to a rank"
         return f"stopped by {sender}; {self._attempts.describe_what_stands()}"
 
     def _finish(self) -> RunOutcome:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.stop_signals import hold_stop_signals
+from phalanx.core.stop_signals import SIGNALS_TAKEN_AS_SIGTERM, STOP_SIGNALS, hold_stop_signals
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
@@ -52,8 +52,6 @@ from phalanx.launch.store import open_loopback_listener, serve_rendezvous_store
 from phalanx.launch.wire import MessageChannel
 
 SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
-# A scheduler signals every process of the job; the server outlives these signals.
-IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -73,10 +71,16 @@ class AttemptProcesses:
 
 
 class RankServer:
-    """Forks and reaps on behalf of the supervisor at the other end of `link`."""
+    """Forks and reaps on behalf of the supervisor at the other end of `link`.
 
-    def __init__(self, link: SupervisorLink, supervisor_life: int, run_dir: Path) -> None:
-        self._link, self._run_dir = link, run_dir
+    A scheduler signals every process of the job: the server outlives what asks for a stop.
+    `ignored` are the signals that ranks are to ignore, too, for whoever started the command does.
+    """
+
+    def __init__(
+        self, link: SupervisorLink, supervisor_life: int, run_dir: Path, ignored: frozenset[int]
+    ) -> None:
+        self._link, self._run_dir, self._ignored = link, run_dir, ignored
         self._supervisor_life = supervisor_life
         self._server_life, self._server_life_write = os.pipe()
         self._wakeup, self._wakeup_write = os.pipe()
@@ -230,7 +234,7 @@ class RankServer:
         # What is buffered would be written by the child, too.
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*IGNORED_SIGNALS, signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
             self._run_as_child_process(run, mask, holds_signals=holds_signals)
@@ -258,6 +262,9 @@ class RankServer:
             # The server ignores it. A rank takes it as any program does, until it has a handler.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in SIGNALS_TAKEN_AS_SIGTERM:
+                if number not in self._ignored:
+                    signal.signal(number, signal.SIG_DFL)
             # The supervisor tells ranks of it as SIGTERM.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             self._link.close()

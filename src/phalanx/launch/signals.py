@@ -9,13 +9,19 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from phalanx.core.stop_signals import (
+    SIGNALS_TAKEN_AS_SIGTERM,
+    STOP_SIGNALS,
+    is_signal_left_to_phalanx,
+)
+
 
 class SignalInbox:
-    """While open, SIGTERM, SIGINT and SIGHUP arrive as numbers from `take()`, and `fileno()`
-    becomes readable.
+    """While open, signals that ask for a stop arrive as numbers from `take_signals()`, and
+    `fileno()` becomes readable.
 
-    An ignored SIGHUP (nohup) stays ignored. Outside the main thread, where Python allows no
-    handlers, it is empty.
+    An ignored SIGHUP (nohup) stays ignored, and SIGUSR1 with a handler of the user's stays theirs.
+    Outside the main thread, where Python allows no handlers, it is empty.
     """
 
     def __init__(self) -> None:
@@ -29,9 +35,8 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                # The user asked by nohup that a lost terminal does not end the run.
-                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            for number in STOP_SIGNALS:
+                if number in SIGNALS_TAKEN_AS_SIGTERM and not is_signal_left_to_phalanx(number):
                     continue
                 self._previous[number] = signal.signal(number, _ignore_signal)
         return self

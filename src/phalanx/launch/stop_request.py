@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass
 class StopRequest:
-    """A request to stop, once there is one: SIGINT, SIGTERM or SIGHUP. `at_once`: Ctrl-C a second
-    time."""
+    """A request to stop, once there is one: SIGINT, SIGTERM or a signal that is taken as it.
+    `at_once`: Ctrl-C a second time."""
 
     signal: signal.Signals | None = None
     at_once: bool = False

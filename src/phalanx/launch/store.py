@@ -12,6 +12,8 @@ import importlib
 import signal
 import socket
 
+from phalanx.core.stop_signals import ignore_stop_signals
+
 
 def open_loopback_listener() -> socket.socket:
     """A listening socket on a free port of 127.0.0.1.
@@ -28,8 +30,7 @@ def open_loopback_listener() -> socket.socket:
 def serve_rendezvous_store(listener: socket.socket) -> int:
     """Serve the store on `listener` until killed."""
     # The ranks need it while they save.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     port = listener.getsockname()[1]
     distributed = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(

@@ -28,6 +28,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.files import open_regular_file_for_append
 from phalanx.core.logs import redact_standard_streams
 from phalanx.core.secrets import Redactor
+from phalanx.core.stop_signals import STOP_SIGNALS, ignore_stop_signals
 from phalanx.launch.cuda_state import is_cuda_driver_initialized
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
@@ -49,7 +50,7 @@ from phalanx.launch.messages import (
 )
 from phalanx.launch.paths import server_log_path
 from phalanx.launch.reports import build_error_report
-from phalanx.launch.server import IGNORED_SIGNALS, RankServer
+from phalanx.launch.server import RankServer
 from phalanx.launch.wire import MessageChannel
 
 TemplateLink: TypeAlias = MessageChannel[TemplateReport, TemplateOrder]
@@ -57,10 +58,13 @@ _MAX_MOVED_BYTES = 1 << 20
 
 
 class ServerTemplate:
-    """Imports, and forks servers, on behalf of the supervisor at the other end of `link`."""
+    """Imports, and forks servers, on behalf of the supervisor at the other end of `link`.
 
-    def __init__(self, link: TemplateLink, supervisor_life: int) -> None:
-        self._link = link
+    `ignored` are the signals that were ignored when this process began.
+    """
+
+    def __init__(self, link: TemplateLink, supervisor_life: int, ignored: frozenset[int]) -> None:
+        self._link, self._ignored = link, ignored
         self._supervisor_life = supervisor_life
         self._wakeup, self._wakeup_write = os.pipe()
         self._run_dir = Path()
@@ -116,7 +120,7 @@ class ServerTemplate:
         # What is buffered would be written by the server, too.
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*IGNORED_SIGNALS, signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
         try:
             pid = os.fork()
             if pid == 0:
@@ -150,7 +154,7 @@ class ServerTemplate:
                 SERVER_TO_SUPERVISOR_CODEC,
                 SUPERVISOR_TO_SERVER_CODEC,
             )
-            server = RankServer(link, self._supervisor_life, self._run_dir)
+            server = RankServer(link, self._supervisor_life, self._run_dir, self._ignored)
             code = server.execute_orders_until_closed()
         except BaseException:
             traceback.print_exc()
@@ -252,8 +256,10 @@ def run_template(arguments: Sequence[str]) -> int:
     # Thousands of modules are imported, and collections among them find next to nothing.
     gc.disable()
     link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignored = frozenset(
+        int(number) for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN
+    )
+    ignore_stop_signals()
     for fd in (link_fd, life_fd, presence_fd):
         # Across exec: a rank's subprocesses hold none of them.
         os.set_inheritable(fd, False)
@@ -267,6 +273,7 @@ def run_template(arguments: Sequence[str]) -> int:
             SUPERVISOR_TO_TEMPLATE_CODEC,
         ),
         life_fd,
+        ignored,
     ).execute_orders_until_closed()
 
 

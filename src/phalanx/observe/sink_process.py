@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ import psutil
 
 from phalanx.core.logs import redirect_output_to_log
 from phalanx.core.secrets import Redactor
+from phalanx.core.stop_signals import ignore_stop_signals
 from phalanx.observe.events import Envelope, parse_event_line
 from phalanx.observe.outlet import FlushableSink, Sink, describe_sink_error
 
@@ -161,8 +161,7 @@ def run_sink_process(arguments: Sequence[str]) -> int:
     input."""
     kind, run_dir = arguments[0], Path(arguments[1])
     # Sent to the whole job: the ranks decide when to end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     with contextlib.suppress(OSError):
         os.nice(SINK_NICENESS)
     # A copy of standard output is the way back to the rank: what the library prints goes to a log.

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.stop_signals import (
+    SIGNALS_TAKEN_AS_SIGTERM,
+    STOP_SIGNALS,
+    is_signal_left_to_phalanx,
+)
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalLaunch
 from phalanx.launch.outcome import RunOutcome
@@ -139,11 +144,11 @@ def _train_and_conclude_as_rank_zero(
             bus.emit(Note(RESUMED, resumed.facts()))
         code = ExitCode.INTERNAL
         end: RunEnd | None = None
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             code = store.run_rank(run, sinks=[("console", lambda: console)])
             # The rank's own handlers would only take note of a stop.
-            _install_signal_handlers(handlers)
+            _restore_signal_handlers(handlers)
             require_run_still_owned(fence)
             if code == ExitCode.OK:
                 emit_ngram_baselines(prepared, bus)
@@ -165,9 +170,12 @@ def _train_and_conclude_as_rank_zero(
     return end
 
 
-def _install_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
+def _restore_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Put handlers of stop signals back, but for those that code of the user's has or took."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number, handler in handlers.items():
+        if number not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(number):
             signal.signal(number, handler)
 
 

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C while no rank trains: before ranks start, and after they have ended."""
+"""Signals that ask for a stop while no rank trains: before ranks start, and after they have
+ended."""
 
 from __future__ import annotations
 
@@ -10,22 +11,29 @@ from types import FrameType
 from typing import Any
 
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.stop_signals import (
+    SIGNALS_TAKEN_AS_SIGTERM,
+    STOP_SIGNALS,
+    is_signal_left_to_phalanx,
+)
+from phalanx.launch.stop_request import name_stop_signal
 
 
 class StoppedBySignalError(PhalanxError):
-    """SIGTERM where no rank trains: before, or after."""
+    """SIGTERM, or a signal that is taken as it, where no rank trains: before, or after."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 @contextlib.contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the body by an exception, once: ranks and their supervisor have
-    handlers of their own.
+    """Signals that ask for a stop end the body by an exception, once: ranks and their supervisor
+    have handlers of their own.
 
     One stop often arrives twice: torchrun and Slurm signal a rank and its guard, which passes on
     what it gets. The second one would strike in the middle of what the first one has cleaned up. An
-    ignored SIGINT stays ignored. Outside the main thread, where Python allows no handlers, nothing
+    ignored SIGINT or SIGHUP stays ignored, and SIGUSR1 with a handler of the user's stays theirs.
+    Outside the main thread, where Python allows no handlers, nothing
     changes.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -36,6 +44,9 @@ def raising_on_stop_signals() -> Iterator[None]:
     }
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stop_once)
+    for number in SIGNALS_TAKEN_AS_SIGTERM:
+        if is_signal_left_to_phalanx(number):
+            previous[number] = signal.signal(number, _raise_stop_once)
     try:
         yield
     finally:
@@ -45,11 +56,12 @@ def raising_on_stop_signals() -> Iterator[None]:
 
 def _raise_stop_once(number: int, frame: FrameType | None) -> None:
     # First of all: a second signal must not strike while the first one's clean-up goes on.
-    for other in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(other, signal.SIG_IGN)
+    for other in STOP_SIGNALS:
+        if other not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(other):
+            signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise StoppedBySignalError(
-        "stopped by SIGTERM while no rank was training",
+        f"stopped by {name_stop_signal(number)} while no rank was training",
         fix="run again, with --resume if it had begun",
     )

@@ -11,6 +11,8 @@ from types import FrameType
 from phalanx.core.stop_signals import (
     LEAVE_FOR_MORE_RANKS_SIGNAL,
     MORE_RANKS_REASON,
+    SIGNALS_TAKEN_AS_SIGTERM,
+    is_signal_left_to_phalanx,
     release_stop_signals,
 )
 
@@ -19,7 +21,8 @@ from phalanx.core.stop_signals import (
 class StopSignalFlags:
     """Signals that this rank has got. Ranks agree on them in the reduction of each step.
 
-    `is_for_more_ranks`: `sigterm` stands for the supervisor's wish to start more ranks.
+    `sigterm`: SIGTERM, or a signal that is taken as it. `is_for_more_ranks`: `sigterm` stands for
+    the supervisor's wish to start more ranks.
     """
 
     sigterm: bool = False
@@ -32,10 +35,12 @@ class StopSignalFlags:
             LEAVE_FOR_MORE_RANKS_SIGNAL: self._leave_for_more_ranks,
             signal.SIGTERM: self._note_sigterm,
             signal.SIGINT: self._note_sigint,
+            **dict.fromkeys(SIGNALS_TAKEN_AS_SIGTERM, self._note_sigterm),
         }
 
     def request_stop_on_signals(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
+        """From now on SIGTERM, SIGINT and signals that are taken as SIGTERM, unless other code has
+        them, ask for a stop at a step boundary.
 
         Outside the main thread, where Python allows no handlers, this rank stops only as others ask
         for it. A request that came before, in an attempt that is over, stands; but for the wish for
@@ -46,6 +51,8 @@ class StopSignalFlags:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._handlers.items():
+            if number in SIGNALS_TAKEN_AS_SIGTERM and not is_signal_left_to_phalanx(number):
+                continue
             signal.signal(number, handler)
         release_stop_signals()
 

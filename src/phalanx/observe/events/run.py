@@ -51,8 +51,8 @@ class WeightsTaken(Event):
 
 @dataclass(frozen=True)
 class StopRequested(Event):
-    """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint" | "more_ranks" (the run
-    goes on with more ranks)."""
+    """All ranks agreed to stop after `step`. `reason`: "sigterm" (SIGHUP, SIGUSR1 and SIGUSR2 are
+    taken as it) | "sigint" | "more_ranks" (the run goes on with more ranks)."""
 
     step: int
     reason: str

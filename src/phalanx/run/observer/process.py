@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.files import write_json_atomically
 from phalanx.core.logs import redirect_output_to_log
 from phalanx.core.secrets import Redactor
+from phalanx.core.stop_signals import ignore_stop_signals
 from phalanx.observe.alerts.alert import Alert
 from phalanx.observe.alerts.detector import AlertDetector
 from phalanx.observe.alerts.sender import AlertSender
@@ -52,8 +52,7 @@ def run_observer_process(arguments: Sequence[str]) -> int:
     """The process, from its settings (JSON) to the end of its standard input."""
     settings = ObserverSettings.from_json(json.loads(arguments[0]))
     # Sent to the whole job: whoever holds the run decides when this ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     with contextlib.suppress(OSError):
         os.nice(OBSERVER_NICENESS)
     # A copy of standard output is the way back; what commands of the user's print goes to a log.

@@ -1,0 +1,84 @@
+"""Which signals ask for a stop, and which ones code of the user's keeps."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from phalanx.core.stop_signals import STOP_SIGNALS, is_signal_left_to_phalanx
+from phalanx.launch.signals import SignalInbox
+from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
+from phalanx.train.stop import StopSignalFlags
+
+EXTRA = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _handle_as_user(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _default_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in EXTRA:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", EXTRA)
+def test_a_signal_of_schedulers_is_a_stop_like_sigterm(number: signal.Signals) -> None:
+    with SignalInbox() as inbox:
+        os.kill(os.getpid(), number)
+        assert inbox.take_signals() == [number]
+    assert signal.getsignal(number) is signal.SIG_DFL
+    flags = StopSignalFlags()
+    # In a rank of another launcher the handler of its start comes first.
+    with raising_on_stop_signals():
+        flags.request_stop_on_signals()
+        os.kill(os.getpid(), number)
+        assert (flags.sigterm, flags.sigint) == (True, False)
+        # The next attempt of a rank that is kept.
+        following = StopSignalFlags()
+        following.request_stop_on_signals()
+        os.kill(os.getpid(), number)
+        assert following.sigterm
+    with pytest.raises(StoppedBySignalError, match=number.name):
+        _get_signal_where_no_rank_trains(number)
+
+
+def _get_signal_where_no_rank_trains(number: signal.Signals) -> None:
+    with raising_on_stop_signals():
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, _handle_as_user])
+def test_a_signal_that_the_user_handles_or_ignores_stays_theirs(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGUSR1, handler)
+    with raising_on_stop_signals(), SignalInbox() as inbox:
+        flags = StopSignalFlags()
+        flags.request_stop_on_signals()
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not flags.sigterm
+        assert not inbox.take_signals()
+        # It came after phalanx's own.
+        signal.signal(signal.SIGUSR2, handler)
+        assert flags.take_signals_back() == []
+        assert signal.getsignal(signal.SIGUSR2) is handler
+
+
+def test_a_handler_in_c_is_the_users_too() -> None:
+    assert is_signal_left_to_phalanx(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        assert not is_signal_left_to_phalanx(signal.SIGUSR1)
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
