@@ -612,6 +612,7 @@ def test_the_digest_of_a_fault_is_of_its_own_code_and_that_of_recovery(tmp_path:
         tmp_path / "launch" / "recovery.py": "RECOVERY = 1",
         tmp_path / "observe" / "rank_waits.py": "WAITS = 1",
         tmp_path / "nn" / "model.py": "MODEL = 1",
+        tmp_path / "checkpoint" / "exchange" / "families.py": "FAMILIES = 1",
     }
 
     def list_changed(path: Path) -> set[str]:
@@ -634,6 +635,7 @@ def test_the_digest_of_a_fault_is_of_its_own_code_and_that_of_recovery(tmp_path:
     assert list_changed(tmp_path / "launch" / "recovery.py") == {"kill", "kill_two", "freeze"}
     assert list_changed(tmp_path / "observe" / "rank_waits.py") == {"kill", "kill_two", "freeze"}
     assert list_changed(tmp_path / "nn" / "model.py") == set()
+    assert list_changed(tmp_path / "checkpoint" / "exchange" / "families.py") == set()
     package = Path(phalanx.__file__).parent
     assert all((package / name).exists() for name in RECOVERY_FILES)
     assert len({digest_fault_code(name) for name in ALL}) == len(ALL)

@@ -159,6 +159,13 @@ def test_ranks_are_read_as_they_are_written(ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["0-999999999999", "0-9,0-999999999999999999999", "999999999999-0:-1", "0-9:0", "0-x"]
+)
+def test_a_damaged_text_of_ranks_names_none(text: str) -> None:
+    assert parse_ranks(text) == ()
+
+
+@pytest.mark.parametrize(
     ("ranks", "text"),
     [
         ((2,), "rank 2"),

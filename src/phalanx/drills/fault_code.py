@@ -15,7 +15,8 @@ from phalanx.core.digest import digest
 _PACKAGE = Path(phalanx.__file__).parent
 RECOVERY_ROOMS = ("checkpoint", "launch", "mesh", "resilience", "run", "train")
 """The rooms that detect faults, or bring a run back from them, and whatever else is in them: a
-change of words in `run` counts, too."""
+change of words in `run` counts, too. But for `checkpoint.exchange`, which reads and writes the
+checkpoints of other libraries."""
 RECOVERY_FILES = (
     "core/black_box.py",
     "core/black_box_format.py",
@@ -37,6 +38,7 @@ RECOVERY_FILES = (
 read and judged, and how files and events are written. Not covered: what else these rooms import
 from `core` and `observe`, and all other rooms (`data`, `nn`, `optim`, `parallel`, `plan`)."""
 _FAULTS = Path("resilience") / "faults"
+_EXCHANGE = Path("checkpoint") / "exchange"
 _IMPORTED_FAULT = re.compile(r"phalanx\.resilience\.faults\.(\w+)")
 
 
@@ -56,11 +58,12 @@ def digest_fault_code(fault: str, package: Path = _PACKAGE) -> str:
 
 @functools.cache
 def digest_recovery_code(package: Path = _PACKAGE) -> str:
-    """Digest of all files of RECOVERY_ROOMS in `package`, without the faults, and of
-    RECOVERY_FILES."""
+    """Digest of all files of RECOVERY_ROOMS in `package`, without the faults and the exchange with
+    other libraries, and of RECOVERY_FILES."""
     paths = [path for room in RECOVERY_ROOMS for path in sorted((package / room).rglob("*.py"))]
     paths += [package / name for name in RECOVERY_FILES if (package / name).exists()]
-    return _digest_files(package, [p for p in paths if p.relative_to(package).parent != _FAULTS])
+    left_out = [package / _FAULTS, package / _EXCHANGE]
+    return _digest_files(package, [path for path in paths if path.parent not in left_out])
 
 
 @functools.cache

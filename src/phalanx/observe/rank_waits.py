@@ -17,6 +17,8 @@ from phalanx.observe.process_status import ProcessStatus
 MIN_WAIT_S = 1.0
 # Phases that stand for waiting when they name what they wait for.
 _WAITING_PHASES = ("collective", "pipeline")
+# More than any job has: a damaged text must not ask for memory without end.
+_MAX_RANKS = 1 << 20
 # Every rank gives a tensor of one shape and type; of others each rank may give its own.
 _EQUAL_ON_ALL_RANKS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
@@ -109,13 +111,17 @@ def find_group(position: LastPosition, collective: RecordedCollective) -> BoxGro
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Ranks as `core.black_box.format_ranks` writes them."""
-    ranges, _, stride = text.partition(":")
+    """Ranks as `core.black_box.format_ranks` writes them; none where the text is damaged."""
+    ranges, _, stride_text = text.partition(":")
     ranks: list[int] = []
     try:
+        stride = int(stride_text or 1)
         for part in filter(None, ranges.split(",")):
-            first, _, last = part.partition("-")
-            ranks += range(int(first), int(last or first) + 1, int(stride or 1))
+            first_text, _, last_text = part.partition("-")
+            first, last = int(first_text), int(last_text or first_text)
+            if stride < 1 or last - first >= _MAX_RANKS - len(ranks):
+                return ()
+            ranks += range(first, last + 1, stride)
     except ValueError:
         return ()
     return tuple(ranks)
