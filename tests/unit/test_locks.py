@@ -24,6 +24,8 @@ from phalanx.checkpoint.ownership.run_lock import (
     read_lock_holder,
     refuse_run_of_live_job,
 )
+from phalanx.checkpoint.ownership.store_owner import require_still_owner_of_run_and_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core import process_stat
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
@@ -251,6 +253,27 @@ def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> Non
     assert not (tmp_path / LOCK_FILE_NAME).exists()
     with holding_run_lock(tmp_path) as lock:
         assert lock.acquire_token_for_attempt().number == 3
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_an_epoch_that_is_emptied_while_its_job_has_the_run_is_known_from_the_lock(
+    tmp_path: Path, text: str
+) -> None:
+    store = open_store_of_run(tmp_path, None)
+    with holding_run_lock(tmp_path) as lock:
+        first = lock.acquire_token_for_attempt()
+        second = lock.acquire_token_for_attempt()
+        (tmp_path / TOKEN_FILE_NAME).write_text(text)
+        require_still_owner_of_run_and_store(second, store)
+        with pytest.raises(CheckpointError, match="another job took this run"):
+            require_still_owner_of_run_and_store(first, store)
+        assert lock.acquire_token_for_attempt().number == 3
+        (tmp_path / TOKEN_FILE_NAME).write_text(text)
+    assert read_fencing_token_number(tmp_path) == 3
+    # Without a lock nobody knows it.
+    (tmp_path / TOKEN_FILE_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        require_still_owner_of_run_and_store(second, store)
 
 
 @pytest.mark.parametrize("text", ["", '{"host": "a'])

@@ -33,9 +33,10 @@ _UNREADABLE_TOKEN_FIX = "write the number of restarts into it, or a larger one"
 _TOKEN_FILE_PATTERN = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")
 
 
-def read_fencing_token_number(run_dir: Path) -> int:
+def read_fencing_token_number(run_dir: Path, *, if_damaged: int = 0) -> int:
     """The token number of the job that took the run last; 0 if no job counted.
 
+    `if_damaged`, where it is not 0, is the number if the file holds none (someone has emptied it).
     Raises CheckpointError for a damaged file.
     """
     path = run_dir / TOKEN_FILE_NAME
@@ -51,6 +52,8 @@ def read_fencing_token_number(run_dir: Path) -> int:
         fix = suggest_fix_for_path_error(error, path) or _UNREADABLE_TOKEN_FIX
         raise convert_os_error(error, _UNREADABLE_TOKEN_MESSAGE, str(path), fix) from None
     except ValueError as error:
+        if if_damaged:
+            return if_damaged
         raise CheckpointError(
             _UNREADABLE_TOKEN_MESSAGE, where=str(path), why=str(error), fix=_UNREADABLE_TOKEN_FIX
         ) from None
@@ -115,10 +118,10 @@ class FencingToken:
     run_dir: Path
     number: int
 
-    def require_newest_token(self) -> None:
+    def require_newest_token(self, *, if_damaged: int = 0) -> None:
         """Raise RunTakenError if another job took the run since, RunRemovedError if there is no
-        token any more."""
-        newest = read_fencing_token_number(self.run_dir)
+        token any more. `if_damaged`: as in `read_fencing_token_number`."""
+        newest = read_fencing_token_number(self.run_dir, if_damaged=if_damaged)
         if newest != self.number:
             if not newest and (removal := find_removal_of_run(self.run_dir)) is not None:
                 raise removal
@@ -131,20 +134,33 @@ class FencingToken:
 
 
 def write_next_fencing_token(
-    run_dir: Path, disk: Disk | None = None, *, taker: str = ""
+    run_dir: Path, disk: Disk | None = None, *, taker: str = "", if_damaged: int = 0
 ) -> FencingToken:
     """Claim the run for this job, or for another attempt of it. For the holder of the run's lock.
 
-    `taker` names this job, for a job that finds the run taken: the lock may be gone by then. Raises
-    ResourceError if the run directory cannot be written.
+    `taker` names this job, for a job that finds the run taken: the lock may be gone by then.
+    `if_damaged`: as in `read_fencing_token_number`. Raises ResourceError if the run directory
+    cannot be written.
     """
-    token = FencingToken(run_dir, read_fencing_token_number(run_dir) + 1)
+    number = read_fencing_token_number(run_dir, if_damaged=if_damaged) + 1
+    return _write_fencing_token(run_dir, number, disk or Disk(), taker)
+
+
+def mend_fencing_token(run_dir: Path, number: int, *, taker: str = "") -> None:
+    """Write token `number`, the newest, again if the file holds none. For the holder of the run's
+    lock."""
+    if read_fencing_token_number(run_dir, if_damaged=-1) == -1:
+        _write_fencing_token(run_dir, number, Disk(), taker)
+
+
+def _write_fencing_token(run_dir: Path, number: int, disk: Disk, taker: str) -> FencingToken:
+    token = FencingToken(run_dir, number)
     text = f"{token.number}\n"
     if taker:
         text += f"{taker}\n"
     try:
         # Durable before the token is used: a crash must not give its number to another job.
-        write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE_NAME, text.encode())
+        write_bytes_durably(disk, run_dir / TOKEN_FILE_NAME, text.encode())
     except OSError as error:
         raise build_path_resource_error(
             error, "taking the run directory", run_dir / TOKEN_FILE_NAME

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,9 +24,10 @@ from typing import Literal
 from phalanx.checkpoint.ownership.fencing_token import (
     FencingToken,
     find_removal_of_run,
+    mend_fencing_token,
     write_next_fencing_token,
 )
-from phalanx.core.errors import RunLockedError
+from phalanx.core.errors import PhalanxError, RunLockedError
 from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
 from phalanx.core.process_stat import read_process_stat_or_raise
 
@@ -104,7 +105,10 @@ class RunLock:
         directory is gone, ResourceError if that cannot be written.
         """
         self.require_lock_still_ours()
-        token = write_next_fencing_token(self.path.parent, taker=str(self.holder))
+        known = read_locked_epoch(self.path.parent)
+        if not known and self.reclaimed_from is not None:
+            known = self.reclaimed_from.epoch
+        token = write_next_fencing_token(self.path.parent, taker=str(self.holder), if_damaged=known)
         try:
             _write_lock_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
@@ -127,7 +131,28 @@ def holding_run_lock(run_dir: Path) -> Iterator[RunLock]:
     try:
         yield lock
     finally:
+        _mend_token_of_run(lock)
         _release_run_lock(lock)
+
+
+def read_locked_epoch(run_dir: Path) -> int:
+    """The number of the newest fencing token, as the lock of the job that has the run names it; 0
+    where it names none."""
+    holder = read_lock_holder(run_dir / LOCK_FILE_NAME)
+    if holder is None:
+        return 0
+    return holder.epoch
+
+
+def _mend_token_of_run(lock: RunLock) -> None:
+    """Write the run's epoch again if someone has emptied its file while this job had the run: the
+    next job counts on from it."""
+    run_dir = lock.path.parent
+    epoch = read_locked_epoch(run_dir)
+    if epoch and lock.is_ours():
+        # The next job says what is wrong with it.
+        with suppress(PhalanxError, OSError):
+            mend_fencing_token(run_dir, epoch, taker=str(lock.holder))
 
 
 def refuse_run_of_live_job(run_dir: Path) -> None:

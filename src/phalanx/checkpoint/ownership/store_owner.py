@@ -20,6 +20,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
+from phalanx.checkpoint.ownership.run_lock import read_locked_epoch
 from phalanx.checkpoint.stores.protocol import Store, StoreOwnerRecord
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
@@ -105,7 +106,9 @@ def require_still_owner_of_run_and_store(fencing_token: FencingToken | None, sto
     another run its store."""
     if fencing_token is None:
         return
-    fencing_token.require_newest_token()
+    # The lock names the job's epoch, too.
+    known = read_locked_epoch(fencing_token.run_dir)
+    fencing_token.require_newest_token(if_damaged=known)
     if (refusal := find_store_refusal_reason(store, fencing_token.run_dir)) is not None:
         raise StoreTakenError(refusal.what, where=refusal.where, fix=refusal.fix)
 
