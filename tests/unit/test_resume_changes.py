@@ -12,11 +12,12 @@ import pytest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.core.files import write_json_atomically
+from phalanx.core.files import read_json, write_json_atomically
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 from phalanx.plan.planner import make_plan
+from phalanx.plan.precision import replace_precision
 from phalanx.run.resume import _CHANGE_DESCRIPTIONS, load_resumed_job
 
 SMALL = (
@@ -32,8 +33,10 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
     """The directory of a run as far as resuming reads it: its job, its plan and the manifest of
     a checkpoint."""
     job = load_job(None, [*SMALL, "train.steps=120", *overrides])
+    plan = make_plan(job)
+    job = replace_precision(job, plan.precision)
     write_json_atomically(folder / "job.json", job.to_json())
-    write_json_atomically(folder / "plan.json", make_plan(job).to_json())
+    write_json_atomically(folder / "plan.json", plan.to_json())
     if step:
         store = open_store_of_run(folder, None)
         store.commit(
@@ -46,6 +49,24 @@ def test_the_same_job_has_nothing_to_say(tmp_path: Path) -> None:
     resumed = load_resumed_job(run_at(tmp_path, step=60), [])
     assert (resumed.step, resumed.changes, resumed.summary_lines()) == (60, (), [])
     assert resumed.facts()["told"] == "with the same job"
+
+
+def test_a_job_file_that_was_edited_in_the_run_is_said(tmp_path: Path) -> None:
+    run = run_at(tmp_path, "precision.compute=fp32", step=60)
+    assert not load_resumed_job(run, []).is_job_edited
+    job = read_json(tmp_path / "job.json")
+    # A run that is moved stays the same run.
+    job["run"]["dir"] = "elsewhere"
+    write_json_atomically(tmp_path / "job.json", job)
+    assert not load_resumed_job(run, []).is_job_edited
+    job["run"]["seed"] += 1
+    write_json_atomically(tmp_path / "job.json", job)
+    resumed = load_resumed_job(run, [])
+    assert resumed.is_job_edited
+    (line,) = resumed.summary_lines()
+    assert "job.json was edited" in line
+    assert "job.json was edited" in resumed.facts()["told"]
+    assert "job.json was edited" in load_resumed_job(run, ["train.steps=150"]).summary_lines()[0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

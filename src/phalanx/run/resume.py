@@ -11,8 +11,9 @@ from typing import Any
 
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import Store, find_newest_readable_step, open_store_of_run
-from phalanx.core.digest import find_differing_dotted_keys
+from phalanx.core.digest import digest, find_differing_dotted_keys
 from phalanx.core.errors import CheckpointError, JobError, JobProblem, LayoutError, UsageError
+from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
 from phalanx.job.learning_rate import list_learning_rate_overrides_on_resume
@@ -33,6 +34,11 @@ UNCHANGEABLE_KEYS_ONCE_SAVED = ("optim.kind",)
 DATA_READING_KEYS = (
     "data.workers",
     "data.worker_timeout_s",
+)
+_EDITED_JOB = (
+    "job.json was edited since the run wrote it (plan.json knows its digest), and what it says now"
+    " holds: this may not be the training that the run began with; changes that are given as"
+    " overrides (--resume RUN key=value) are named, or refused"
 )
 DEGREE_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -69,6 +75,8 @@ class ResumedRun:
     changes: tuple[JobChange, ...]
     rate: str
     """The sentence about the learning rate, if a change moves it; else empty."""
+    is_job_edited: bool = False
+    """True if job.json is not as the run wrote it: which keys are others is not known."""
 
     @property
     def is_other_training(self) -> bool:
@@ -76,9 +84,13 @@ class ResumedRun:
 
     def summary_lines(self) -> list[str]:
         """Lines for people; none if the job is unchanged."""
+        edited = []
+        if self.is_job_edited:
+            edited = [f"warn    {_EDITED_JOB}"]
         if not self.changes:
-            return []
-        lines = [f"changed {change.describe_change()}" for change in self.changes]
+            return edited
+        lines = [*edited]
+        lines += [f"changed {change.describe_change()}" for change in self.changes]
         if self.rate:
             lines.append(f"warn    {self.rate}")
         if self.is_other_training:
@@ -92,6 +104,8 @@ class ResumedRun:
         """Facts for the run's record."""
         changed = {change.key: [change.before, change.after] for change in self.changes}
         words = [change.describe_change() for change in self.changes]
+        if self.is_job_edited:
+            words.append(_EDITED_JOB)
         if self.rate:
             words.append(self.rate)
         summary = "; ".join(words) or "with the same job"
@@ -131,8 +145,24 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     for key in changed_keys:
         changes.append(_build_job_change(key, before.get(key), after.get(key), was, job, step))
     return ResumedRun(
-        run_dir, job, step, tuple(changes), _describe_learning_rate_change(was, job, step)
+        run_dir,
+        job,
+        step,
+        tuple(changes),
+        _describe_learning_rate_change(was, job, step),
+        is_job_edited=_is_job_edited(run_dir),
     )
+
+
+def _is_job_edited(run_dir: Path) -> bool:
+    """True if job.json is not the job that the plan.json beside it was made for."""
+    plan = read_stored_plan_or_none(run_dir / "plan.json")
+    if plan is None:
+        return False
+    # As it lies there: a later release may have more keys.
+    body = read_json(run_dir / "job.json")
+    body.get("run", {}).pop("dir", None)
+    return digest(body) != plan.job_digest
 
 
 def _find_step_to_continue_from(store: Store, *, fallback: bool) -> int:
