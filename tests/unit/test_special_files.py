@@ -356,7 +356,6 @@ OURS = {
     "core/process_stat.py": "reads /proc",
     "launch/rank_activity.py": "reads /proc",
     "observe/process_status.py": "reads /proc and /sys",
-    "launch/ask_stacks.py": "reads /proc",
     "core/registry.py": "reads our own modules",
     "mesh/compiled/store.py": "opens a descriptor",
     "mesh/compiled/bundle.py": "in a folder of this process",
