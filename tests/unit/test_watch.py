@@ -25,6 +25,7 @@ from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
 from phalanx.cli.watch import describe_run_beside_page
 from phalanx.core.errors import UsageError
+from phalanx.launch.output_destination import record_output_destination
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.report.live.live_page import LivePage
@@ -304,7 +305,7 @@ def test_the_terminal_view_of_a_run_that_was_cut_off_ends(
     shown, errors = capsys.readouterr()
     assert "step 10/100" in shown
     assert "1 line of the event files could not be read" in errors
-    assert "cut off, its processes are gone and no end was recorded" in shown
+    assert "cut off, it seems: its processes are gone and no end was recorded" in shown
     assert f"train --resume {run.directory} goes on with it" in shown
 
 
@@ -318,6 +319,19 @@ def test_a_run_that_a_launcher_may_start_again_is_not_cut_off(run: LiveRun) -> N
     assert not is_run_cut_off(run.directory)
 
 
+def test_a_run_that_torchrun_started_is_not_cut_off_while_its_ranks_start_again(
+    run: LiveRun,
+) -> None:
+    """They import torch and meet before they write anything."""
+    run.train(10)
+    record_output_destination(run.directory, 0, 0, "torchrun")
+    leave_lock_of_dead_job(run.directory)
+    assert not is_run_cut_off(run.directory)
+    for path in (run.directory / "lock", *(run.directory / "events").iterdir()):
+        os.utime(path, (time.time() - 700.0,) * 2)
+    assert is_run_cut_off(run.directory)
+
+
 def test_the_terminal_view_of_a_run_without_any_event_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,7 +341,7 @@ def test_the_terminal_view_of_a_run_without_any_event_ends(
     file.write_bytes(bytes(5000))
     os.utime(file, (1.0, 1.0))
     assert _app.run_command_line(["watch", str(tmp_path), "--terminal"]) == 0
-    assert "cut off, its processes are gone" in capsys.readouterr().out
+    assert "cut off, it seems: its processes are gone" in capsys.readouterr().out
 
 
 def leave_lock_of_dead_job(run_dir: Path) -> None:

@@ -62,7 +62,7 @@ def show_run_in_terminal(run_dir: Path) -> int:
 
 
 def _describe_cut_off_run(run_dir: Path) -> str:
-    text = "cut off, its processes are gone and no end was recorded"
+    text = "cut off, it seems: its processes are gone and no end was recorded"
     if not (run_dir / "job.json").is_file():
         return text
     resume = f"{format_program_command()} train --resume {shlex.quote(str(run_dir))}"

@@ -142,8 +142,9 @@ def _follow_lines(run_dir: Path, follower: LogFollower) -> Iterator[LogLine]:
     """Lines as they come, until the run has recorded its end, or its processes are gone."""
     import sys
 
+    from phalanx.core.units import format_seconds
     from phalanx.observe.run_end import read_recorded_end
-    from phalanx.run.run_in_use import is_run_cut_off
+    from phalanx.run.run_in_use import find_silence_s, is_run_cut_off
 
     looked_s = 0.0
     while True:
@@ -155,7 +156,9 @@ def _follow_lines(run_dir: Path, follower: LogFollower) -> Iterator[LogLine]:
         yield from follower.read_new_lines(is_last=is_over or is_cut_off)
         if is_cut_off:
             print(
-                "the run was cut off: its processes are gone, and no end was recorded",
+                "the run was cut off, it seems: its processes are gone, no end was recorded, and"
+                f" nothing has written for {format_seconds(find_silence_s(run_dir))}; a launcher"
+                " that starts its ranks again is followed by the same command",
                 file=sys.stderr,
             )
         if is_over or is_cut_off:

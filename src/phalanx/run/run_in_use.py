@@ -17,11 +17,15 @@ from phalanx.checkpoint.ownership.run_lock import (
 )
 from phalanx.job.load import load_job
 from phalanx.launch.external import read_external_launch
-from phalanx.launch.paths import BLACK_BOXES, EVENTS
+from phalanx.launch.output_destination import list_output_destinations
+from phalanx.launch.paths import BLACK_BOXES, EVENTS, next_attempt_number
 from phalanx.launch.positions import read_rank_states
 
-# A launcher that starts ranks again has them begin within it.
-_RESTART_S = 60.0
+# Nobody starts a run again whose supervisor is gone.
+_CUT_OFF_S = 60.0
+# A launcher may start ranks again: they import torch, meet, and rank 0 prepares, before a file of
+# the run changes.
+_LAUNCHER_RESTART_S = 600.0
 
 
 def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: str | None) -> None:
@@ -42,8 +46,8 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
 
 
 def is_run_cut_off(run_dir: Path, *, has_events: bool = True) -> bool:
-    """True if the processes of a run are known to be gone, and have been for a minute: whoever
-    waits for more waits in vain.
+    """True if the processes of a run are known to be gone, and nothing has written for a minute, or
+    for ten where another launcher started them: whoever waits for more most likely waits in vain.
 
     False where that cannot be told: ranks of another machine, or a run that left neither a lock nor
     black boxes. One that has no event either is none that goes on. Raises UsageError for black
@@ -57,8 +61,23 @@ def is_run_cut_off(run_dir: Path, *, has_events: bool = True) -> bool:
     # A job that ends removes its lock: what is left is of one that was killed.
     if not states and has_events and read_lock_holder(run_dir / LOCK_FILE_NAME) is None:
         return False
-    # torchrun starts ranks again, the one that takes the lock among them.
-    return time.time() - _find_last_change_unix_s(run_dir) > _RESTART_S
+    return find_silence_s(run_dir) > choose_cut_off_limit_s(run_dir)
+
+
+def choose_cut_off_limit_s(run_dir: Path) -> float:
+    """How long nothing may have written to a run whose processes are gone, until it counts as cut
+    off."""
+    destinations = list_output_destinations(run_dir)
+    newest = max((each.attempt for each in destinations), default=-1)
+    # A run may go on under another launcher than it began with.
+    if newest >= 0 and newest >= next_attempt_number(run_dir) - 1:
+        return _LAUNCHER_RESTART_S
+    return _CUT_OFF_S
+
+
+def find_silence_s(run_dir: Path) -> float:
+    """For how long the processes of a run have changed nothing in it."""
+    return time.time() - _find_last_change_unix_s(run_dir)
 
 
 def _find_last_change_unix_s(run_dir: Path) -> float:
