@@ -99,6 +99,9 @@ def test_more_blocks_than_a_plan_looks_at_are_refused(tmp_path: Path) -> None:
         ("price_per_hour = 1e300", "cluster.price_per_hour"),
         ('device = "cpu"', "cluster.device is cpu"),
         ("[cluster]\nnodes = 4", "at the top of the file"),
+        ('nodes = "four"', ": nodes: wanted a whole number of at least 1"),
+        ("nodes = 0", ", was given 0"),
+        ("[[links]]\nname = 'a'\nnum_devices = 8", "links.0.gb_s: is missing"),
         ("[[links]]\nname = 'a'\nspeed = 3\nnum_devices = 8\ngb_s = 5", "one of name"),
     ],
 )

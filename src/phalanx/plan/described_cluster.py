@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from phalanx.core.errors import EnvironmentProblem, LayoutError, format_nearest_word_hint
 from phalanx.core.files import read_whole_regular_file
 from phalanx.core.units import plural
+from phalanx.job.findings import explain_wrong_value
 from phalanx.job.schema import Cluster as ClusterSection
 from phalanx.job.schema import Job, Link
 from phalanx.plan.accelerators import Accelerator, find_accelerator, find_accelerator_by_driver_name
@@ -283,7 +284,11 @@ def _describe_bad_cluster_file(path: str, error: ValidationError) -> LayoutError
     """The error for the first value of a cluster file that is none, or that has no such key."""
     first = error.errors(include_url=False)[0]
     *above, name = map(str, first["loc"])
-    where, what, fix = f"cluster.file: {path!r}: {'.'.join((*above, name))}", first["msg"], ""
+    where, fix = f"cluster.file: {path!r}: {'.'.join((*above, name))}", ""
+    # As a job file is told: the section of a job has the same keys.
+    what = explain_wrong_value(("cluster", *first["loc"]), first["input"]).what
+    if first["type"] == "missing":
+        what = "is missing"
     if first["type"] == "extra_forbidden":
         what = "no key of a cluster"
         known = tuple((Link if above else ClusterSection).model_fields)
