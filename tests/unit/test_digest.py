@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.digest import (
+    ABSENT,
+    JsonDifference,
     digest,
     encode_canonical_json,
+    find_differences,
     find_differing_dotted_keys,
     hash_to_stable_64_bits,
 )
@@ -70,3 +73,12 @@ def test_paths_of_differences() -> None:
     assert find_differing_dotted_keys({"a": 1}, {"a": True}) == [
         "a"
     ]  # equal in Python, and not the same fact
+
+
+def test_a_difference_has_both_values_and_tells_null_from_absent() -> None:
+    a, b = {"x": {"y": 1, "z": None}}, {"x": {"y": 2}, "w": 3}
+    assert find_differences(a, b) == [
+        JsonDifference("w", ABSENT, 3),
+        JsonDifference("x.y", 1, 2),
+        JsonDifference("x.z", None, ABSENT),
+    ]

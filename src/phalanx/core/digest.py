@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 
@@ -33,18 +35,40 @@ def hash_to_stable_64_bits(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def find_differing_dotted_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
-    """Dotted paths at which two JSON values differ, in sorted order; NaN is equal to NaN."""
+@dataclass(frozen=True)
+class JsonDifference:
+    """Values of two JSON texts under one dotted key; ABSENT where one has no such key."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+class _Absent(Enum):
+    ABSENT = "absent"
+
+
+# What no JSON holds: null is a value.
+ABSENT = _Absent.ABSENT
+
+
+def find_differences(a: Any, b: Any, prefix: str = "") -> list[JsonDifference]:
+    """Where two JSON values differ, in sorted order of keys; NaN is equal to NaN."""
     if isinstance(a, dict) and isinstance(b, dict):
-        paths: list[str] = []
+        found: list[JsonDifference] = []
         for key in sorted(set(a) | set(b)):
             path = f"{prefix}.{key}" if prefix else str(key)
-            if key not in a or key not in b:
-                paths.append(path)
+            if key in a and key in b:
+                found += find_differences(a[key], b[key], path)
             else:
-                paths += find_differing_dotted_keys(a[key], b[key], path)
-        return paths
+                found.append(JsonDifference(path, a.get(key, ABSENT), b.get(key, ABSENT)))
+        return found
     # Not the canonical form, which has no NaN: what a file says may be one.
     if json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True):
         return []
-    return [prefix or "."]
+    return [JsonDifference(prefix or ".", a, b)]
+
+
+def find_differing_dotted_keys(a: Any, b: Any) -> list[str]:
+    """Dotted paths at which two JSON values differ, in sorted order."""
+    return [difference.key for difference in find_differences(a, b)]

@@ -19,7 +19,7 @@ from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.verify import require_valid_structure_without_data
-from phalanx.core.digest import find_differing_dotted_keys
+from phalanx.core.digest import ABSENT, find_differences
 
 # numpy's type of the same bits, for types that numpy does not have
 _NUMPY_DTYPE_OF_NARROW_DTYPE: Mapping[str, str] = {
@@ -110,30 +110,15 @@ def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, dict[str, Any]]
 
     The layout is not compared: the same state may be written by other ranks.
     """
-    facts_of_a = dict(_iterate_dotted_facts(a.facts, b.facts))
-    facts_of_b = dict(_iterate_dotted_facts(b.facts, a.facts))
     differences = {}
-    for key in find_differing_dotted_keys(a.facts, b.facts):
-        found = {"a": facts_of_a.get(key), "b": facts_of_b.get(key)}
-        if key not in facts_of_b:
-            found["only_in"] = "a"
-        elif key not in facts_of_a:
-            found["only_in"] = "b"
-        differences[key] = found
+    for found in find_differences(a.facts, b.facts):
+        values = {"a": found.a, "b": found.b}
+        if found.b is ABSENT:
+            values |= {"b": None, "only_in": "a"}
+        elif found.a is ABSENT:
+            values |= {"a": None, "only_in": "b"}
+        differences[found.key] = values
     return differences
-
-
-def _iterate_dotted_facts(facts: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) down to where one of the two is no dictionary."""
-    if not isinstance(facts, dict) or not isinstance(other, dict):
-        yield prefix, facts
-        return
-    for key, value in facts.items():
-        path = f"{prefix}.{key}".removeprefix(".")
-        if key in other:
-            yield from _iterate_dotted_facts(value, other[key], path)
-        else:
-            yield path, value
 
 
 class _AliasTensorReader(FullTensorReader):
