@@ -159,7 +159,7 @@ def test_a_run_whose_plan_is_damaged_is_refused_in_words(
         ("seq_len", -128, "seq_len is -128"),
         ("capacity_bytes", 2.5, "capacity_bytes is 2.5"),
         ("precision", 16, "precision is 16"),
-        ("compile", "no", "compile is 'no'"),
+        ("compile", "no", 'compile is "no", and no truth value'),
         ("peak_lr", float("nan"), "peak_lr is nan"),
         ("peak_lr", 10**400, "peak_lr is 1000"),
         ("shape.rope_theta", 10**400, "shape.rope_theta is 1000"),

@@ -6,6 +6,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -28,6 +29,12 @@ TYPE_OF_KEY: Mapping[str, type] = {
     **dict.fromkeys(("alternatives", "reasons", "warnings"), list),
     **dict.fromkeys(("job_digest", "device", "precision", "recompute"), str),
     "compile": bool,
+}
+WORD_OF_TYPE: Mapping[type, str] = {
+    dict: "object",
+    list: "list",
+    str: "text",
+    bool: "truth value",
 }
 SIZES_OF_MODEL = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 COUNTS_OF_STEP = ("global_batch_size", "micro_batch_size", "num_microbatches", "seq_len")
@@ -84,11 +91,8 @@ def read_stored_plan_or_none(path: Path) -> Plan | None:
     """The plan in a run's plan.json, for whoever can do without it; None where it is missing,
     damaged or of another release."""
     try:
-        plan = Plan.from_json(read_json(path))
-        # Here, where a damaged one makes no plan.
-        require_shape_values(parse_stored_shape(plan.shape))
-        return plan
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, PhalanxError):
+        return read_stored_plan(path)
+    except StoredPlanError:
         return None
 
 
@@ -111,7 +115,7 @@ def parse_stored_plan(body: Any) -> Plan:
         require_shape_values(parse_stored_shape(plan.shape))
     except KeyError as error:
         raise StoredPlanError(f"the plan has no {error.args[0]}") from None
-    except (ValueError, TypeError, AttributeError, PhalanxError) as error:
+    except (ValueError, IndexError, TypeError, AttributeError, PhalanxError) as error:
         raise StoredPlanError(f"the plan cannot be used: {error!s:.200}") from None
     _check_agreement(plan, body)
     return plan
@@ -124,7 +128,8 @@ def _require(holds: bool, problem: str) -> None:
 
 def _check_types(body: Mapping[str, Any]) -> None:
     for key, kind in TYPE_OF_KEY.items():
-        _require(type(body[key]) is kind, f"{key} is {body[key]!r:.60}, and no {kind.__name__}")
+        said = f"{json.dumps(body[key]):.60}"
+        _require(type(body[key]) is kind, f"{key} is {said}, and no {WORD_OF_TYPE[kind]}")
     for keys, least in ((COUNTS_OF_STEP, 1), (COUNTS, 0)):
         for key in keys:
             is_count = type(body[key]) is int and body[key] >= least

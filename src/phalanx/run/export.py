@@ -4,11 +4,13 @@ opens.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
+from phalanx.checkpoint.exchange.companion_files import COPIED_FILE_NAMES, find_companion_files
 from phalanx.checkpoint.exchange.hf_directory import export_unrenamed_weights
 from phalanx.checkpoint.exchange.hf_export import (
     ExportDtypeRounding,
@@ -17,7 +19,6 @@ from phalanx.checkpoint.exchange.hf_export import (
     Progress,
     export_hugging_face_directory,
 )
-from phalanx.checkpoint.exchange.importing import COPIED_FILE_NAMES
 from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
 from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
@@ -26,10 +27,12 @@ from phalanx.checkpoint.reading.origin import (
     find_model_of_checkpoint,
     find_run_directory_of_checkpoint,
 )
+from phalanx.core.digest import JsonDifference, find_differences
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
     DataStorageError,
+    JobError,
     LayoutError,
     PhalanxError,
     UsageError,
@@ -40,8 +43,11 @@ from phalanx.data.corpus import load_corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
 from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_model_config
+from phalanx.job.load import load_job_json
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Model
 from phalanx.job.shapes.transformer import TransformerShape
+from phalanx.plan.stored_plan import StoredPlanError, read_stored_plan
 from phalanx.run.tokens import find_tokenizer_beside_weights
 
 # torch's names by those of a job.
@@ -116,7 +122,40 @@ def _require_known_origin(location: str, weights: CheckpointReader) -> ModelOfCh
             f"{origin.shape.kind} is a model of your own: transformers has no class for it",
             fix="phalanx.load_weights fills your module",
         )
+    # What an import recorded stands in the manifest, under a checksum.
+    if not weights.manifest.facts.get("model_shape"):
+        require_model_of_job(origin, find_run_directory_of_checkpoint(location, weights.folder))
     return origin
+
+
+def require_model_of_job(origin: ModelOfCheckpoint, run_dir: Path | None) -> None:
+    """Raise CheckpointError where the run's plan says another model than its job: one of the files
+    was changed, and the weights would be exported as a model that they are not of."""
+    if run_dir is None or not (run_dir / "job.json").is_file() or is_foreign(origin.shape.kind):
+        return
+    try:
+        job = load_job_json(run_dir / "job.json")
+        if job.model.is_foreign:
+            found = [JsonDifference("kind", origin.shape.kind, job.model.kind)]
+        else:
+            planned = build_model_shape(job, origin.shape.vocab_size)
+            # Sequences of images have the length that the images give them.
+            seq_len = origin.seq_len if planned.reads_images else job.data.seq_len
+            found = find_differences(
+                {**origin.shape.to_json(), "seq_len": origin.seq_len},
+                {**planned.to_json(), "seq_len": seq_len},
+            )
+    except (JobError, LayoutError) as error:
+        why = "; ".join(str(error).splitlines())
+        raise CheckpointError("the run's job cannot be read", where=str(run_dir), why=why) from None
+    if found:
+        first = found[0]
+        raise CheckpointError(
+            f"plan.json says that {first.key} is {json.dumps(first.a)}, and job.json makes it"
+            f" {json.dumps(first.b)}",
+            where=str(run_dir),
+            fix="put the file back that was changed; phalanx train --resume writes both anew",
+        )
 
 
 def _build_unknown_model_error(location: str, folder: CheckpointFolder) -> CheckpointError:
@@ -124,10 +163,15 @@ def _build_unknown_model_error(location: str, folder: CheckpointFolder) -> Check
     run_dir = find_run_directory_of_checkpoint(location, folder)
     if run_dir is None or not (run_dir / "job.json").is_file():
         return CheckpointError(problem, where=location, fix="give the run's own directory")
+    why = "the run's plan cannot be used"
+    try:
+        read_stored_plan(run_dir / "plan.json")
+    except StoredPlanError as error:
+        why = error.what
     return CheckpointError(
         problem,
         where=str(run_dir / "plan.json"),
-        why="the run's plan is missing or damaged",
+        why=why,
         fix="put it back; phalanx train --resume writes it anew",
     )
 
@@ -168,7 +212,7 @@ def _find_tokenizer_files(location: str, folder: CheckpointFolder) -> TokenizerF
     run_dir = find_run_directory_of_checkpoint(location, folder)
     if run_dir is None:
         return TokenizerFiles(note="a store holds no tokenizer")
-    files = {name: run_dir / name for name in COPIED_FILE_NAMES if (run_dir / name).is_file()}
+    files = find_companion_files(run_dir)
     if files:
         return TokenizerFiles(files=files)
     if not (run_dir / "data").is_dir():
