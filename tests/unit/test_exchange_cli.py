@@ -13,7 +13,7 @@ import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,14 @@ from phalanx.checkpoint.manifest import (
     encode_canonical_manifest,
     read_manifest,
 )
+from phalanx.checkpoint.reading.origin import ModelOfCheckpoint
 from phalanx.cli._app import run_command_line
+from phalanx.core.errors import CheckpointError
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.run.export import require_model_of_job
 
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -164,6 +167,18 @@ def test_export_of_an_import_has_its_weights_settings_and_tokenizer(
     assert (difference["tensors"], list(difference["facts"])) == ([], ["imported_from"])
 
 
+def test_files_of_processors_come_along_both_ways(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["preprocessor_config.json", "processor_config.json", "spiece.model", "vocab.txt"]
+    for name in names:
+        (llama / name).write_text("{}")
+    assert phalanx(capsys, "import", llama, "--out", tmp_path / "imported")[0] == 0
+    assert phalanx(capsys, "export", tmp_path / "imported", "--out", tmp_path / "back")[0] == 0
+    for name in names:
+        assert (tmp_path / "back" / name).read_text() == "{}"
+
+
 def test_a_type_to_round_to(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +224,23 @@ def edit_index(edit: Callable[[dict[str, str]], object]) -> Callable[[Path], Non
     return apply
 
 
+def edit_index_file(index: object) -> Callable[[Path], None]:
+    return lambda folder: write_json(folder / "model.safetensors.index.json", index)
+
+
+def edit_header(header: object) -> Callable[[Path], None]:
+    text = json.dumps(header).encode()
+    return lambda folder: write_bytes(folder / FIRST, struct.pack("<Q", len(text)) + text)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 NO_JOB = edit_config(rope_theta=0.5)
 BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
@@ -233,6 +265,46 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
         5,
         "the index names the file",
         edit_index(lambda m: m.update(x="../../secret.safetensors")),
+    ),
+    "an index without its map": (
+        5,
+        "it has no weight_map, an object of tensors and their files",
+        edit_index_file({"weight_map": None}),
+    ),
+    "an index of lists": (
+        5,
+        "the index names the file [1] for a (it must be the name of a file beside it)",
+        edit_index_file({"weight_map": {"a": [1]}}),
+    ),
+    "a header of zeros": (
+        5,
+        "its header is no JSON at byte 0",
+        lambda d: (d / FIRST).write_bytes(struct.pack("<Q", 64) + bytes(64)),
+    ),
+    "a header without a shape": (
+        5,
+        "the shape of a is no list of whole numbers",
+        edit_header({"a": {"dtype": "F32", "shape": None, "data_offsets": [0, 0]}}),
+    ),
+    "a header of an unknown type": (
+        5,
+        'the type of a is "F99", which is none of numbers',
+        edit_header({"a": {"dtype": "F99", "shape": [0], "data_offsets": [0, 0]}}),
+    ),
+    "an empty tokenizer": (
+        5,
+        "llama/tokenizer.json: it is empty; put it back, or remove it",
+        lambda d: (d / "tokenizer.json").write_bytes(b""),
+    ),
+    "a tokenizer cut short": (
+        5,
+        "llama/tokenizer.json: it is no JSON, or cut short",
+        lambda d: (d / "tokenizer.json").write_text('{"model": {"vo'),
+    ),
+    "empty merges": (
+        5,
+        "llama/merges.txt: it is empty",
+        lambda d: (d / "merges.txt").write_bytes(b""),
     ),
     "an index that is none": (
         5,
@@ -346,6 +418,21 @@ def test_a_flipped_bit_is_found_and_nothing_is_exported(
         capsys, "export", out, "--out", tmp_path / "x", code=5
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "llama"]
+
+
+def test_a_plan_of_another_model_than_its_jobs_is_not_exported(tmp_path: Path) -> None:
+    job = load_job(None, ["model.num_layers=1", "model.dim=64", "data.seq_len=32"])
+    (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
+    shape = build_model_shape(job, 99)
+    require_model_of_job(ModelOfCheckpoint(shape, 32), tmp_path)
+    assert isinstance(shape, DecoderShape)
+    for edited, seq_len, words in (
+        (replace(shape, rope_theta=5.0), 32, "rope_theta is 5.0, and job.json makes it 10000.0"),
+        (replace(shape, activation="geglu"), 32, 'activation is "geglu"'),
+        (shape, 64, "seq_len is 64, and job.json makes it 32"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            require_model_of_job(ModelOfCheckpoint(edited, seq_len), tmp_path)
 
 
 def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import xxhash
@@ -29,18 +29,10 @@ from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import parse_json
 
 # safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
-# Whatever parsing a stranger's JSON as a header may raise.
-_HEADER_PARSE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-)
 # safetensors' own limit.
 _MAX_HEADER_BYTES = 100 << 20
 
@@ -312,7 +304,7 @@ class VerifiedSafetensorsFile:
                     self._chunk[8:base].tobytes(), base, self._stored.num_bytes
                 )
             )
-        except _HEADER_PARSE_ERRORS:
+        except ValueError:
             return {}
 
     def _read_header(self) -> dict[str, SafetensorsHeaderEntry]:
@@ -327,7 +319,7 @@ class VerifiedSafetensorsFile:
             return dict(
                 parse_safetensors_header(self.read(8, base).tobytes(), base, self._stored.num_bytes)
             )
-        except _HEADER_PARSE_ERRORS as error:
+        except ValueError as error:
             raise CheckpointError(
                 "its header is not one of safetensors", where=self.where, why=str(error)
             ) from None
@@ -343,19 +335,39 @@ def parse_safetensors_header(
 
     Raises ValueError for entries that do not add up.
     """
-    item_bytes = dict(SAFETENSORS_DTYPE_OF_TORCH_DTYPE.values())
-    for key, facts in json.loads(text).items():
-        if key == "__metadata__":
-            continue
-        shape = tuple(int(length) for length in facts["shape"])
-        start, stop = (base + int(offset) for offset in facts["data_offsets"])
-        dtype = facts["dtype"]
-        # Two negative lengths would have the right product.
-        if not base <= start <= stop <= num_bytes or any(length < 0 for length in shape):
-            raise ValueError(f"{key} lies outside the file")
-        if dtype not in item_bytes or stop - start != math.prod(shape) * item_bytes[dtype]:
-            raise ValueError(f"{key} is {dtype} {list(shape)} in {stop - start} bytes")
-        yield key, SafetensorsHeaderEntry(key, dtype, shape, start, stop)
+    try:
+        entries = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its header is no JSON at byte {error.pos}") from None
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no object of JSON")
+    for key, facts in entries.items():
+        if key != "__metadata__":
+            yield key, _parse_header_entry(key, facts, base, num_bytes)
+
+
+def _parse_header_entry(key: str, facts: Any, base: int, num_bytes: int) -> SafetensorsHeaderEntry:
+    if not isinstance(facts, dict):
+        raise ValueError(f"{key} has no type, shape and place")
+    shape, offsets, dtype = (facts.get(name) for name in ("shape", "data_offsets", "dtype"))
+    if not _is_list_of_whole_numbers(shape):
+        raise ValueError(f"the shape of {key} is no list of whole numbers")
+    if not _is_list_of_whole_numbers(offsets) or len(offsets) != 2:
+        raise ValueError(f"the data_offsets of {key} are not two whole numbers")
+    item_bytes = dict(SAFETENSORS_DTYPE_OF_TORCH_DTYPE.values()).get(str(dtype))
+    if item_bytes is None:
+        raise ValueError(f"the type of {key} is {json.dumps(dtype):.60}, which is none of numbers")
+    start, stop = (base + offset for offset in offsets)
+    # Two negative lengths would have the right product.
+    if not base <= start <= stop <= num_bytes or any(length < 0 for length in shape):
+        raise ValueError(f"{key} lies outside the file")
+    if stop - start != math.prod(shape) * item_bytes:
+        raise ValueError(f"{key} is {dtype} {shape} in {stop - start} bytes")
+    return SafetensorsHeaderEntry(key, str(dtype), tuple(shape), start, stop)
+
+
+def _is_list_of_whole_numbers(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _choose_dtype_of_item_bytes(item_bytes: int) -> np.dtype[Any]:

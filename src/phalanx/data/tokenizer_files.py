@@ -23,7 +23,10 @@ from phalanx.data.tokenizer import (
 DEFAULT_END_OF_DOCUMENT_TOKEN = "<|endoftext|>"
 _COMPANION_FILES = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
 # What goes with a model and not with a tokenizer: how images are made ready, how it generates.
-_FILES_WITHOUT_TOKENIZER = ("preprocessor_config.json", "generation_config.json")
+_FILES_WITHOUT_TOKENIZER = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.exchange.companion_files import find_companion_files
 from phalanx.checkpoint.exchange.families import find_family_of_model_type
 from phalanx.checkpoint.exchange.hf_export import (
     CONFIG_FILE_NAME,
@@ -57,17 +58,6 @@ COPIED_CONFIG_KEYS = (
     "id2label",
     "label2id",
 )
-COPIED_FILE_NAMES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *(
-        "generation_config.json",
-        "tokenizer.model",
-        "vocab.json",
-        "merges.txt",
-        "chat_template.jinja",
-    ),
-)
-
 Progress = Callable[[int, int], None]
 
 
@@ -140,7 +130,7 @@ def read_hugging_face_directory(
         error.where = error.where or str(source)
         raise
     settings = {key: config[key] for key in COPIED_CONFIG_KEYS if config.get(key) is not None}
-    files = {name: source / name for name in COPIED_FILE_NAMES if (source / name).is_file()}
+    files = find_companion_files(source)
     notes = []
     for name in translated.tied_heads:
         notes.append(f"{name} is left out: the embedding is the head, config.json says")

@@ -5,14 +5,14 @@ Torch-free.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ SAFETENSORS_FILE_NAME = "model.safetensors"
 # safetensors' own limit.
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
+_PLAIN_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _TORCH_DTYPE_OF_SAFETENSORS_DTYPE = {
     safetensors_name: torch_name
     for torch_name, (safetensors_name, _) in SAFETENSORS_DTYPE_OF_TORCH_DTYPE.items()
@@ -126,20 +127,15 @@ class SafetensorsReader:
         try:
             with open_regular_file(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
-                (length,) = struct.unpack("<Q", file.read(8))
+                length = int.from_bytes(file.read(8), "little")
+                if num_bytes < 8:
+                    raise ValueError(f"it has {num_bytes} bytes")
                 if length > min(MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError("its header is longer than the file")
                 entries = dict(parse_safetensors_header(file.read(length), 8 + length, num_bytes))
         except OSError as error:
             raise _unreadable_weights_error(path, error.strerror or str(error)) from None
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-            struct.error,
-        ) as error:
+        except ValueError as error:
             raise CheckpointError(
                 "not a safetensors file", where=str(path), why=str(error)
             ) from None
@@ -175,27 +171,36 @@ def _list_files_of_index(source: Path) -> list[Path]:
 
     The CheckpointError for a missing file names a tensor in it.
     """
-    try:
-        weight_map: dict[str, str] = dict(
-            read_json(source / SAFETENSORS_INDEX_FILE_NAME, MAX_INDEX_BYTES)["weight_map"]
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            "the index cannot be read",
-            where=str(source / SAFETENSORS_INDEX_FILE_NAME),
-            why=str(error),
-        ) from None
-    holders = {file: name for name, file in weight_map.items()}
-    for file, name in holders.items():
+    path = source / SAFETENSORS_INDEX_FILE_NAME
+    holders: dict[str, str] = {}
+    for name, file in _read_weight_map(path).items():
         # A plain name: an index cannot point outside its directory.
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", str(file)) or str(file).startswith("."):
+        if not isinstance(file, str) or not _PLAIN_FILE_NAME_PATTERN.fullmatch(file):
+            said = f"{json.dumps(file):.80}"
             raise CheckpointError(
-                f"the index names the file {file!r}",
-                where=str(source / SAFETENSORS_INDEX_FILE_NAME),
+                f"the index names the file {said} for {name}",
+                where=str(path),
+                why="it must be the name of a file beside it",
             )
+        holders[file] = name
+    for file, name in holders.items():
         if not os.path.isfile(source / file):
             raise CheckpointError(f"{file} is missing", where=str(source), why=f"it holds {name}")
     return sorted(source / file for file in holders)
+
+
+def _read_weight_map(path: Path) -> dict[str, Any]:
+    why = "it has no weight_map, an object of tensors and their files"
+    try:
+        index = read_json(path, MAX_INDEX_BYTES)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if isinstance(weight_map, dict):
+            return weight_map
+    except OSError as error:
+        why = error.strerror or str(error)
+    except ValueError as error:
+        why = str(error)
+    raise CheckpointError("the index cannot be read", where=str(path), why=why)
 
 
 def _unreadable_weights_error(path: Path, why: str) -> CheckpointError:
