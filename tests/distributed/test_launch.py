@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -590,18 +590,32 @@ def test_a_stop_that_a_stopped_server_keeps_from_the_ranks_is_told_as_that(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kill_deadline, "EXIT_AFTER_KILL_TIMEOUT_S", 0.2)
+    ask = once(lambda: True, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
-    def stop_server_and_ask() -> None:
-        find_server(os.getpid()).suspend()
-        os.kill(os.getpid(), signal.SIGTERM)
+    def on_tick() -> None:
+        if run.has("stuck-0-0", "stuck-1-0"):
+            # Again and again: the supervisor continues it once. In the end it is killed.
+            with suppress(psutil.NoSuchProcess, ValueError):
+                find_server(os.getpid()).suspend()
+            ask()
 
-    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), stop_server_and_ask)
     outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     assert outcome.message == (
         "the ranks did not save within the grace period (the process that starts them, which was to"
         " ask them, did not answer) and were killed; the checkpoint of step 40 stands"
     )
+
+
+def test_a_server_that_is_stopped_goes_on_to_ask_the_ranks_for_their_stop(run: Run) -> None:
+    def stop_server_and_ask() -> None:
+        find_server(os.getpid()).suspend()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), stop_server_and_ask)
+    outcome = run.supervise("trains", on_tick=on_tick)
+    message = "stopped by SIGTERM; the checkpoint of step 40 stands"
+    assert outcome == RunOutcome(75, "preempted", message, 1)
 
 
 def test_a_stop_before_the_ranks_exist(run: Run) -> None:

@@ -276,6 +276,8 @@ class AttemptWatch:
         if self._stop.signal is None:
             self._stop.signal = signal.Signals(number)
             self._deadline.begin_grace(time.monotonic())
+            # It asks the ranks, and says that they have left: steps would be lost without it.
+            self._server.continue_if_stopped()
             self._server.link.send(SendSignalToRanks(self.end.number, self._stop.signal_to_ranks))
             self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:

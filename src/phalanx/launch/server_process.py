@@ -233,6 +233,12 @@ class ServerProcess:
             self._template.kill(timeout_s)
         self._exit_code = self._template.find_exit_code_of_server(self.pid)
 
+    def continue_if_stopped(self) -> None:
+        """SIGCONT: a server that someone stopped would hear no order."""
+        if not self.link.closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+
     def describe_exit(self) -> str:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         if self._exit_code is None:

@@ -260,22 +260,13 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
             trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             rank.faults.trainer = trainer
             # Now they have imported what they train with.
-            code_differences = ""
-            if names_user_code(run.job):
-                code_differences = describe_code_differences(
-                    mesh.gather_json(digest_user_modules())
-                )
-            if code_differences and run.is_restart:
-                raise build_code_error(code_differences)
+            code_differences = _compare_user_code_of_ranks(run, mesh)
             taken_signals = rank.stop.take_signals_back()
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored.origin))
-                _emit_start_warnings(run, state, rank.bus, shortage, taken_signals)
-                if code_differences:
-                    # Machines may have files of their own on purpose.
-                    text = f"the ranks differ in code: {code_differences}"
-                    warning = {"warning": "code_differs", "text": text, "why": text}
-                    rank.bus.emit(Note("warning", warning))
+                _emit_start_warnings(
+                    run, state, rank.bus, shortage, taken_signals, code_differences
+                )
             _record_step_that_was_not_recorded(run, trainer, batches, restored.finished)
             rank.phases.leave("startup")
             with rank.survivor.holding_state_of(trainer):
@@ -330,6 +321,20 @@ def _require_same_inputs_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus
             "phalanx": phalanx.__version__,
         }
     )
+
+
+def _compare_user_code_of_ranks(run: RankRunInputs, mesh: Mesh) -> str:
+    """Where the ranks differ in the code of the user's that they have imported; empty if nowhere.
+
+    Raises RanksDifferError, on every rank, if they do in a run that was started again: some were
+    kept, and files were edited since.
+    """
+    if not names_user_code(run.job):
+        return ""
+    differences = describe_code_differences(mesh.gather_json(digest_user_modules()))
+    if differences and run.is_restart:
+        raise build_code_error(differences)
+    return differences
 
 
 def _build_trainer_of_rank(
@@ -414,10 +419,16 @@ def _finish_on_all_ranks(
 
 
 def _emit_start_warnings(
-    run: RankRunInputs, state: TrainState, bus: Bus, shortage: str, taken_signals: Sequence[str]
+    run: RankRunInputs,
+    state: TrainState,
+    bus: Bus,
+    shortage: str,
+    taken_signals: Sequence[str],
+    code_differences: str,
 ) -> None:
     """Emit what the owner of a run may regret, before its first step; `shortage` says which GPU
-    has little room, if one does, and `taken_signals` which signals code of the user's handled."""
+    has little room, if one does, `taken_signals` which signals code of the user's handled, and
+    `code_differences` where the ranks have other code."""
     if shortage:
         bus.emit(Note("warning", {"warning": "little_room", "text": shortage}))
     if taken_signals:
@@ -434,6 +445,10 @@ def _emit_start_warnings(
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
     if state.lost_reduction:
         bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
+    if code_differences:
+        # Machines may have files of their own on purpose.
+        text = f"the ranks differ in code: {code_differences}"
+        bus.emit(Note("warning", {"warning": "code_differs", "text": text, "why": text}))
 
 
 def _build_run_started(
