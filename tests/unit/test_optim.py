@@ -3,6 +3,7 @@ first step."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,24 @@ def test_a_rate_that_all_groups_share_is_the_jobs() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), Optim(kind="test_optim:own_rate", lr=0.5))
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25]
+
+
+class StageOfOneGroup(nn.Linear):
+    """A pipeline's stage; the other one has the job's rate."""
+
+    is_staged = True
+
+    @property
+    def mesh(self) -> Any:
+        return SimpleNamespace(gather_json=lambda ratios: [[1.0], ratios])
+
+
+def test_a_stage_of_one_group_keeps_its_part_of_the_rate() -> None:
+    optimizer = build_optimizer(StageOfOneGroup(2, 2), Optim(kind="test_optim:own_rate", lr=0.5))
+    own_part = optimizer.param_groups[0]["lr"] / 0.5
+    assert own_part != 1
+    set_learning_rate(optimizer, 0.2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(own_part * 0.2)
 
 
 def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:

@@ -33,7 +33,7 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
 
     An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch
     optimizer. State that it wants in checkpoints must exist when it returns: restoring copies into
-    it. `optim.lr` is a number then.
+    it. `optim.lr` is a number then. Collective in a pipeline.
     """
     # By [optim] alone: whether weights begin at random is not known here.
     if optim.lr == "auto":
@@ -54,19 +54,23 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
         raise LayoutError(
             f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
-    _keep_ratios_of_rates(optimizer, float(optim.lr))
+    # None is that of optimizers that can choose their own.
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    ratios = [1.0 if rate is None else float(rate) / float(optim.lr) for rate in rates]
+    all_ratios = set(ratios)
+    # An own one makes groups of what its stage has: one alone may have another rate than those of
+    # other stages. Those of this package have the job's.
+    if is_staged and ":" in optim.kind:
+        mesh: Any = getattr(model, "mesh", None)
+        all_ratios.update(*mesh.gather_json(ratios))
+    if len(all_ratios) > 1:
+        _keep_ratios_of_rates(optimizer, ratios)
     return optimizer
 
 
-def _keep_ratios_of_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Remember how many times the job's `lr` each group has, where groups differ in that."""
-    groups = optimizer.param_groups  # empty ones, too: stages of a pipeline have the same groups
-    # None is that of optimizers that can choose their own.
-    rates = [group.get("lr") for group in groups]
-    ratios = [1.0 if rate is None else float(rate) / lr for rate in rates]
-    if len(set(ratios)) < 2:
-        return
-    for group, ratio in zip(groups, ratios, strict=True):
+def _keep_ratios_of_rates(optimizer: torch.optim.Optimizer, ratios: Iterable[float]) -> None:
+    """Remember how many times the job's rate each group has, where groups differ in that."""
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
         group[_LR_RATIO_KEY] = ratio
 
 
