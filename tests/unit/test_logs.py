@@ -333,3 +333,19 @@ def test_a_file_of_several_ranks_is_named_and_not_divided(tmp_path: Path) -> Non
         record(tmp_path, OutputDestination(rank, 0, "Slurm", here, "file", str(shared)))
     assert [each.readable_log for each in list_output_destinations(tmp_path)] == [None, None]
     assert read(tmp_path) == []
+
+
+def test_a_hole_of_a_log_that_was_cut_while_it_was_written_to_is_passed(tmp_path: Path) -> None:
+    log = rank_log_path(tmp_path, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("first\n")
+    with log.open("r+b") as file:
+        # Reading it would take minutes.
+        file.truncate(30 << 30)
+    follower = LogFollower(tmp_path)
+    lines = list(follower.read_new_lines(is_last=True))
+    assert lines[0].text == "first"
+    assert sum(len(line.text) for line in lines) < 2**20
+    with log.open("ab") as file:
+        file.write(b"last\n")
+    assert [line.text for line in follower.read_new_lines(is_last=True)] == ["last"]

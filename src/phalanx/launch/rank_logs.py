@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -62,6 +63,7 @@ class RankLogReader:
         """The lines that were written since the last call; `with_torn_line`: also a last one
         without its end. A log that cannot be read has none."""
         while True:
+            self._offset = _find_data_from(self.path, self._offset)
             data = self._read_piece(self.path, self._offset, _CHUNK_BYTES)
             size = data.rfind(b"\n") + 1
             if size == 0 and (len(data) == _CHUNK_BYTES or with_torn_line):
@@ -128,6 +130,34 @@ class RankLogReader:
                 return file.read(num_bytes)
         except OSError:
             return b""
+
+
+def _find_data_from(path: Path, offset: int) -> int:
+    """Where the file has data from `offset` on; `offset` where it has none, or cannot be told.
+
+    Whoever cuts a log that is written to (logrotate's copytruncate) leaves a hole of its old size
+    in it, of which each byte would be read as text.
+    """
+    try:
+        with open_regular_file(path, buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset < size and hasattr(os, "SEEK_DATA"):
+                return _seek_data(file.fileno(), offset, size)
+    except OSError:
+        # Whoever reads it finds nothing, either.
+        pass
+    return offset
+
+
+def _seek_data(fd: int, offset: int, size: int) -> int:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        # A hole up to the end.
+        if error.errno == errno.ENXIO:
+            return size
+        # A file system that knows no holes.
+        return offset
 
 
 def list_rank_logs(run_dir: Path, rank: int | None = None) -> list[RankLogReader]:
