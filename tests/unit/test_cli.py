@@ -50,6 +50,19 @@ def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
         split_job_file_and_overrides(["a.toml"], allow_file=False)
 
 
+def test_a_job_file_that_sets_nothing_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, full = tmp_path / "empty.toml", tmp_path / "full.toml"
+    empty.write_text("# later\n\n")
+    full.write_text("[train]\nsteps = 3\n")
+    split_job_file_and_overrides([str(full)])
+    assert capsys.readouterr() == ("", "")
+    split_job_file_and_overrides([str(empty)])
+    said = f"{empty} sets no key: the job has the defaults of all\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
     """What an untrained model says is any bytes; a terminal must not obey them."""
     bus = Bus(rank=0, run_dir=tmp_path)

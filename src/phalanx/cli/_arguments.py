@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.core.errors import UsageError, format_nearest_word_hint
+from phalanx.core.files import read_whole_regular_file
 from phalanx.core.registry import is_foreign
 
 # "job.toml" is no key, but a file that is not there.
@@ -42,7 +44,19 @@ def split_job_file_and_overrides(
         raise UsageError(
             f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value"
         )
+    _say_if_file_sets_nothing(job_file)
     return job_file, overrides
+
+
+def _say_if_file_sets_nothing(job_file: str) -> None:
+    try:
+        content = read_whole_regular_file(job_file)
+    except OSError:
+        # Whoever loads it says what is wrong with it.
+        return
+    lines = [line.strip() for line in content.splitlines()]
+    if all(not line or line.startswith(b"#") for line in lines):
+        print(f"{job_file} sets no key: the job has the defaults of all", file=sys.stderr)
 
 
 def _refuse_misspelt_file_or_key(word: str) -> None:
