@@ -324,3 +324,9 @@ def test_the_subject_and_the_advice_of_another_error_are_kept() -> None:
     assert kept.where == "sharding rule 'a'"
     assert kept.fix is not None
     assert "name one" in kept.fix
+
+
+def test_a_fix_names_a_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*PLAN, "--gpus", "8", "parallel.tp=2", "parallel.compress=int8") == 3
+    said = capsys.readouterr().err
+    assert said.rstrip().endswith("; set parallel.tp=1, or parallel.compress=none"), said

@@ -37,6 +37,7 @@ MAX_VALUES_TRIED = 6  # of one key, on each side of what the job says
 MAX_RANKS_TRIED = 512
 MAX_KEYS_NAMED = 3
 MAX_NUMBERS_NAMED = 4
+_KEY_PATTERN = re.compile(r"(?:parallel|train)\.[a-z_]+")
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,25 @@ def explain_contradiction(task: SearchTask, error: LayoutError) -> LayoutError:
     if is_found_by_search:
         conflict = find_conflict(task)
     else:
-        named = re.findall(r"(?:parallel|train)\.[a-z_]+", error.what)
+        named = _KEY_PATTERN.findall(error.what)
         if isinstance(error, TensorDegreeError):
             named.append("parallel.tp")
         conflict = Conflict(error.what, tuple(dict.fromkeys(named)), error.why)
     remedies = list(_find_remedies(task, conflict)) or _find_joint_remedy(task)
-    fixes = [_format_remedies(remedies)]
     # "nearest: 32" is the value that was searched.
     is_searched = bool(remedies) and (error.fix or "").startswith("nearest:")
-    if not is_found_by_search and not is_searched:
-        fixes.append(error.fix or "")
+    own_fix = "" if is_found_by_search or is_searched else error.fix or ""
+    fixes = [_format_remedies(remedies), own_fix]
+    if own_fix and _find_keys(fixes[0]) <= _find_keys(own_fix):
+        # The same keys, once.
+        fixes = [own_fix]
     where = None if is_found_by_search else error.where
     fix = "; or ".join(filter(None, fixes)) or None
     return LayoutError(conflict.problem, where=where, why=conflict.why, fix=fix)
+
+
+def _find_keys(text: str) -> set[str]:
+    return set(_KEY_PATTERN.findall(text))
 
 
 def _format_remedies(remedies: Sequence[Remedy]) -> str:
