@@ -4,7 +4,9 @@ another question."""
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,16 @@ def test_a_config_without_blocks_is_no_model_that_fits(tmp_path: Path, size: int
         json.dumps({"model_type": "llama", "num_hidden_layers": size})
     )
     with pytest.raises(LayoutError, match=f"num_hidden_layers is {size}"):
+        read_model_config(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("size", ["8", True, 8.5, math.nan, math.inf])
+def test_a_size_of_another_type_is_refused_before_a_module_is_built(
+    tmp_path: Path, size: object
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": size}))
+    said = re.escape(f"hidden_size is {json.dumps(size)}; give a whole number from 1 on")
+    with pytest.raises(LayoutError, match=said):
         read_model_config(f"hf:{tmp_path}")
 
 

@@ -6,6 +6,7 @@ Torch-free; nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,9 +114,11 @@ def read_model_config(kind: str) -> dict[str, Any]:
         )
     for key in SIZE_KEYS:
         size = values.get(key)
-        # transformers takes such sizes, and builds a model without blocks, say.
-        if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-            raise LayoutError(f"{path}: {key} is {size}", fix="give a number from 1 on")
+        # transformers takes some of them, and builds a model without blocks, say. Lists have a
+        # size for each block.
+        if isinstance(size, str | bool | float) or (isinstance(size, int) and size < 1):
+            said = f"{path}: {key} is {json.dumps(size):.60}"
+            raise LayoutError(said, fix="give a whole number from 1 on")
     for name, number in _iterate_non_finite_numbers(values):
         if math.isnan(number) or name.endswith(FINITE_KEY_ENDINGS):
             raise LayoutError(f"{path}: {name} is {number}", fix="give a finite number")
