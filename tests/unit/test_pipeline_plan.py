@@ -369,6 +369,10 @@ def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(
         schedule_file=str(file)
     )
+    save_schedule_csv(generate_schedule("1f1b", 4, 8), eight := tmp_path / "eight.csv")
+    assert f"makes 32 microbatches of the 32 sequences of a pipeline, and {eight} has 8" in refusal(
+        schedule_file=str(eight), micro=1
+    )
     (short := tmp_path / "short.csv").write_text(
         "0F0,0B0\n"
     )  # one rank is no pipeline, so parallel.pp=1 would be refused as well

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.units import plural
 from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable_schedule
@@ -57,7 +58,8 @@ def find_requested_schedule(job: Job) -> RequestedSchedule | None:
         require_runnable_schedule(written)
         if written.num_ranks != num_ranks:
             raise LayoutError(
-                f"the schedule is for {written.num_ranks} ranks, and parallel.pp is {num_ranks}",
+                f"the schedule is for {plural(written.num_ranks, 'rank')}, and parallel.pp is"
+                f" {num_ranks}",
                 where=file,
                 fix=(
                     f"set parallel.pp={written.num_ranks}"
@@ -103,9 +105,16 @@ def choose_pipeline_microbatches(
         if share % micro == 0:
             problem = (
                 f"train.micro_batch_size {micro} makes {share // micro} microbatches of the {share}"
-                f" sequences of a pipeline, which schedule {requested.name} on"
-                f" {requested.num_ranks} ranks cannot run"
+                " sequences of a pipeline, "
             )
+            if requested.written is not None:
+                problem += (
+                    f"and {job.parallel.schedule_file} has {requested.written.num_microbatches}"
+                )
+            else:
+                problem += (
+                    f"which schedule {requested.name} on {requested.num_ranks} ranks cannot run"
+                )
         raise LayoutError(problem, fix=f"nearest: {format_nearest_values(micro, sizes)}")
     return micro, share // micro
 
