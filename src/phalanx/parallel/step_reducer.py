@@ -81,6 +81,7 @@ class StepReducer:
         # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
         # the mean is made a sum again, and that is divided by all targets.
         num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size
+        is_reduced = num_ranks > 1
         if self._context.plan.is_layout_free:
             # Its gradients are a sum already.
             num_ranks = 1
@@ -98,7 +99,9 @@ class StepReducer:
                 with self._phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
             # So many ranks hold a parameter at least: with fewer, each has a gradient somewhere.
-            if num_lacking * self._context.plan.layout.pp >= self._mesh.world_size:
+            # One rank alone reduces nothing, and puts no zeros in place of a gradient.
+            may_all_lack_one = num_lacking * self._context.plan.layout.pp >= self._mesh.world_size
+            if may_all_lack_one and is_reduced:
                 self._context.missing_gradients.remove_those_that_all_ranks_lack(
                     self._parameters.iterate_optimizer_parameters(),
                     self._context.optimizer_params,
