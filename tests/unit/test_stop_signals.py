@@ -5,12 +5,19 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 
-from phalanx.core.stop_signals import STOP_SIGNALS, is_signal_left_to_phalanx
+from phalanx.core.process_stat import has_signal_handler
+from phalanx.core.stop_signals import (
+    STOP_SIGNALS,
+    ignore_stop_signals,
+    is_signal_left_to_phalanx,
+    stop_ignoring_signals,
+)
 from phalanx.launch.signals import SignalInbox
 from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
 from phalanx.train.stop import StopSignalFlags
@@ -80,5 +87,38 @@ def test_a_handler_in_c_is_the_users_too() -> None:
     try:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
         assert not is_signal_left_to_phalanx(signal.SIGUSR1)
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_a_handler_in_c_that_came_between_two_attempts_of_a_kept_rank_stays() -> None:
+    flags = StopSignalFlags()
+    flags.request_stop_on_signals()
+    with tempfile.TemporaryFile() as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            flags.request_stop_on_signals()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not flags.sigterm
+            assert stacks.tell() > 0
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_ranks_have_a_handler_in_c_that_the_process_before_them_has(*, is_earlier: bool) -> None:
+    """That of a sitecustomize comes before phalanx ignores signals, that of a package's plugin
+    after."""
+    try:
+        if is_earlier:
+            faulthandler.register(signal.SIGUSR1)
+        ignore_stop_signals()
+        if not is_earlier:
+            faulthandler.register(signal.SIGUSR1)
+        stop_ignoring_signals(frozenset({signal.SIGHUP}))
+        assert has_signal_handler("self", signal.SIGUSR1)
+        assert not is_signal_left_to_phalanx(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         faulthandler.unregister(signal.SIGUSR1)

@@ -41,9 +41,22 @@ def is_signal_left_to_phalanx(number: int) -> bool:
 
 
 def ignore_stop_signals() -> None:
-    """Have this process, which helps others that decide when it ends, outlive stop signals."""
+    """Have this process, which helps others that decide when it ends, outlive stop signals.
+
+    Code of the user's that runs before (sitecustomize) keeps those that are taken as SIGTERM.
+    """
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if number not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(number):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def stop_ignoring_signals(kept: frozenset[int]) -> None:
+    """Have signals that are taken as SIGTERM, and that `ignore_stop_signals` ignores, take their
+    default effect, but for those `kept` and for those that code of the user's handles."""
+    for number in SIGNALS_TAKEN_AS_SIGTERM:
+        # Not `getsignal`: after faulthandler.register it says what was before.
+        if number not in kept and not has_signal_handler("self", number):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def hold_stop_signals() -> set[signal.Signals]:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.stop_signals import SIGNALS_TAKEN_AS_SIGTERM, STOP_SIGNALS, hold_stop_signals
+from phalanx.core.stop_signals import STOP_SIGNALS, hold_stop_signals, stop_ignoring_signals
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
@@ -262,9 +262,7 @@ class RankServer:
             # The server ignores it. A rank takes it as any program does, until it has a handler.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for number in SIGNALS_TAKEN_AS_SIGTERM:
-                if number not in self._ignored:
-                    signal.signal(number, signal.SIG_DFL)
+            stop_ignoring_signals(self._ignored)
             # The supervisor tells ranks of it as SIGTERM.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             self._link.close()

@@ -51,7 +51,7 @@ class StopSignalFlags:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._handlers.items():
-            if number in SIGNALS_TAKEN_AS_SIGTERM and not is_signal_left_to_phalanx(number):
+            if number in SIGNALS_TAKEN_AS_SIGTERM and not self._may_take(number):
                 continue
             signal.signal(number, handler)
         release_stop_signals()
@@ -68,6 +68,11 @@ class StopSignalFlags:
                 signal.signal(number, handler)
                 taken.append(number.name)
         return taken
+
+    def _may_take(self, number: int) -> bool:
+        # Once it was taken, a handler in C that came since would be lost: Python still names ours.
+        is_taken = signal.getsignal(number) == self._handlers[number]
+        return not is_taken and is_signal_left_to_phalanx(number)
 
     def name_reason(self, agreed: str) -> str:
         """The reason of a stop on whose kind all ranks `agreed` ("sigterm" or "sigint")."""
