@@ -381,6 +381,13 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
         == convert_config_to_model_shape(new)
         == shape("llama3.1-8b")
     )
+    # Lengths that a tool has computed.
+    scaled = {**old, "max_position_embeddings": 131072.0}
+    scaled["rope_scaling"] = {
+        **old["rope_scaling"],  # type: ignore[dict-item]
+        "original_max_position_embeddings": 8192.0,
+    }
+    assert convert_config_to_model_shape(scaled) == shape("llama3.1-8b")
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     assert convert_config_to_model_shape(gpt2) == normalize_shape_to_canonical_form(shape("gpt2"))
     gemma = {

@@ -40,6 +40,12 @@ def _is_whole(value: Any, least: int, limit: float) -> bool:
     return type(value) is int and least <= value < limit
 
 
+def _is_length(value: Any, limit: float) -> bool:
+    # Tools that scale positions write 8192.0, too.
+    is_whole = type(value) is int or (type(value) is float and value.is_integer())
+    return is_whole and 1 <= value < limit
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < MAX_FIGURE
 
@@ -74,9 +80,7 @@ LABELS = ValueKind("an object of names and numbers", _is_table_of_labels)
 
 # Keys that are read of every family, where it has them.
 _KIND_OF_KEY: Mapping[str, ValueKind] = {
-    "max_position_embeddings": ValueKind(
-        COUNT.words, lambda value: _is_whole(value, 1, MAX_FIGURE)
-    ),
+    "max_position_embeddings": ValueKind(COUNT.words, lambda value: _is_length(value, MAX_FIGURE)),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), TOKENS),
     **dict.fromkeys(("id2label", "label2id"), LABELS),
 }
@@ -98,7 +102,9 @@ _KIND_OF_ROPE_KEY: Mapping[str, ValueKind] = {
 _KIND_OF_ROPE_SETTING: Mapping[str, ValueKind] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor"), NUMBER),
     **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
-    "original_max_position_embeddings": COUNT,
+    "original_max_position_embeddings": ValueKind(
+        COUNT.words, lambda value: _is_length(value, MAX_WIDTH)
+    ),
     **dict.fromkeys(("rope_type", "type"), TEXT),
     **dict.fromkeys((FULL, SLIDING), OBJECT),
 }
