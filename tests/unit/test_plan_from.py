@@ -155,6 +155,7 @@ def test_a_run_whose_plan_is_damaged_is_refused_in_words(
     [
         ("schema", "phalanx.plan-search/1", "is a phalanx.plan-search/1, and no plan of a run"),
         ("num_microbatches", None, "the plan has no num_microbatches"),
+        ("shape", None, "the plan has no shape"),
         ("micro_batch_size", "4", "micro_batch_size is '4'"),
         ("seq_len", -128, "seq_len is -128"),
         ("capacity_bytes", 2.5, "capacity_bytes is 2.5"),

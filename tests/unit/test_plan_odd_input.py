@@ -113,6 +113,7 @@ def test_more_blocks_than_a_plan_looks_at_are_refused(tmp_path: Path) -> None:
         ("[cluster]\nnodes = 4", "at the top of the file"),
         ('nodes = "four"', ": nodes: wanted a whole number of at least 1"),
         ("nodes = 0", ", was given 0"),
+        ("[links]\nname = 'a'", ": links: wanted a list, each a table, was given a table"),
         ("[[links]]\nname = 'a'\nnum_devices = 8", "links.0.gb_s: is missing"),
         ("[[links]]\nname = 'a'\nspeed = 3\nnum_devices = 8\ngb_s = 5", "one of name"),
     ],
@@ -133,6 +134,15 @@ def test_a_wrong_value_in_a_cluster_file_has_no_advice_to_name_its_own_key(tmp_p
     with pytest.raises(LayoutError) as raised:
         choose_cluster_of_job(load_job(None, [f"cluster.file={file}"]))
     assert "did you mean" not in str(raised.value)
+
+
+def test_none_in_a_cluster_file_leaves_a_key_out_as_in_a_job_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    clusters = []
+    for watts in ("", 'watts = "none"\n'):
+        file.write_text(f'gpu = "h100-sxm"\nnodes = 2\n{watts}')
+        clusters.append(choose_cluster_of_job(load_job(None, [f"cluster.file={file}"])))
+    assert clusters[0] == clusters[1]
 
 
 def test_a_cluster_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

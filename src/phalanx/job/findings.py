@@ -103,6 +103,9 @@ def describe_schema(schema: dict[str, Any]) -> str:
         if len(words) == 1:
             return words[0]
         return f"one of {', '.join(words)}"
+    if "$ref" in schema:
+        # A section of keys, as the levels of cluster.links are.
+        return "a table"
     if "prefixItems" in schema:
         each = sorted({describe_schema(item) for item in schema["prefixItems"]})
         return f"a list of {len(schema['prefixItems'])}, each {' or '.join(each)}"

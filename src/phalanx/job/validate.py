@@ -29,7 +29,7 @@ def validate_job_tree(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     With findings, the keys they are about hold their defaults instead.
     """
     unusable: list[Finding] = []
-    clean = _remove_unusable_values(_replace_none_words(tree), (), unusable)
+    clean = _remove_unusable_values(replace_none_words(tree), (), unusable)
     try:
         # As JSON: strict models take a list for a tuple in JSON alone.
         job = Job.model_validate_json(json.dumps(clean))
@@ -45,7 +45,7 @@ def validate_job_tree(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     return Job.model_validate_json(json.dumps(_drop_refused_keys(clean, findings))), findings
 
 
-def _replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
+def replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with the word "none" as None where a key may be absent: TOML has no null."""
     return {
         section: {

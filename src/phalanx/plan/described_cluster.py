@@ -21,6 +21,7 @@ from phalanx.core.units import plural
 from phalanx.job.findings import explain_wrong_value
 from phalanx.job.schema import Cluster as ClusterSection
 from phalanx.job.schema import Job, Link
+from phalanx.job.validate import replace_none_words
 from phalanx.plan.accelerators import Accelerator, find_accelerator, find_accelerator_by_driver_name
 from phalanx.plan.cluster import Cluster, LinkLevel, detect_cluster
 from phalanx.plan.nvidia import list_visible_gpus
@@ -272,7 +273,8 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     section_values: dict[str, Any] = json.loads(section.model_dump_json(exclude_unset=True))
     section_values.pop("file", None)
     try:
-        merged = ClusterSection.model_validate_json(json.dumps(body | section_values, default=str))
+        stored = replace_none_words({"cluster": body})["cluster"] | section_values
+        merged = ClusterSection.model_validate_json(json.dumps(stored, default=str))
     except ValidationError as error:
         raise _describe_bad_cluster_file(path, error) from None
     if merged.file is not None:

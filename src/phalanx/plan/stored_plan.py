@@ -22,7 +22,7 @@ SCHEMA_PREFIX = "phalanx.plan/"
 MAX_NUMBER = 1e300
 KEYS_OF_EVERY_PLAN = (
     *(field.name for field in fields(Plan) if field.default is field.default_factory is MISSING),
-    *("alternatives", "reasons", "warnings", "recompute"),
+    *("alternatives", "reasons", "warnings", "recompute", "shape"),
 )
 TYPE_OF_KEY: Mapping[str, type] = {
     **dict.fromkeys(("layout", "shape"), dict),
