@@ -18,6 +18,7 @@ from phalanx.launch.hang_kinds import FROZEN, GONE, MIN_UNTOLD_S
 from phalanx.launch.hang_limits import MIN_STEP_LIMIT_S, HangSettings
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
+from phalanx.observe.events import Event, RankSlow
 
 # More than two looks.
 LIMIT_S = 1.2
@@ -142,6 +143,35 @@ def test_a_rank_whose_box_has_no_file_is_watched_on(tmp_path: Path, loss: str) -
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in /proc")
+def test_a_rank_that_is_stopped_by_turns_in_its_first_steps_is_told_before_the_next_poll(
+    tmp_path: Path,
+) -> None:
+    """Steps may take 20 ms, and 20 of them count. The seconds of the watch are made up."""
+    command = [sys.executable, "-c", WRITES_WHEN_TOLD, str(black_box_path(tmp_path, 0))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    events: list[Event] = []
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watch = ProgressWatch(tmp_path, HangSettings(), events.append)
+        now_s = time.monotonic()
+        watch.begin_attempt([process.pid], now_s)
+        for step in range(1, 5):
+            process.stdin.write(b"%d\n" % step)
+            process.stdin.flush()
+            process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            now_s += 0.08
+            assert watch.poll(now_s) is None
+            process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.communicate()
+    assert [type(event) for event in events] == [RankSlow]
 
 
 def test_a_machine_that_stood_still_makes_no_limit_longer(tmp_path: Path) -> None:

@@ -173,11 +173,9 @@ class ProgressWatch:
         return self._processors.next_look_s
 
     def _look_at_processors(self, now_s: float, *, is_done: bool) -> None:
-        if not self._settings.is_on:
+        if not self._settings.is_on or now_s < self._processors.next_look_s:
             return
-        # Positions are not older than a poll.
-        steps = [position.step for position in self._positions.values()]
-        goes_on = not is_done and len(steps) == len(self._pids) and min(steps, default=0) > 0
+        goes_on = not is_done and self._are_all_in_steps()
         silent_s = now_s - self._progress_s
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.
@@ -191,15 +189,33 @@ class ProgressWatch:
         position = self._positions.get(rank)
         return 0 if position is None else max(position.step, 0)
 
+    def _are_all_in_steps(self) -> bool:
+        """Whether all ranks train. Positions are not older than a poll; of ranks that start the
+        first that is not known to train is read anew, for what is slow may be so from its first
+        steps on."""
+        for rank in range(len(self._pids)):
+            if not self._is_in_steps(rank):
+                self._read_position(rank)
+                if not self._is_in_steps(rank):
+                    return False
+        return bool(self._pids)
+
+    def _is_in_steps(self, rank: int) -> bool:
+        position = self._positions.get(rank)
+        return position is not None and position.step > 0
+
     def _read_positions(self) -> None:
-        for rank, pid in enumerate(self._pids):
-            path = black_box_path(self._run_dir, rank)
-            try:
-                position = read_position_of_rank(path, pid, self._attempt)
-            except BlackBoxVersionError:
-                continue
-            if position is not None:
-                self._positions[rank] = position
+        for rank in range(len(self._pids)):
+            self._read_position(rank)
+
+    def _read_position(self, rank: int) -> None:
+        path = black_box_path(self._run_dir, rank)
+        try:
+            position = read_position_of_rank(path, self._pids[rank], self._attempt)
+        except BlackBoxVersionError:
+            return
+        if position is not None:
+            self._positions[rank] = position
 
     def _has_progressed(self, now_s: float) -> bool:
         """True if any rank wrote something since the last progress; then what was counted since
