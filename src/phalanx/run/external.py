@@ -19,6 +19,7 @@ from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.stop_signals import (
     SIGNALS_TAKEN_AS_SIGTERM,
     STOP_SIGNALS,
+    ignore_stop_signals,
     is_signal_left_to_phalanx,
 )
 from phalanx.job.schema import Job
@@ -147,10 +148,10 @@ def _train_and_conclude_as_rank_zero(
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             code = store.run_rank(run, sinks=[("console", lambda: console)])
-            # The rank's own handlers would only take note of a stop.
-            _restore_signal_handlers(handlers)
             require_run_still_owned(fence)
             if code == ExitCode.OK:
+                # The rank's own handlers would only take note of a stop.
+                _restore_signal_handlers(handlers)
                 emit_ngram_baselines(prepared, bus)
         except PhalanxError as error:
             code = error.exit_code
@@ -159,6 +160,10 @@ def _train_and_conclude_as_rank_zero(
             code = ExitCode.INTERNAL
             raise
         finally:
+            if code != ExitCode.OK and threading.current_thread() is threading.main_thread():
+                # Once one rank of such a run leaves, the launcher ends the others, and this one
+                # has to say how the run ended.
+                ignore_stop_signals()
             # A run that another job has by now gets no end from us.
             if not fence.is_lost(now=True):
                 outcome = RunOutcome(code, STATUS_OF_EXIT_CODE.get(code, "failed"), "", 1)
