@@ -18,6 +18,7 @@ import pytest
 from test_retention import save
 
 import phalanx
+from commands import nursery
 from phalanx.checkpoint.best import read_best_step, record_best_step
 from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, holding_run_lock
 from phalanx.cli import _app
@@ -51,6 +52,8 @@ def _no_hang() -> Iterator[None]:
     def fail(*_: object) -> None:
         raise AssertionError("it hangs")
 
+    # Before the clock runs: it imports torch once for all tests, a minute on a busy machine.
+    nursery()
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(DEADLINE_S)
     yield
