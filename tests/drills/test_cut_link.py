@@ -1,5 +1,5 @@
-"""Networks that lose what they are given, made by the faults in a network of the test's own: a
-connection of which nothing comes through is seen from outside."""
+"""Networks that lose what they are given, or deliver it late, made by the faults in a network of the
+test's own: a connection of which nothing comes through is seen from outside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from commands import environment, wait_until
 from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
+from phalanx.resilience.faults.jittery_link import LEAST_DELAY_S
 
 # Two processes with a connection; at a line the first is cut off, and the second sends.
 CONNECTED = """
@@ -77,6 +78,33 @@ thread.join()
 print(whole, lossy - whole, num_filters, find_filters())
 """
 
+# A round trip before, during and after packets are late, and new connections in each.
+LATE = """
+import socket, subprocess, threading, time, types
+from phalanx.resilience.fault import FaultSite
+from phalanx.resilience.faults.jittery_link import NUM_LATE_STEPS, inject
+
+def measure_round_trip():
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    began = time.monotonic()
+    client.sendall(b"to")
+    server.sendall(server.recv(2))
+    assert client.recv(2) == b"to"
+    return time.monotonic() - began
+
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+listener = socket.create_server(("127.0.0.1", 0))
+state = types.SimpleNamespace(step=3)
+before = measure_round_trip()
+inject(FaultSite(trainer=types.SimpleNamespace(state=state)))
+during = measure_round_trip()
+state.step += NUM_LATE_STEPS
+[thread] = [t for t in threading.enumerate() if t is not threading.main_thread()]
+thread.join()
+print(before, during, measure_round_trip())
+"""
+
 
 @pytest.fixture
 def needs_network() -> None:
@@ -117,6 +145,19 @@ def test_packets_are_lost_and_repeated_until_the_fault_is_over() -> None:
     before, during, *num_filters = map(int, done.stdout.split())
     assert before < during
     assert num_filters == [1, 0]
+
+
+@pytest.mark.usefixtures("needs_network")
+@pytest.mark.skipif(not os.access("/dev/net/tun", os.W_OK), reason="needs to write /dev/net/tun")
+def test_packets_are_late_until_the_fault_is_over() -> None:
+    command = ["unshare", "--net", sys.executable, "-c", LATE]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    before, during, after = map(float, done.stdout.split())
+    assert during >= 2 * LEAST_DELAY_S
+    assert before < during > after
 
 
 def test_the_rank_with_most_stuck_links_is_cut_off() -> None:

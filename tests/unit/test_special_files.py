@@ -367,6 +367,7 @@ OURS = {
     "report/page.py": "reads our own style",
     "drills/page.py": "reads our own style",
     "drills/fault_code.py": "reads our own source",
+    "resilience/late_packets.py": "opens a device and writes /proc",
     "report/prometheus/rules.py": "reads our own rules",
     "report/dataset_page.py": "reads our own style",
     "report/plan_page.py": "reads our own style",

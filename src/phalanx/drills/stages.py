@@ -184,6 +184,15 @@ def _find_reason_against_network() -> str:
     return f"needs {' and '.join(missing)} (iproute2)" if missing else ""
 
 
+def _find_reason_against_network_devices() -> str:
+    if reason := _find_reason_against_network():
+        return reason
+    files = ("/dev/net/tun", "/proc/sys/net/ipv4/conf/all/accept_local")
+    if missing := [file for file in files if not os.access(file, os.W_OK)]:
+        return f"needs to write {' and '.join(missing)}, for a network device of the run's own"
+    return ""
+
+
 @contextlib.contextmanager
 def _making_network(folder: Path) -> Iterator[tuple[str, ...]]:
     """The run gets a network of its own, in which there is nothing but its loopback device."""
@@ -218,6 +227,7 @@ STAGES = {
     "small_shared_memory": Stage(_find_reason_against_mounts, _mounting_small_shared_memory),
     "memory_limit": Stage(_find_reason_against_memory_limit, _limiting_memory),
     "own_network": Stage(_find_reason_against_network, _making_network),
+    "own_network_with_devices": Stage(_find_reason_against_network_devices, _making_network),
     "stepped_clock": Stage(_find_reason_against_clock, _stepping_clock),
     "failing_disk": Stage(_find_reason_against_failing_disk, _failing_disk),
 }

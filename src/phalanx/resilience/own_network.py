@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.resilience import late_packets
 from phalanx.resilience.fault import FaultSite
 
 _BEFORE_LOCAL, _LOCAL = "10", "100"
@@ -56,17 +59,47 @@ def run_tc(*words: str) -> None:
 def delete_qdisc_after_steps(site: FaultSite, num_steps: int, qdisc: str) -> None:
     """Make the loopback device as it was once the trainer has done `num_steps` more; returns at
     once."""
+    delete = ["tc", "qdisc", "delete", "dev", "lo", qdisc]
+    _call_after_steps(
+        site, num_steps, lambda: subprocess.run(delete, capture_output=True, check=False)
+    )
+
+
+def delay_packets_for_steps(site: FaultSite, num_steps: int, least_s: float, most_s: float) -> None:
+    """Deliver what goes over TCP later by `least_s` to `most_s`, until the trainer has done
+    `num_steps` more; returns once packets are late.
+
+    Raises EnvironmentProblem in a network that the run shares with others, and where the kernel
+    refuses.
+    """
+    require_own_network()
+    # A process of its own: a thread would take Python's lock from the rank. It ends with its input,
+    # which is that of this process.
+    late = subprocess.Popen(
+        [sys.executable, "-m", late_packets.__name__, str(least_s), str(most_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert late.stdout is not None, "it was asked for"
+    if not late.stdout.readline():
+        _, why = late.communicate()
+        raise EnvironmentProblem("packets cannot be delayed", why=why.strip())
+    _call_after_steps(site, num_steps, late.communicate)
+
+
+def _call_after_steps(site: FaultSite, num_steps: int, end: Callable[[], object]) -> None:
     trainer = site.trainer
     assert trainer is not None, "this fault strikes a rank that trains"
     last = trainer.state.step + num_steps
 
-    def wait_and_delete() -> None:
+    def wait_and_end() -> None:
         while trainer.state.step < last:
             time.sleep(0.05)
-        delete = ["tc", "qdisc", "delete", "dev", "lo", qdisc]
-        subprocess.run(delete, capture_output=True, check=False)
+        end()
 
-    threading.Thread(target=wait_and_delete, daemon=True).start()
+    threading.Thread(target=wait_and_end, daemon=True).start()
 
 
 def _drop_packets(source_port: str, target_port: str) -> None:
