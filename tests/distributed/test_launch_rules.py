@@ -509,6 +509,19 @@ class TestVerdict:
         assert "out-of-memory killer" in failure.report
         assert failure.restartable
 
+    def test_all_ranks_that_a_signal_ended_are_named(self, tmp_path: Path) -> None:
+        self.at(tmp_path, 1, 12, "forward")
+        exits = {rank: died(rank, signal=9) for rank in (1, 2, 3)}
+        exits[0] = died(0, signal=9, by_us=True)
+        exits[4] = died(4, signal=11)
+        # torch's, because a peer is gone.
+        exits[5] = died(5, signal=6)
+        failure = find_root_failure(AttemptEnd(0, exits), tmp_path)
+        assert failure is not None
+        where = "rank 1 was killed by SIGKILL at step 12 in forward"
+        assert failure.summary == f"{where}, and so were ranks 2 and 3, and rank 4 by SIGSEGV"
+        assert (failure.rank, failure.detail) == (1, "killed by SIGKILL")
+
     @pytest.mark.parametrize("code", [0, 1, 3, 7, 42, 75, 130])
     def test_an_exit_without_a_word_is_a_crash_whatever_its_code(
         self, tmp_path: Path, code: int
@@ -926,6 +939,17 @@ class TestRestartPolicy:
             )
 
 
+def decide(end: AttemptEnd, run_dir: Path) -> str:
+    """What is said where a run of three ranks goes on after `end`."""
+    attempts = RepeatedAttempts(lambda: RankEnv(0, 3, 0, 3), newest_step=4)
+    spec = LaunchSpec("", attempts, 3, run_dir, (), keeps_ranks=True)
+    said: list[str] = []
+    bus = Bus(rank=-1, run_dir=run_dir)
+    assert isinstance(RecoveryPolicy(spec, bus, said.append).decide(end, StopRequest()), StartAgain)
+    bus.close()
+    return "".join(said)
+
+
 def test_in_an_outage_ranks_keep_what_they_hold_until_its_last_restart(tmp_path: Path) -> None:
     for rank in range(2):
         BlackBox(black_box_path(tmp_path, rank)).write(7, "data")
@@ -947,6 +971,38 @@ def test_in_an_outage_ranks_keep_what_they_hold_until_its_last_restart(tmp_path:
     assert "; starting again from step 4 in " in said[1]
     events = read_recorded_events(tmp_path, RestartScheduled, rank=-1)
     assert [each.event.held_step for each in events] == [6, -1]
+
+
+@pytest.mark.parametrize(
+    ("exits", "waiting", "words"),
+    [
+        ({0: died(0, signal=9)}, {1: 6, 2: 6}, "starting it again beside ranks 1 and 2"),
+        (
+            {0: died(0, signal=9), 1: died(1, signal=9)},
+            {2: 6},
+            "starting ranks 0 and 1 again beside rank 2",
+        ),
+        # One that did not notice, and was killed.
+        (
+            {0: died(0, signal=9), 2: died(2, signal=9, by_us=True)},
+            {1: 6},
+            "starting ranks 0 and 2 again beside rank 1",
+        ),
+    ],
+)
+def test_a_restart_names_all_ranks_that_start_again(
+    exits: dict[int, RankExit], waiting: dict[int, int], words: str, tmp_path: Path
+) -> None:
+    BlackBox(black_box_path(tmp_path, 0)).write(7, "backward")
+    assert f"; {words} (restart 1 of 3)" in decide(AttemptEnd(0, exits, waiting=waiting), tmp_path)
+
+
+def test_where_only_a_connection_was_lost_no_rank_starts_again(tmp_path: Path) -> None:
+    for rank in range(3):
+        BlackBox(black_box_path(tmp_path, rank)).write(7, "backward")
+    lost = failed(raised(RuntimeError("Connection closed by peer")))
+    end = AttemptEnd(0, {}, dict.fromkeys(range(3), lost), waiting=dict.fromkeys(range(3), 6))
+    assert "; going on with what ranks 0-2 hold (restart 1 of 3)" in decide(end, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

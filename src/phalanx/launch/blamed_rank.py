@@ -3,6 +3,7 @@ failure."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from phalanx.launch.paths import black_box_path, rank_log_path
 from phalanx.launch.positions import describe_rank_position
 from phalanx.launch.rank_failure import RankFailure
 from phalanx.launch.reports import ErrorReport
+from phalanx.launch.signals import format_signal_name
+from phalanx.observe.where_words import format_rank_list
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,29 @@ def describe_other_ranks_ends(
             one_line = "the same"
         lines.append(f"{name_each_rank(ranks)}: {one_line}")
     return lines
+
+
+def describe_deaths_beside(root: int, end: AttemptEnd) -> str:
+    """ ", and so was rank 0", for the other ranks that a signal from outside ended: they are not
+    its victims.
+
+    Not for aborts: C++ code of torch ends a process by one because a peer is gone.
+    """
+    root_exit = end.exits.get(root)
+    if root_exit is None or root_exit.signal is None:
+        return ""
+    ranks_by_signal: dict[int, list[int]] = {}
+    for rank, rank_exit in sorted(end.exits.items()):
+        is_own = rank != root and not rank_exit.by_us and rank not in end.records
+        if is_own and rank_exit.signal not in (None, signal.SIGABRT):
+            ranks_by_signal.setdefault(rank_exit.signal, []).append(rank)
+    words = ""
+    for number, ranks in ranks_by_signal.items():
+        if number == root_exit.signal:
+            words += f", and so {'was' if len(ranks) == 1 else 'were'} {format_rank_list(ranks)}"
+        else:
+            words += f", and {format_rank_list(ranks)} by {format_signal_name(number)}"
+    return words
 
 
 def name_each_rank(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from phalanx.core.errors import ExitCode
 from phalanx.launch.attempt_end import RankExit
 from phalanx.launch.blamed_rank import (
     BlamedRank,
+    describe_deaths_beside,
     describe_other_ranks_ends,
     hint_at_out_of_memory,
     read_black_boxes,
@@ -68,6 +69,7 @@ def _build_failure_of_dead_process(blamed: BlamedRank, cause: str, detail: str) 
     rank, end = blamed.rank, blamed.end
     verb = f"was {detail}" if cause == "signal" else detail
     summary = f"rank {rank} {verb} {blamed.described_position}"
+    summary += describe_deaths_beside(rank, end)
     hint = UNREPORTED_EXIT_HINT
     if cause == "signal" or rank in end.records:
         rank_exit = end.exits.get(rank)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode, RestartBudgetError
@@ -17,7 +17,7 @@ from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.outcome import RunOutcome
-from phalanx.launch.rank_failure import OUT_OF_MEMORY, RankFailure
+from phalanx.launch.rank_failure import LOST_CONNECTION, OUT_OF_MEMORY, RankFailure
 from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
 from phalanx.launch.stop_request import StopRequest, name_stop_signal
 from phalanx.launch.verdict import find_root_failure
@@ -291,13 +291,24 @@ class RecoveryPolicy:
             plan_words = f"going on with what {format_rank_list(sorted(survivors.values()))} hold"
         elif survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
-            plan_words = f"starting it again beside {format_rank_list(sorted(survivors.values()))}"
+            plan_words = self._describe_start_beside(failure, sorted(survivors.values()))
         count_words = f"restart {restart} of {budget}"
         if pause_s > 0:
             plan_words += f" in {format_seconds(pause_s)}"
             limit = format_seconds(self._spec.outage_s)
             count_words += f"; an outage, which is waited for {limit}: resilience.outage_s"
         self._say(f"{failure.summary}; {plan_words} ({count_words})")
+
+    def _describe_start_beside(self, failure: RankFailure, kept: Sequence[int]) -> str:
+        """What starts again beside the `kept` ranks, each by its number unless what failed is all
+        of it."""
+        started = sorted(set(range(self._num_ranks)) - set(kept))
+        if not started and failure.cause == LOST_CONNECTION:
+            return f"going on with what {format_rank_list(kept)} hold"
+        which = "it"
+        if started and started != [failure.rank]:
+            which = format_rank_list(started)
+        return f"starting {which} again beside {format_rank_list(kept)}"
 
 
 def _keep_numbers(end: AttemptEnd, failure: RankFailure) -> dict[int, int]:

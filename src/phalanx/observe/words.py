@@ -24,7 +24,11 @@ def _collapse_white_space_and_shorten(text: str, limit: int) -> str:
 
 def describe_event(envelope: Envelope, units: MetricUnits = TEXT_METRIC_UNITS) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
-    line = _describe_event_body(envelope.event, units)
+    event = envelope.event
+    if isinstance(event, events.RunStarted):
+        line: str | None = _describe_start(event, is_first=envelope.attempt == 0)
+    else:
+        line = _describe_event_body(event, units)
     if line is None:
         return None
     return _collapse_white_space_and_shorten(line, MAX_LINE)
@@ -190,7 +194,7 @@ def describe_end(event: events.RunFinished) -> str:
     return f"failed after step {event.step:,}"
 
 
-def _describe_start(event: events.RunStarted) -> str:
+def _describe_start(event: events.RunStarted, *, is_first: bool) -> str:
     wide = [f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1]
     layout = " x ".join(wide) or "one rank"
     line = (
@@ -201,6 +205,8 @@ def _describe_start(event: events.RunStarted) -> str:
         line += f", collectives through {event.collectives}"
     if event.restored_from:
         line += f", continues at step {event.step} from {event.restored_from}"
+    elif not is_first:
+        line += ", from the beginning: no step is held or saved"
     return line
 
 
@@ -388,7 +394,6 @@ def _describe_slow_rank(event: events.RankSlow) -> str:
 
 # How the line of each type of event that a person wants to know of is made.
 _DESCRIBERS: dict[type[events.Event], Callable[[Any], str | None]] = {
-    events.RunStarted: _describe_start,
     events.WeightsTaken: _describe_taken_weights,
     events.NonFiniteFound: _describe_nonfinite,
     events.ReplicasReplayed: _describe_replay,
