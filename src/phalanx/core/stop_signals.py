@@ -4,6 +4,7 @@ handlers; and that of the supervisor, which no person or scheduler sends."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 from phalanx.core.process_stat import has_signal_handler
 
@@ -40,14 +41,21 @@ def is_signal_left_to_phalanx(number: int) -> bool:
     return bool(module.partition(".")[0] == __name__.partition(".")[0])
 
 
+def stop_signals_for_phalanx() -> Iterator[signal.Signals]:
+    """Stop signals whose handlers phalanx may set now: SIGTERM and SIGINT always, and those that
+    are taken as SIGTERM where nobody else has them."""
+    for number in STOP_SIGNALS:
+        if number not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(number):
+            yield number
+
+
 def ignore_stop_signals() -> None:
     """Have this process, which helps others that decide when it ends, outlive stop signals.
 
     Code of the user's that runs before (sitecustomize) keeps those that are taken as SIGTERM.
     """
-    for number in STOP_SIGNALS:
-        if number not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(number):
-            signal.signal(number, signal.SIG_IGN)
+    for number in stop_signals_for_phalanx():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def stop_ignoring_signals(kept: frozenset[int]) -> None:

@@ -9,11 +9,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from phalanx.core.stop_signals import (
-    SIGNALS_TAKEN_AS_SIGTERM,
-    STOP_SIGNALS,
-    is_signal_left_to_phalanx,
-)
+from phalanx.core.stop_signals import stop_signals_for_phalanx
 
 
 class SignalInbox:
@@ -35,9 +31,7 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            for number in STOP_SIGNALS:
-                if number in SIGNALS_TAKEN_AS_SIGTERM and not is_signal_left_to_phalanx(number):
-                    continue
+            for number in stop_signals_for_phalanx():
                 self._previous[number] = signal.signal(number, _ignore_signal)
         return self
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.stop_signals import (
-    SIGNALS_TAKEN_AS_SIGTERM,
     STOP_SIGNALS,
     ignore_stop_signals,
-    is_signal_left_to_phalanx,
+    stop_signals_for_phalanx,
 )
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalLaunch
@@ -179,9 +178,8 @@ def _restore_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     """Put handlers of stop signals back, but for those that code of the user's has or took."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for number, handler in handlers.items():
-        if number not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(number):
-            signal.signal(number, handler)
+    for number in stop_signals_for_phalanx():
+        signal.signal(number, handlers[number])
 
 
 def _train_as_other_rank(

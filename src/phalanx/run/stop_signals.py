@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.stop_signals import (
     SIGNALS_TAKEN_AS_SIGTERM,
-    STOP_SIGNALS,
+    ignore_stop_signals,
     is_signal_left_to_phalanx,
 )
 from phalanx.launch.stop_request import name_stop_signal
@@ -56,9 +56,7 @@ def raising_on_stop_signals() -> Iterator[None]:
 
 def _raise_stop_once(number: int, frame: FrameType | None) -> None:
     # First of all: a second signal must not strike while the first one's clean-up goes on.
-    for other in STOP_SIGNALS:
-        if other not in SIGNALS_TAKEN_AS_SIGTERM or is_signal_left_to_phalanx(other):
-            signal.signal(other, signal.SIG_IGN)
+    ignore_stop_signals()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise StoppedBySignalError(
