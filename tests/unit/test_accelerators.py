@@ -28,3 +28,19 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(LayoutError, match="h100-smx") as caught:
         find_accelerator("h100-smx")
     assert '"h100-sxm"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a100", '"a100-sxm-40" (40 GB), "a100-sxm" (80 GB), "a100-pcie" (80 GB)'),
+        ("A100-80GB", '"a100-sxm" (80 GB)'),
+        ("a100-80", '"a100-sxm" (80 GB)'),
+        ("b200", 'did you mean "b200-sxm"?'),
+    ],
+)
+def test_a_family_alone_is_answered_with_its_members_and_their_memory(name: str, said: str):
+    """ "a100" was answered with "a10g", and an A100 of 80 GB with that of 40."""
+    with pytest.raises(LayoutError) as caught:
+        find_accelerator(name)
+    assert said in str(caught.value)

@@ -234,6 +234,53 @@ def test_what_cannot_be_built_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hidden_size": None}, "hidden_size is null; give a whole number"),
+        ({"hidden_size": [32, 32]}, "hidden_size is [32, 32]; give a whole number"),
+        ({"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no"; give true or false'),
+        ({"hidden_act": "swishh"}, 'hidden_act is "swishh"; did you mean "swish"?'),
+        ({"torch_dtype": "bfloat17"}, 'torch_dtype is "bfloat17"; did you mean "bfloat16"?'),
+        (
+            {"rope_scaling": {"type": "foo", "factor": 2.0}},
+            'rope_scaling.type is "foo"; one of default, dynamic',
+        ),
+        ({"pad_token_id": 1000}, "pad_token_id is 1000 (vocab_size is 96)"),
+        ({"initializer_range": -0.02}, "initializer_range is -0.02 (Value must be"),
+    ],
+)
+def test_what_transformers_refuses_names_the_file_the_setting_and_what_is_wanted(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    """These were told in words of transformers and torch: a KeyError of 'foo'."""
+    values = ZOO["llama"] | {"model_type": "llama"} | settings
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(LayoutError) as caught, torch.device("meta"):
+        build(f"hf:{tmp_path}")
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: {said}")
+
+
+def test_a_size_that_is_not_said_is_not_that_of_another_model(tmp_path: Path) -> None:
+    """transformers has one for each: a tiny model was planned as one of a width of 4,096."""
+    values = ZOO["llama"] | {"model_type": "llama"}
+    del values["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with torch.device("meta"):
+        with pytest.raises(LayoutError, match=r"config.json says no hidden_size .*4,096"):
+            build(f"hf:{tmp_path}")
+        assert build(f"hf:{tmp_path}", hidden_size=32)
+
+
+def test_what_a_config_lacks_is_told_by_the_planner_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
+    with pytest.raises(LayoutError) as caught:
+        probe_foreign_shape(f"hf:{tmp_path}", {})
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: transformers knows no model_type 'llamma'; did you mean \"llama\"?"
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "more", "said"),
     [
         ("gptj", {"rotary_dim": 64}, "the forward of .* fails \\(RuntimeError"),

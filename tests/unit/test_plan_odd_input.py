@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.shard_file import parse_safetensors_header
 from phalanx.cli import _app
 from phalanx.cli._plan_search import build_model_override, check_plan_files
 from phalanx.core.errors import JobError, LayoutError, ResourceError, UsageError
 from phalanx.job.hugging_face import find_config_file, read_model_config
-from phalanx.job.load import load_job
+from phalanx.job.load import load_job, load_job_json
 from phalanx.plan.advice.explain_term import parse_term_name
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.search.contradiction import explain_contradiction
@@ -91,6 +92,61 @@ def test_a_size_of_another_type_is_refused_before_a_module_is_built(
     said = re.escape(f"hidden_size is {json.dumps(size)}; give a whole number from 1 on")
     with pytest.raises(LayoutError, match=said):
         read_model_config(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_key_value_heads is 3, which does not divide num_attention_heads, 4",
+        ),
+        (
+            {"num_local_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok is 8, and num_local_experts is 4; give at most 4",
+        ),
+        ({"num_local_experts": 0, "num_experts_per_tok": 2}, "num_local_experts is 0"),
+        ({"rope_theta": "10000"}, 'rope_theta is "10000"; give a number, without quotation marks'),
+        ({"rope_scaling": {"factor": "2"}}, 'rope_scaling.factor is "2"; give a number'),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear"; give an object'),
+        ({"attention_dropout": 2.0}, "attention_dropout is 2.0; give a probability"),
+        ({"vocab_size": 10**15}, "vocab_size is 1,000,000,000,000,000; give at most 100,000,000"),
+        ({"head_dim": -16}, "head_dim is -16"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings is -5"),
+        ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; give a list'),
+    ],
+)
+def test_settings_of_a_config_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, object], said: str
+) -> None:
+    """They were told by an error of a product in the traced forward, or not at all."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    with pytest.raises(LayoutError) as raised:
+        read_model_config(f"hf:{tmp_path}")
+    assert str(raised.value).startswith(f"{tmp_path}/config.json: {said}")
+
+
+def test_what_model_args_mend_in_a_config_is_not_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(f"hf:{tmp_path}", {"num_key_value_heads": 2})
+    with pytest.raises(LayoutError, match=r"model.args: num_key_value_heads is 0"):
+        read_model_config(f"hf:{tmp_path}", {"num_key_value_heads": 0})
+
+
+def test_a_key_that_stands_twice_is_refused_by_name(tmp_path: Path) -> None:
+    """Python takes the last of them, and other readers may take the first."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 32, "hidden_size": 64}'
+    )
+    with pytest.raises(LayoutError, match="the key 'hidden_size' is there twice"):
+        read_model_config(f"hf:{tmp_path}")
+    (tmp_path / "job.json").write_text('{"train": {"steps": 3, "steps": 4}}')
+    with pytest.raises(JobError, match="the key 'steps' is there twice"):
+        load_job_json(tmp_path / "job.json")
+    entry = b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    with pytest.raises(ValueError, match="the key 'a' is there twice"):
+        list(parse_safetensors_header(b"{%s, %s}" % (entry, entry), 0, 4))
 
 
 def test_more_blocks_than_a_plan_looks_at_are_refused(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def parse_safetensors_header(
     Raises ValueError for entries that do not add up.
     """
     try:
-        entries = parse_json(text)
+        entries = parse_json(text, unique_keys=True)
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is no JSON at byte {error.pos}") from None
     if not isinstance(entries, dict):

@@ -237,22 +237,49 @@ def read_json(
     most_bytes: int = MAX_JSON_FILE_BYTES,
     *,
     object_hook: Callable[[dict[str, Any]], Any] | None = None,
+    unique_keys: bool = False,
 ) -> Any:
-    """The value in a regular file of JSON; `object_hook` as of `json.loads`.
+    """The value in a regular file of JSON; `object_hook` and `unique_keys` as of `parse_json`.
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
     """
-    return parse_json(read_whole_regular_file(path, most_bytes), object_hook=object_hook)
+    return parse_json(
+        read_whole_regular_file(path, most_bytes), object_hook=object_hook, unique_keys=unique_keys
+    )
+
+
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice."""
 
 
 def parse_json(
-    text: bytes | str, *, object_hook: Callable[[dict[str, Any]], Any] | None = None
+    text: bytes | str,
+    *,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+    unique_keys: bool = False,
 ) -> Any:
     """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep, and
-    in words that name no Python."""
+    in words that name no Python.
+
+    With `unique_keys` RepeatedKeyError for an object that has a key twice, of which Python would
+    take the last, and other readers the first.
+    """
+
+    def build_object(pairs: list[tuple[str, Any]]) -> Any:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            raise RepeatedKeyError(f"the key {_find_repeated_key(pairs)!r} is there twice")
+        return value if object_hook is None else object_hook(value)
+
     try:
         # Python's parser calls itself for each level of nesting.
-        return json.loads(text, object_hook=object_hook)
+        return json.loads(
+            text,
+            object_hook=object_hook,
+            object_pairs_hook=build_object if unique_keys else None,
+        )
+    except RepeatedKeyError:
+        raise
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -264,6 +291,16 @@ def parse_json(
     except ValueError:
         # int() refuses more than 4,300 digits.
         raise ValueError("a whole number in it has thousands of digits") from None
+
+
+def _find_repeated_key(pairs: list[tuple[str, Any]]) -> str:
+    """The first key that is in `pairs` again, cut if it is long."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key[:100]
+        seen.add(key)
+    raise LookupError("no key is there twice")
 
 
 _NOT_WRITABLE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)

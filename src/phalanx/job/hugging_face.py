@@ -6,34 +6,21 @@ Torch-free; nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json
-from phalanx.job.limits import MAX_LAYERS
+from phalanx.job.hugging_face_checks import require_possible_settings
 
 HUGGING_FACE_PREFIX = "hf:"
 CONFIG_FILE_NAME = "config.json"
-SIZE_KEYS = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "vocab_size", "n_layer", "n_embd", "n_head"),
-)
-"""Keys of config.json, in several families, of what a model has at least one of."""
 # transformers: {"__float__": "Infinity"} for math.inf, since its version 5.
 _FLOAT_TAG_KEY = "__float__"
 _FLOAT_OF_TAG = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-LAYER_KEYS = ("num_hidden_layers", "n_layer")
 SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
-# Endings of keys whose numbers a model computes with; limits on a number may be infinite
-# (time_step_limit of Mamba 2).
-FINITE_KEY_ENDINGS = (
-    *("_theta", "_base_freq", "_eps", "_epsilon", "factor", "_range", "_multiplier", "_scale"),
-    *("dropout", "_pdrop", "_scaling"),
-)
 PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -98,10 +85,11 @@ def _require_regular_files(directory: Path) -> None:
             )
 
 
-def read_model_config(kind: str) -> dict[str, Any]:
+def read_model_config(kind: str, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The values of config.json.
 
-    Raises LayoutError for a file that is none, or that names no model_type.
+    Raises LayoutError for a file that is none, that names no model_type, or whose settings, with
+    `args` (model.args) on top, no model has.
     """
     path = find_config_file(kind)
     try:
@@ -112,20 +100,7 @@ def read_model_config(kind: str) -> dict[str, Any]:
         raise LayoutError(
             f"{path} names no model_type", fix="it is the config.json that save_pretrained writes"
         )
-    for key in SIZE_KEYS:
-        size = values.get(key)
-        # transformers takes some of them, and builds a model without blocks, say. Lists have a
-        # size for each block.
-        if isinstance(size, str | bool | float) or (isinstance(size, int) and size < 1):
-            said = f"{path}: {key} is {json.dumps(size):.60}"
-            raise LayoutError(said, fix="give a whole number from 1 on")
-    for name, number in _iterate_non_finite_numbers(values):
-        if math.isnan(number) or name.endswith(FINITE_KEY_ENDINGS):
-            raise LayoutError(f"{path}: {name} is {number}", fix="give a finite number")
-    for key in LAYER_KEYS:
-        size = values.get(key)
-        if isinstance(size, int) and size > MAX_LAYERS:
-            raise LayoutError(f"{path}: {key} is {size:,}", fix=f"give at most {MAX_LAYERS:,}")
+    require_possible_settings(path, values, args or {})
     return values
 
 
@@ -135,7 +110,7 @@ def read_config_values(path: Path) -> Any:
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
     """
-    return read_json(path, object_hook=_decode_tagged_float)
+    return read_json(path, object_hook=_decode_tagged_float, unique_keys=True)
 
 
 def _decode_tagged_float(value: dict[str, Any]) -> Any:
@@ -143,19 +118,6 @@ def _decode_tagged_float(value: dict[str, Any]) -> Any:
     if len(value) == 1 and isinstance(tag, str):
         return _FLOAT_OF_TAG.get(tag, value)
     return value
-
-
-def _iterate_non_finite_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(dotted name, number) of each NaN and infinity in a value of JSON: Python reads them, though
-    no JSON has them."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _iterate_non_finite_numbers(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _iterate_non_finite_numbers(item, name)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield name, value
 
 
 def list_transformers_modules(kind: str | None) -> tuple[str, ...]:
@@ -168,7 +130,7 @@ def list_transformers_modules(kind: str | None) -> tuple[str, ...]:
 
 def find_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
     """Rows of the embedding by config.json or `args`; None if these do not say it."""
-    size = {**read_model_config(kind), **args}.get("vocab_size")
+    size = {**read_model_config(kind, args), **args}.get("vocab_size")
     # config.json may hold anything; what is no number decides nothing.
     if isinstance(size, int):
         return size

@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from phalanx.core.errors import JobError, JobProblem, UsageError, format_nearest_word_hint
-from phalanx.core.files import read_whole_regular_file
+from phalanx.core.files import RepeatedKeyError, parse_json, read_whole_regular_file
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import (
     Finding,
@@ -309,7 +309,9 @@ def _read_toml(path: str | FilePath | None) -> JobSource:
 def _read_json(path: str | FilePath) -> JobSource:
     name, text = _read_file_text(path)
     try:
-        tree = json.loads(text)
+        tree = parse_json(text, unique_keys=True)
+    except RepeatedKeyError as error:
+        raise JobError([JobProblem("syntax", str(error), name)]) from None
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}:{error.colno}"
         raise JobError([JobProblem("syntax", f"not JSON: {error.msg}", where)]) from None

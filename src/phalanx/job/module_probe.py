@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import digest
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.core.files import read_json, write_json_atomically
 from phalanx.core.process_stat import read_run_and_delay_s
 from phalanx.core.registry import is_foreign
@@ -110,7 +110,7 @@ def probe_foreign_shape(
     """
     if is_hugging_face(kind):
         # What is wrong with the file is said here, without another process.
-        read_model_config(kind)
+        read_model_config(kind, args)
     cached = _find_shape_cache_file(kind, args, cache_dir, trace)
     if cached is not None and (known := _read_cached_shape(cached)) is not None:
         return known
@@ -139,6 +139,11 @@ def _run_probe(
         request["trace"] = dict(trace)
     try:
         return run_request_process(probe_module, request, timeout_s, tell)
+    except RefusedRequestError as error:
+        # Of a config.json: it names the file and the setting, and there is nothing else to check.
+        if is_hugging_face(kind):
+            raise LayoutError(str(error)) from None
+        raise _build_probe_error(kind, str(error)) from None
     except ChildProcessError as error:
         raise _build_probe_error(kind, str(error)) from None
 
@@ -185,6 +190,10 @@ def _write_progress(writer: int, progress: list[Any]) -> None:
         pass
 
 
+class RefusedRequestError(ChildProcessError):
+    """The process ended with an error that is for the user as it is."""
+
+
 def run_request_process(
     module: str,
     request: Mapping[str, Any],
@@ -194,7 +203,8 @@ def run_request_process(
     """The output of `python -m module REQUEST`, with the request as JSON. The process sees our
     sys.path. `tell` hears what it writes with `make_progress_writer`.
 
-    Raises ChildProcessError with the last line of its errors.
+    Raises ChildProcessError with the last line of its errors; RefusedRequestError if it ended with
+    ExitCode.JOB.
     """
     if tell is None:
         return _run_request_process(module, request, timeout_s, None)
@@ -238,6 +248,8 @@ def _run_request_process(
             process.communicate()
     if process.returncode != 0:
         ending = f"the process ended with {process.returncode}"
+        if process.returncode == ExitCode.JOB:
+            raise RefusedRequestError(find_last_line(errors) or ending)
         raise ChildProcessError(find_last_line(errors) or ending)
     return printed
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 import phalanx
 from phalanx.core.block_sizes import get_block_sizes
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.job.module_probe import TellProgress, make_progress_writer, print_answer
 from phalanx.job.schema import Model
@@ -212,7 +212,8 @@ if __name__ == "__main__":
         with report_os_exit_of_user_code():
             print_answer(_answer_probe_request(request))
     except PhalanxError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(ExitCode.JOB)
     except (Exception, SystemExit) as error:  # the user's own code
         traceback.print_exc()
         sys.exit(summarize_error(error))

@@ -107,9 +107,21 @@ def find_accelerator(name: str) -> Accelerator:
     table = list_accelerators()
     named_accelerator = table.get(name.lower())
     if named_accelerator is None:
-        raise LayoutError(
-            f"no accelerator is called {name!r}",
-            fix=format_nearest_word_hint(name.lower(), tuple(table))
-            or f"one of {', '.join(table)}",
-        )
+        raise LayoutError(f"no accelerator is called {name!r}", fix=_suggest_accelerators(name))
     return named_accelerator
+
+
+def _suggest_accelerators(name: str) -> str:
+    """What a name that the table has not may mean: those of its family with their memory ("a100",
+    "A100-80GB"), else the nearest name, else all of them."""
+    table = list_accelerators()
+    words = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").split("-")
+    family = [known for known in table if known.split("-")[0] == words[0]]
+    if len(family) > 1:
+        return "one of " + ", ".join(
+            f'"{known}" ({table[known].memory_gib:g} GB)' for known in family
+        )
+    if family:
+        return f'did you mean "{family[0]}"?'
+    nearest = format_nearest_word_hint(name.lower(), tuple(table))
+    return nearest or f"one of {', '.join(table)}"

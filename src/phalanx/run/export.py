@@ -191,7 +191,11 @@ def _read_config_of_run(
         special_tokens = {"bos_token_id": None, "pad_token_id": None, **tokenizer.settings}
     try:
         model = read_json(run_dir / "job.json")["model"]
-        return {**read_model_config(model["kind"]), **model["args"], **special_tokens}
+        return {
+            **read_model_config(model["kind"], model["args"]),
+            **model["args"],
+            **special_tokens,
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             "the run's job.json cannot be read", where=str(run_dir), why=str(error)

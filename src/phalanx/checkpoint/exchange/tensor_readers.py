@@ -192,7 +192,7 @@ def _list_files_of_index(source: Path) -> list[Path]:
 def _read_weight_map(path: Path) -> dict[str, Any]:
     why = "it has no weight_map, an object of tensors and their files"
     try:
-        index = read_json(path, MAX_INDEX_BYTES)
+        index = read_json(path, MAX_INDEX_BYTES, unique_keys=True)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if isinstance(weight_map, dict):
             return weight_map

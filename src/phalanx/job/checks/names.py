@@ -25,7 +25,7 @@ def check_model_exists(job: Job) -> list[Finding]:
         return []
     if is_hugging_face(job.model.kind):
         try:
-            read_model_config(job.model.kind)
+            read_model_config(job.model.kind, job.model.args)
         except LayoutError as error:
             return [
                 make_finding(

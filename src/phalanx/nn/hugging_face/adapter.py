@@ -21,6 +21,7 @@ from phalanx.core.errors import LayoutError, PhalanxError, format_nearest_word_h
 from phalanx.core.registry import import_object_of_kind, import_optional_dependency
 from phalanx.job.hugging_face import (
     HUGGING_FACE_PREFIX,
+    find_config_file,
     find_weights_directory,
     is_hugging_face,
     read_model_config,
@@ -35,6 +36,11 @@ from phalanx.nn.hugging_face.plain_head import (
     build_head_output,
     find_plain_head,
     replacing_submodule,
+)
+from phalanx.nn.hugging_face.refusals import (
+    build_refused_config_error,
+    build_unbuildable_model_error,
+    require_sizes_are_said,
 )
 from phalanx.nn.hugging_face.shard_rules import build_hugging_face_shard_rules
 from phalanx.nn.hugging_face.trial import require_causal_and_trainable_by_trial
@@ -70,9 +76,10 @@ def build(kind: str, **args: Any) -> nn.Module:
     `args` are settings on top of those of config.json. Raises LayoutError for what cannot be built
     or trained.
     """
-    values = read_model_config(kind)
+    values = read_model_config(kind, args)
     config = _build_transformers_config(kind, values, args)
     auto = _choose_auto_class(kind, values, config)
+    require_sizes_are_said(find_config_file(kind), config, {**values, **args})
     directory = find_weights_directory(kind)
     try:
         # The default device is meta where a planner asks for shapes alone, and tensors are fake
@@ -93,10 +100,8 @@ def build(kind: str, **args: Any) -> nn.Module:
     except PhalanxError:
         raise
     except Exception as error:
-        raise LayoutError(
-            f"transformers cannot build {kind}, a {config.model_type}",
-            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
-            fix=_build_fix_for_missing_setting(config, error),
+        raise build_unbuildable_model_error(
+            find_config_file(kind), config, {**values, **args}, error
         ) from None
     adapted = _adapt_module_to_phalanx(module, config)
     # On meta, and while its building is recorded, it has no numbers to be tried with.
@@ -131,7 +136,7 @@ def require_trainable_small_model(kind: str, args: Mapping[str, Any]) -> None:
 def _try_small_model(kind: str, args: Mapping[str, Any], limits: Mapping[str, int]) -> bool:
     """Try the model of `kind` with settings of at most `limits`; False if it cannot be built with
     these. Raises LayoutError if it cannot be trained."""
-    values = read_model_config(kind)
+    values = read_model_config(kind, args)
     small: dict[str, Any] = dict(args)
     for key, most in limits.items():
         value = small.get(key, values.get(key))
@@ -214,7 +219,11 @@ def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str
             format_nearest_word_hint(model_type, sorted(CONFIG_MAPPING_NAMES))
             or "code that a directory brings is never run"
         )
-        raise LayoutError(f"transformers knows no model_type {model_type!r}", where=kind, fix=fix)
+        raise LayoutError(
+            f"transformers knows no model_type {model_type!r}",
+            where=str(find_config_file(kind)),
+            fix=fix,
+        )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(dict(values))
         known = {*parsed.to_dict(), *getattr(parsed, "attribute_map", {})}
@@ -231,22 +240,9 @@ def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str
     except LayoutError:
         raise
     except Exception as error:
-        raise LayoutError(
-            f"{kind}, a {model_type}, is refused by transformers", why=" ".join(str(error).split())
+        raise build_refused_config_error(
+            find_config_file(kind), CONFIG_MAPPING[model_type], {**values, **args}, error
         ) from None
-
-
-def _build_fix_for_missing_setting(config: Any, error: Exception) -> str | None:
-    """A fix for an AttributeError of a setting that is missing in the config, or in one inside it;
-    None for other errors."""
-    if not isinstance(error, AttributeError) or error.obj is None:
-        return None
-    if error.obj is config:
-        return f"its config.json must say {error.name}"
-    for key, part in vars(config).items():
-        if part is error.obj:
-            return f"its config.json must say {key}.{error.name}"
-    return None
 
 
 def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
