@@ -207,3 +207,23 @@ def test_a_phase_that_ends_tells_the_line_that_began_it(tmp_path: Path) -> None:
     assert (ended.phase, ended.collective) == ("backward", "")
     assert (ended.file, ended.line) == (begun.file, begun.line)
     assert ended.num_writes == begun.num_writes + 1
+
+
+def test_a_process_forked_off_the_rank_does_not_train_on_in_its_place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    box = BlackBox(tmp_path / "box", RankIdentity(rank=1, world_size=2))
+    box.write(4, "forward")
+    for write in (lambda: box.write(4, "backward"), lambda: box.post_collective(_call(1))):
+        pid = os.fork()
+        if pid == 0:
+            write()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+        said = capfd.readouterr().err
+        assert f"process {pid}, which code of yours forked off rank 1 (os.fork)" in said
+    assert _read(tmp_path / "box").phase == "forward"
+    assert not _read(tmp_path / "box").collectives
+    # The rank itself goes on.
+    box.write(4, "backward")
+    assert _read(tmp_path / "box").phase == "backward"

@@ -122,3 +122,11 @@ def test_stacks_are_waited_for(tmp_path: Path) -> None:
     ranks.lose(1, signal.SIGKILL)
     ranks.deadline.postpone(NOW_S + 7)
     assert ranks.compute_delay_s() == pytest.approx(7)
+
+
+def test_the_wait_for_last_exits_counts_from_the_first_one(tmp_path: Path) -> None:
+    deadline = TwoRanks(tmp_path).deadline
+    assert deadline.compute_exit_wait_s(NOW_S) == -math.inf
+    deadline.begin_last_exits(NOW_S)
+    deadline.begin_last_exits(NOW_S + 3)
+    assert deadline.compute_exit_wait_s(NOW_S + 10) == 10.0

@@ -3,6 +3,7 @@ mistakes."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,6 +191,20 @@ def test_an_objective_that_returns_something_else_is_told_what_to_return(
     with pytest.raises(LayoutError) as refused:
         parallel(TwoInputs()).forward_backward([BATCH], objective)
     assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -3, torch.tensor(math.nan)])
+def test_a_number_of_targets_that_is_none_is_refused(count: Any) -> None:
+    """What losses are divided by, said as that, and no error of ours or a step without targets."""
+
+    def objective(outputs: Any, batch: Batch) -> Any:
+        return F.cross_entropy(outputs[0], batch["labels"], reduction="sum"), count
+
+    model = parallel(TwoInputs())
+    sums = model.forward_backward([BATCH], objective)
+    for reduce in (model.reduce_and_clip, model.reduce_sums):
+        with pytest.raises(LayoutError, match=r"num_targets add up to (nan|inf|-3) .* a count"):
+            reduce(sums)
 
 
 def test_a_name_that_the_batch_lacks_is_told_with_those_it_has() -> None:

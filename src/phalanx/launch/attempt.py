@@ -18,6 +18,7 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.kill_deadline import KillDeadline
+from phalanx.launch.late_exits import LateExits
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     EndRecorded,
@@ -129,6 +130,7 @@ class AttemptWatch:
         self._num_ranks, self._spec = num_ranks, spec
         self._server, self._waiter, self._stop = server, waiter, stop
         self._deadline = KillDeadline(self.end, num_ranks, spec, stop)
+        self._late_exits = LateExits()
         self._has_asked_for_stacks = False
         self._is_store_needed = True
         self._killed_as_hung: set[int] = set()
@@ -173,6 +175,7 @@ class AttemptWatch:
                 )
             self._look_for_stopped_store()
             self._look_for_hang()
+            self._look_for_late_exits()
             self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
@@ -304,6 +307,19 @@ class AttemptWatch:
         self._server.link.send(KillRanks(self.end.number, hang.culprits))
         self._listener.emit_hang_found(hang)
 
+    def _look_for_late_exits(self) -> None:
+        now = time.monotonic()
+        late = self._late_exits.describe(
+            self._list_running_ranks(),
+            self._deadline.compute_exit_wait_s(now),
+            self._deadline.compute_s() - now,
+        )
+        if late:
+            self._listener.say(late)
+
+    def _list_running_ranks(self) -> list[int]:
+        return sorted(set(range(self._num_ranks)) - self.end.exits.keys())
+
     def _find_next_deadline(self) -> float:
         if self._deadline.has_killed:
             return self._deadline.compute_server_due_s()
@@ -326,6 +342,8 @@ class AttemptWatch:
                 return
             self._deadline.note_kill(now)
             self.end.grace_over = self._deadline.is_grace_over(now)
+            if killed := self._late_exits.describe_kill(self._list_running_ranks()):
+                self._listener.say(killed)
             at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
             self._server.link.send(KillRanks(self.end.number, tuple(sorted(at_work))))
 

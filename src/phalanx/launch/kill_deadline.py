@@ -42,6 +42,7 @@ class KillDeadline:
         self._spec, self._stop = spec, stop
         self._failed_s = self._reported_s = self._grace_until_s = math.inf
         self._not_before_s = -math.inf
+        self._last_exits_s = math.inf
         self._lack_s = 0.0
         self._killed_s, self._lack_at_kill_s = math.inf, 0.0
 
@@ -70,7 +71,13 @@ class KillDeadline:
 
     def begin_last_exits(self, now_s: float) -> None:
         """All work is done, and the first process is gone, or is killed now."""
+        self._last_exits_s = min(self._last_exits_s, now_s)
         self._grace_until_s = min(self._grace_until_s, now_s + EXIT_AFTER_DONE_WINDOW_S)
+
+    def compute_exit_wait_s(self, now_s: float) -> float:
+        """Seconds since the first process of a run that is done was gone; negative infinity if none
+        is."""
+        return now_s - self._last_exits_s
 
     def is_grace_over(self, now_s: float) -> bool:
         return now_s >= self._grace_until_s

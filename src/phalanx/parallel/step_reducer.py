@@ -12,6 +12,7 @@ import torch
 from phalanx.core.phases import WORLD_AXIS
 from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.parallel.block_norms import BlockNormRequest, BlockSquares
+from phalanx.parallel.call.check_objective import require_number_of_targets
 from phalanx.parallel.expert.router_load import ReducedRouterLoads
 from phalanx.parallel.gradients import (
     LocalBlockReplicas,
@@ -74,7 +75,8 @@ class StepReducer:
                 loss_sum = math.fsum(losses)
             self.finished_at = self._phases.clock.mark()
         stats = replace(self._create_empty_stats(reduced_flags), block_squares=tuple(squares))
-        # All ranks return here or none: they have one sum.
+        # All ranks raise or return here, or none: they have one sum.
+        require_number_of_targets(num_targets)
         if num_targets == 0:
             return stats
         normalizer = self._context.normalizer
@@ -140,6 +142,7 @@ class StepReducer:
         vector = torch.stack(self._zero_unless_tp_leader(local_loss))
         vector = torch.cat((vector, self._spread_losses(local_loss)))
         loss_sum, num_targets, *losses = self._mesh.all_reduce_sum(vector).tolist()
+        require_number_of_targets(num_targets)
         if losses:
             loss_sum = math.fsum(losses)
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)

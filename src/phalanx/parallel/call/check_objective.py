@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,17 @@ def require_loss_sum_and_num_targets(outcome: Any) -> None:
                 "compute it from the model's outputs with torch, without detach(), item() or"
                 " no_grad"
             ),
+        )
+
+
+def require_number_of_targets(num_targets: float) -> None:
+    """The targets of all microbatches and ranks, by which losses and gradients are divided. Looked
+    at when ranks have it: to ask a device for that of a microbatch would wait for it."""
+    if not math.isfinite(num_targets) or num_targets < 0:
+        raise LayoutError(
+            f"the objective's num_targets add up to {num_targets:g} over microbatches and ranks",
+            why="losses and gradients are divided by it",
+            fix="return how many targets loss_sum is of: a count, 0 where there is none",
         )
 
 
