@@ -308,7 +308,14 @@ class AttemptWatch:
         self._listener.emit_hang_found(hang)
 
     def _look_for_late_exits(self) -> None:
+        """Tell the person who waits for the command what it waits for, once all work is done."""
+        if not self.end.is_complete(self._num_ranks):
+            return
         now = time.monotonic()
+        if not self.end.exits:
+            if late := self._late_exits.describe_none_left(self._num_ranks, now):
+                self._listener.say(late)
+            return
         late = self._late_exits.describe(
             self._list_running_ranks(),
             self._deadline.compute_exit_wait_s(now),
