@@ -561,6 +561,22 @@ def own_address() -> str:
     pytest.skip("this machine has no interface but loopback")
 
 
+def test_a_store_of_the_supervisor_that_is_gone_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that still connects when another one fails holds its state: it must not try for as
+    long as a store may take that nobody has opened yet."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PHALANX_ATTEMPT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    began_s = time.monotonic()
+    with pytest.raises(dist.DistNetworkError):
+        open_rendezvous_store(rendezvous_s=20)
+    assert time.monotonic() - began_s < 10
+
+
 def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
     assert (
         find_interface_towards("127.0.0.1")

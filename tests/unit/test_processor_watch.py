@@ -93,6 +93,22 @@ def test_a_rank_that_hardly_wants_to_run_is_not_starved(kernel: Kernel) -> None:
     assert look(kernel, 200, act) == []
 
 
+def test_a_rank_that_is_slow_when_its_attempt_ends_is_not_called_fast_again(
+    kernel: Kernel,
+) -> None:
+    def act(number: int) -> None:
+        is_stopped = number >= 50 and number % 4 < 2
+        kernel.letters[2] = "T" if is_stopped else "R"
+        for rank in range(NUM_RANKS):
+            if rank != 2 or not is_stopped:
+                kernel.run(rank, 1.0)
+
+    (_, begun), (ended_at, ended) = look(kernel, 80, act)
+    assert isinstance(begun, RankSlow)
+    assert isinstance(ended, RankSlowEnded)
+    assert (ended_at, ended.slow_rank, ended.with_attempt) == (80, 2, True)
+
+
 def test_stopped_by_turns(kernel: Kernel) -> None:
     def act(number: int) -> None:
         is_stopped = 50 <= number < 150 and number % 4 < 2

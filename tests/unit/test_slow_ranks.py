@@ -13,8 +13,9 @@ import pytest
 from phalanx.launch.own_step import OwnStep, read_own_step
 from phalanx.launch.slow_ranks import MIN_SLOW_S, WINDOW, SlowRankJudge, SlowRankWatch
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import Event, RankSlow, RankSlowEnded, StepFinished
+from phalanx.observe.events import Envelope, Event, RankSlow, RankSlowEnded, StepFinished
 from phalanx.observe.tail import EventTail
+from phalanx.observe.words import describe_event
 from phalanx.run.supervised import find_slow_ranks
 
 RECORDED = Path(__file__).parents[1] / "golden" / "own-seconds-of-ranks.json"
@@ -208,6 +209,9 @@ def test_steps_are_put_together_from_events_of_all_ranks() -> None:
     # Another attempt: what was slow is over.
     (ended,) = watch.add(0, 1, finished(30, forward=0.1))
     assert isinstance(ended, RankSlowEnded)
+    # That it is as fast as the others again nobody has seen, and nobody says.
+    assert ended.with_attempt
+    assert describe_event(Envelope(ended, -1, 1, 0.0)) is None
     assert watch.add(0, 0, finished(41, forward=0.1)) == []
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from phalanx.core.process_stat import read_run_and_delay_s, read_state_letter
@@ -116,7 +116,8 @@ class ProcessorWatch:
         """The ends of what is slow when the attempt is over."""
         events: list[Event] = []
         for rank, looks in enumerate(self._looks):
-            events += [self._end_slowness(rank, why) for why in tuple(looks.slow_since)]
+            for why in tuple(looks.slow_since):
+                events.append(replace(self._end_slowness(rank, why), with_attempt=True))
         return events
 
     def _judge_stops(self, rank: int) -> list[Event]:
@@ -188,7 +189,7 @@ class ProcessorWatch:
             why=why,
         )
 
-    def _end_slowness(self, rank: int, why: str) -> Event:
+    def _end_slowness(self, rank: int, why: str) -> RankSlowEnded:
         first_step = self._looks[rank].slow_since.pop(why)
         step = max(self._read_step(rank), first_step)
         return RankSlowEnded(rank, step, first_step, 0.0, why)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean, median
 
@@ -203,7 +203,7 @@ class SlowRankJudge:
         events: list[Event] = []
         for rank, history in self._histories.items():
             if history.slow_since:
-                events.append(_build_end(rank, number, history))
+                events.append(replace(_build_end(rank, number, history), with_attempt=True))
         return events
 
     def _add_sample(self) -> None:

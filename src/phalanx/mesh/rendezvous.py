@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 SUPERVISED_RENDEZVOUS_TIMEOUT_S = 20.0
 # For ranks that have all arrived to read one key.
 READ_TIMEOUT_S = 20.0
+# One try to connect to a store, of many.
+CONNECT_TRY_S = 1.0
 
 # Of this process: how often its ranks have met in each incarnation, and the stores that it holds
 # for the others, by process (a fork has none), host and port.
@@ -202,6 +205,50 @@ def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_TIMEOUT_S) -> dist
     return dist.PrefixStore(f"phalanx/{incarnation}/{number}", store)
 
 
+def _is_store_of_supervisor() -> bool:
+    is_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_of_launcher and "PHALANX_ATTEMPT" in os.environ
+
+
+def _connect_to_store_of_supervisor(
+    host: str, port: int, world_size: int, rendezvous_s: float
+) -> dist.Store:
+    """A client of the store of phalanx's own launcher, which listens before a rank starts, and is
+    ended where the ranks are to leave.
+
+    Raises torch's error as soon as nobody listens. torch alone tries again until its time is over,
+    and a rank that holds its state for the next attempt would be killed as one that hangs.
+    """
+    until_s = time.monotonic() + rendezvous_s
+    while True:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                world_size,
+                is_master=False,
+                timeout=datetime.timedelta(seconds=min(CONNECT_TRY_S, rendezvous_s)),
+                wait_for_workers=False,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError):
+            if time.monotonic() >= until_s or not _does_anybody_listen(host, port):
+                raise
+        else:
+            store.set_timeout(datetime.timedelta(seconds=rendezvous_s))
+            return store
+
+
+def _does_anybody_listen(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_TRY_S):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        # Slow, or a limit of this process: nothing is known of the other side.
+        return True
+
+
 def _open_tcp_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -210,6 +257,8 @@ def _open_tcp_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Sto
         store = _held_stores[holding]
         store.set_timeout(datetime.timedelta(seconds=rendezvous_s))
         return store
+    if _is_store_of_supervisor():
+        return _connect_to_store_of_supervisor(host, port, world_size, rendezvous_s)
     listening: socket.socket | None = None
     options: dict[str, Any] = {}
     try:

@@ -133,7 +133,10 @@ def _describe_lost_store(event: events.StoreLost) -> str:
     return f"{text} ({event.detail})"
 
 
-def _describe_end_of_slowness(event: events.RankSlowEnded) -> str:
+def _describe_end_of_slowness(event: events.RankSlowEnded) -> str | None:
+    if event.with_attempt:
+        # Whether it would still be slow nobody knows.
+        return None
     text = f"rank {event.slow_rank} is as fast as the others again at step {event.step}"
     text += f", slow since step {event.first_step}"
     if event.waited_s > 0:

@@ -113,14 +113,15 @@ class RankSlow(Event):
 @dataclass(frozen=True)
 class RankSlowEnded(Event):
     """From the supervisor: a rank that was slow since `first_step` is as fast as the others again,
-    or its attempt is over; they waited `waited_s` for it in sum (0: not known). `why` as in
-    RankSlow."""
+    or its attempt is over (`with_attempt`); they waited `waited_s` for it in sum (0: not known).
+    `why` as in RankSlow."""
 
     slow_rank: int
     step: int
     first_step: int
     waited_s: float
     why: str = ""
+    with_attempt: bool = False
 
 
 @dataclass(frozen=True)
