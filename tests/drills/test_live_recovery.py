@@ -109,6 +109,19 @@ def require_same_as_straight(straight: Path, run_dir: Path, done: Done) -> None:
     assert not survivors(run_dir)
 
 
+@pytest.mark.long
+def test_a_rank_that_is_frozen_beside_a_killed_one_costs_no_step(folder: Path) -> None:
+    """Two of four replicas wait in a collective for the one that is frozen."""
+    faults = inject("freeze:rank=1,step=5,phase=backward", "kill:rank=3,step=5,phase=collective")
+    command = arguments("ddp4", "frozen and killed", faults)
+    done = run_beside_undisturbed(folder, "ddp4", command)
+    run_dir = folder / "frozen and killed"
+    require_same_as_straight(folder / "ddp4", run_dir, done)
+    assert [start.event.kept for start in events(run_dir, RanksStarted)] == [[], [0, 2]]
+    assert "rank 1 is stopped (SIGSTOP) while others leave after a failure: killed" in done.out
+    assert "starting ranks 1 and 3 again beside ranks 0 and 2 (restart 1 of 3)" in done.out
+
+
 def test_no_step_is_lost_in_any_phase(folder: Path, straight: Path) -> None:
     """Rank and phase of each kill differ; the rank that lives stays the same process throughout
     what is not its own death."""

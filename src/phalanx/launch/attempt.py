@@ -43,8 +43,10 @@ from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
 from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.stop_request import StopRequest, describe_stop_on_signal
+from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.launch.stopped_store import StoppedStoreWatch
 from phalanx.launch.wire import MessageChannel
+from phalanx.observe.where_words import format_rank_list
 
 Order = TypeVar("Order")
 Report = TypeVar("Report")
@@ -137,6 +139,8 @@ class AttemptWatch:
         self._pids: Sequence[int] = ()
         self._oom = OomWatch()
         self._lack: ProcessorLack | None = None
+        self._stopped = StoppedRanks()
+        self._killed_as_stopped: set[int] = set()
         self._store = StoppedStoreWatch(0)
 
     def watch_until_end(self, payload: JsonObject, survivors: Mapping[int, int]) -> AttemptEnd:
@@ -339,6 +343,7 @@ class AttemptWatch:
         if self._is_store_needed and self._deadline.waits_for_survivors():
             self._is_store_needed = False
             self._server.link.send(KillStore(self.end.number))
+        self._kill_stopped_ranks(now)
         self._look_for_processor_lack(now)
         if self._deadline.has_killed:
             # The server does not answer.
@@ -353,6 +358,21 @@ class AttemptWatch:
                 self._listener.say(killed)
             at_work = set(range(self._num_ranks)) - self.end.waiting.keys()
             self._server.link.send(KillRanks(self.end.number, tuple(sorted(at_work))))
+
+    def _kill_stopped_ranks(self, now: float) -> None:
+        """Kill ranks that are stopped while others leave with what they hold: they cannot leave,
+        and those that wait for them in a collective would not either."""
+        if not self._deadline.waits_for_survivors() or self._deadline.has_killed:
+            return
+        gone = self.end.exits.keys() | self.end.waiting.keys() | self._killed_as_stopped
+        at_work = {rank: pid for rank, pid in enumerate(self._pids) if rank not in gone}
+        stopped = self._stopped.find(at_work, now)
+        if stopped:
+            self._killed_as_stopped.update(stopped)
+            verb = "is" if len(stopped) == 1 else "are"
+            who = f"{format_rank_list(sorted(stopped))} {verb} stopped (SIGSTOP)"
+            self._listener.say(f"{who} while others leave after a failure: killed")
+            self._server.link.send(KillRanks(self.end.number, stopped))
 
     def _look_for_processor_lack(self, now: float) -> None:
         """Have the survivors of a failure, and then the server, get the time in which they had no
