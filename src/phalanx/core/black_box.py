@@ -6,22 +6,21 @@ killed. The layout is that of `core.black_box_format`.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 from phalanx.core import black_box_format as layout
 from phalanx.core.black_box_format import encode_tail, encode_text
 from phalanx.core.call_site import CallSite, CallSiteFinder
 from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.forked_copy import ForkedCopyGuard
 from phalanx.core.process_stat import read_start_ticks
 
 # The name of a box that no disk has room for.
@@ -82,8 +81,6 @@ _COLLECTIVE_PACK_INTO = layout.COLLECTIVE_OF_KIND.pack_into
 _POSITION_OFFSETS = tuple(
     layout.POSITIONS_AT + slot * layout.POSITION.size for slot in range(layout.NUM_POSITIONS)
 )
-# Those of this process, which one that is forked off it must not write.
-_open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
 
 
 class BlackBox:
@@ -103,9 +100,7 @@ class BlackBox:
         self._encoded_places: dict[tuple[str, str, str], bytes] = {}
         self._encoded_files: dict[str, bytes] = {}
         self._encoded_kinds: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
-        self._rank = (identity or RankIdentity()).rank
-        self._is_forked_copy = False
-        _open_boxes.add(self)
+        self._guard = ForkedCopyGuard((identity or RankIdentity()).rank)
         self._map = _map_new_file(path, layout.TOTAL_BYTES)
         self._num_positions = self._num_steps_begun = 0
         # `next` of a counter is one step for all threads.
@@ -130,8 +125,8 @@ class BlackBox:
     ) -> CallSite:
         """Write the position: the phase that has begun, and the collective that it stands for.
         Returns the line of it: `site`, or that of the caller."""
-        if self._is_forked_copy:
-            self._end_forked_copy()
+        if self._guard.is_copy:
+            self._guard.end_copy()
         if self.on_progress is not None:
             self.on_progress()
         if site is None:
@@ -213,8 +208,8 @@ class BlackBox:
 
     def post_collective(self, call: PostedCollective) -> int:
         """Write that `call` is posted; returns its number, by which its state can be changed."""
-        if self._is_forked_copy:
-            self._end_forked_copy()
+        if self._guard.is_copy:
+            self._guard.end_copy()
         number = next(self._collective_numbers)
         # Taken apart once: each read of a field by its name costs as much as packing it.
         (
@@ -303,23 +298,6 @@ class BlackBox:
     def close(self) -> None:
         self._map.close()
 
-    def _note_fork(self) -> None:
-        self._is_forked_copy = True
-
-    def _end_forked_copy(self) -> NoReturn:
-        """End this process, which has the rank's memory, connections and files, but is not the
-        rank: each byte that it sent or summed on would be taken for the rank's."""
-        rank = f"rank {self._rank}" if self._rank >= 0 else "this rank"
-        line = (
-            f"phalanx: process {os.getpid()}, which code of yours forked off {rank} (os.fork), came"
-            " back into training, and ends here; the rank trains on. End such a process with"
-            " os._exit where its work is done\n"
-        )
-        with contextlib.suppress(OSError):
-            os.write(2, line.encode())
-        # Nothing is flushed or cleaned up: it is the rank's.
-        os._exit(1)
-
     def _write_state(self, number: int, state: int, time_at: int) -> None:
         if number <= self._newest_collective - layout.NUM_COLLECTIVES:
             # The ring has come round: its slot is another one's.
@@ -355,14 +333,6 @@ class BlackBox:
         # The magic last: whoever sees it sees the rest.
         layout.HEADER.pack_into(self._map, 0, b"", *fields)
         self._map[: len(layout.MAGIC)] = layout.MAGIC
-
-
-def _note_fork_in_boxes() -> None:
-    for box in list(_open_boxes):
-        box._note_fork()
-
-
-os.register_at_fork(after_in_child=_note_fork_in_boxes)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

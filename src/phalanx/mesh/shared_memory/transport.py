@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from phalanx.core.forked_copy import ForkedCopyGuard
 from phalanx.mesh.c10d_calls import Operator, pass_to_handlers
 from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory.arena import OwnArena
@@ -88,6 +89,7 @@ class SharedMemoryTransport:
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
         self._tensors = ArenaTensors(arena)
         self._helper = _Helper(self.try_advance)
+        self._guard = ForkedCopyGuard(rank)
 
     @property
     def staged_bytes(self) -> int:
@@ -374,6 +376,8 @@ class SharedMemoryTransport:
         self._open_works = still_open
 
     def _find_channel(self, group: dist.ProcessGroup) -> GroupChannel | None:
+        if self._guard.is_copy:
+            self._guard.end_copy()
         name = group.group_name
         known = self._groups.get(name)
         if known is None or known.group is not group:
