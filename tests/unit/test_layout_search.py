@@ -381,3 +381,11 @@ def test_a_degree_that_rules_refuse_names_the_nearest_that_was_searched() -> Non
     with pytest.raises(LayoutError) as caught:
         search_layouts(task)
     assert explain_contradiction(task, caught.value).fix == "set parallel.tp=2"
+
+
+def test_as_many_short_samples_go_at_once_as_keep_a_device_busy() -> None:
+    """With 16 at most, a step of this took twice as long."""
+    keys = ["model.preset=vit-b16", H100, "parallel.ranks=8", "train.global_batch_size=512"]
+    winner = search_layouts(build_search_task(load_job(None, keys))).winner
+    assert winner is not None
+    assert winner.micro_batch_size == 64

@@ -187,6 +187,25 @@ def test_the_slider_data_in_the_page_is_the_grid(page: str, grid: Any) -> None:
         assert word not in script.lower()
 
 
+def test_a_page_of_images_counts_their_patches_and_has_no_length_to_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tokens were those of sequences of data.seq_len, which the terminal did not say."""
+    monkeypatch.setattr(what_if, "MICRO_BATCH_FACTORS", (1,))
+    keys = ["model.preset=vit-b16", "cluster.gpu=h100-sxm", "train.global_batch_size=64"]
+    job = load_job(None, [*keys, "parallel.ranks=8"])
+    cluster = choose_cluster_of_job(job)
+    plan = make_plan(job, cluster=cluster)
+    advice = advise_on_plan(job, plan, cluster)
+    assert advice.facts.batch.num_tokens == 64 * 197
+    grid = what_if.compute_what_if(job, plan, cluster)
+    assert grid is not None
+    assert [len(axis.values) for axis in grid.axes if axis.name == "seq_len"] == [1]
+    text = Collector(render_plan_page(collect_page_facts(job, plan, cluster, advice, grid))).text
+    assert "64 images of 197 tokens a step" in text
+    assert "Images of a micro-batch" in text
+
+
 def test_a_page_without_time_says_so(planned: Any) -> None:
     job, plan, cluster, _ = planned
     unknown = replace(cluster, accelerator=None, links=())

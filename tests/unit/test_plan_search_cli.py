@@ -63,7 +63,7 @@ def test_a_module_whose_samples_are_not_traced_does_not_fit_by_its_weights_alone
 ) -> None:
     (tmp_path / "untraced.py").write_text(
         "from torch import nn\n\ndef make():\n    return nn.Linear(8, 8)\n\n"
-        "def rows(split):\n    return []\n"
+        "def rows(split):\n    return [{'other': 1.0}]\n"
     )
     monkeypatch.chdir(tmp_path)
     question = ["plan", "--model", "untraced:make", "--gpu", "h100-sxm", "--gpus", "8"]

@@ -36,6 +36,8 @@ from phalanx.job.user_dataset import is_given_unknown_samples
 PROBE_MODULE = "phalanx.nn.probe"
 PROBE_TIMEOUT_S = 300.0
 PROGRESS_INTERVAL_S = 0.5
+SampleForm = Mapping[str, tuple[Sequence[int], str]]
+"""(shape, dtype) of each entry of a sample, by its flat name."""
 TellProgress = Callable[[int, int, str], None]
 """Is told how many of how many parts of the work are done, and in words what is done now."""
 # Keyed by the sources of the user's module.
@@ -54,27 +56,39 @@ EXTRA_FACT_KEYS: Any = (
 
 
 def measure_foreign_shape(
-    job: Job, *, is_traced: bool = True, tell: TellProgress | None = None
+    job: Job,
+    *,
+    is_traced: bool = True,
+    sample_form: SampleForm | None = None,
+    tell: TellProgress | None = None,
 ) -> MeasuredModule | None:
     """The shape of a user's own module, as far as it can be measured; None for a built-in model.
 
-    With `is_traced` also what a microbatch of the job takes, where its samples are known. `tell` is
-    called twice a second while the module is measured; never where the answer is known.
+    With `is_traced` also what a microbatch of the job takes, where its samples are known, or their
+    form is given. `tell` is called twice a second while the module is measured; never where the
+    answer is known.
     """
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
-    trace = build_trace_request(job) if is_traced else None
+    trace = build_trace_request(job, sample_form) if is_traced else None
     return probe_foreign_shape(
         job.model.kind, job.model.args, SHAPE_CACHE_DIR, trace=trace, tell=tell
     )
 
 
-def build_trace_request(job: Job) -> dict[str, Any] | None:
+def build_trace_request(job: Job, sample_form: SampleForm | None = None) -> dict[str, Any] | None:
     """The request with which the probe traces a microbatch of the job; None where a user's own
-    module gets samples of their own, whose forms are not known."""
+    module gets samples of their own, and `sample_form` does not say their forms."""
+    own_samples = {}
     if is_given_unknown_samples(job):
-        return None
-    return {
+        if sample_form is None:
+            return None
+        own_samples = {
+            "sample_form": {
+                key: [list(shape), dtype] for key, (shape, dtype) in sample_form.items()
+            }
+        }
+    return own_samples | {
         "seq_len": job.data.seq_len,
         "precisions": _list_precisions(job),
         "objective": job.model.objective,
@@ -321,6 +335,7 @@ def _build_module_from_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredM
         traces=parse_traces(answer.get("traces", ())),
         why_untraced=Redactor(os.environ).redact_text(str(answer.get("why_untraced", ""))),
         is_built_whole=bool(answer.get("is_built_whole", False)),
+        has_own_samples=bool(answer.get("has_own_samples", False)),
         **facts,
     )
 

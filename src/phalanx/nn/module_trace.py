@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.core.registry import import_object_of_kind
 from phalanx.core.units import plural
 from phalanx.job.hugging_face import is_hugging_face
@@ -46,15 +47,19 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16
 
 @dataclass(frozen=True)
 class TracedBatch:
-    """The microbatch of a trace: tokens [batch, length], or images of (channels, size, size)."""
+    """The microbatch of a trace: tokens [batch, length], images of (channels, size, size), or
+    samples of a user's own: (name, shape, dtype) of each entry."""
 
     batch: int
     length: int
     precision: str
     image: tuple[int, int, int] | None = None
+    sample: tuple[tuple[str, tuple[int, ...], str], ...] | None = None
 
     def describe(self) -> str:
         """The microbatch in words."""
+        if self.sample is not None:
+            return f"{plural(self.batch, 'sample')} in {self.precision}"
         if self.image is not None:
             return f"{plural(self.batch, 'image')} in {self.precision}"
         return f"{plural(self.batch, 'sequence')} of {self.length:,} tokens in {self.precision}"
@@ -72,7 +77,7 @@ def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) ->
     """
     blocks = find_repeated_blocks(module)
     recorder = OperatorRecorder(_map_storages_to_weight_holders(module))
-    inputs, targets = _build_traced_inputs(batch)
+    tensors = _build_traced_tensors(batch)
     gradients_were_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     try:
@@ -80,9 +85,13 @@ def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) ->
             for context in _tracking_block_parts(recorder, blocks):
                 stack.enter_context(context)
             stack.enter_context(_freeing_gradients_at_once(module))
-            facts = _trace_microbatch(recorder, module, batch, objective, inputs, targets)
+            facts = _trace_microbatch(recorder, module, batch, objective, tensors)
     except UntraceableModuleError:
         raise
+    except DataDependentOutputException as error:
+        raise UntraceableModuleError(
+            "it reads numbers of a tensor (.item(), int(), an if), and a trace has none"
+        ) from error
     except Exception as error:
         raise UntraceableModuleError(
             f"{type(error).__name__}: {_first_line_of_error(error)}"
@@ -109,22 +118,46 @@ def _map_storages_to_weight_holders(module: nn.Module) -> dict[int, str]:
     return weights
 
 
-def _build_traced_inputs(batch: TracedBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A batch as a job's data would give it, and its targets."""
+def _build_traced_tensors(batch: TracedBatch) -> dict[str, Any]:
+    """A batch as a job's data would give it, with its levels."""
+    if batch.sample is not None:
+        flat = {
+            name: torch.zeros(batch.batch, *shape, dtype=getattr(torch, dtype))
+            for name, shape, dtype in batch.sample
+        }
+        return {name: unflatten_entry(flat, name) for name in list_outermost_names(flat)}
     if batch.image is not None:
         images = torch.zeros(batch.batch, *batch.image)
-        return {"inputs": images}, torch.zeros(batch.batch, dtype=torch.int64)
+        labels = torch.zeros(batch.batch, dtype=torch.int64)
+        return {"inputs": images, "targets": labels, "labels": labels}
     tokens = torch.zeros(batch.batch, batch.length, dtype=torch.int64)
     targets = torch.zeros(batch.batch, batch.length, dtype=torch.int64)
-    return {"inputs": tokens}, targets
+    return {"inputs": tokens, "targets": targets, "labels": targets}
 
 
-def _require_one_input(module: nn.Module) -> None:
-    """Raises UntraceableModuleError for a forward that cannot do with inputs alone."""
+def _choose_forward_arguments(
+    module: nn.Module, batch: TracedBatch, tensors: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What of a batch goes into the forward: `inputs` first, and of samples of a user's own what
+    it names, as in training (`phalanx.parallel.call.bind_batch`).
+
+    Raises UntraceableModuleError for a forward that cannot do with that.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for parameter in list(inspect.signature(module.forward).parameters.values())[1:]:
-        if parameter.default is parameter.empty and parameter.kind not in variable:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    args = [tensors["inputs"]] if "inputs" in tensors else []
+    named = {}
+    if batch.sample is not None:
+        for name in tensors.keys() - {"inputs", "targets"}:
+            if takes_any or name in names:
+                named[name] = tensors[name]
+    for parameter in parameters[len(args) :]:
+        is_needed = parameter.default is parameter.empty and parameter.kind not in variable
+        if is_needed and parameter.name not in named:
             raise UntraceableModuleError(f"its forward needs {parameter.name!r}")
+    return args, named
 
 
 def _trace_microbatch(
@@ -132,11 +165,10 @@ def _trace_microbatch(
     module: nn.Module,
     batch: TracedBatch,
     objective: Objective,
-    inputs: Mapping[str, torch.Tensor],
-    targets: torch.Tensor,
+    tensors: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Forward, loss and backward under the recorder; what the outputs say of head and loss."""
-    _require_one_input(module)
+    args, named = _choose_forward_arguments(module, batch, tensors)
     facts: dict[str, Any] = {}
     autocast = torch.autocast(
         "cpu", AUTOCAST.get(batch.precision), enabled=batch.precision in AUTOCAST
@@ -145,14 +177,14 @@ def _trace_microbatch(
         with torch.autograd.graph.saved_tensors_hooks(
             _recording_saved_tensors(recorder), _return_tensor_unchanged
         ):
-            outputs = module(inputs["inputs"])
+            outputs = module(*args, **named)
             if isinstance(outputs, CausalOutput):
                 # The objective multiplies by the head, a chunk at a time: its bytes are arithmetic.
                 facts["head"] = [*outputs.head_VD.shape]
                 roots, gradients = [outputs.hidden_BTD], [torch.empty_like(outputs.hidden_BTD)]
             else:
                 recorder.part = LOSS
-                loss, _ = objective(outputs, {"targets": targets, "labels": targets})
+                loss, _ = objective(outputs, tensors)
                 roots, gradients = [loss], [torch.ones_like(loss)]
         del outputs
         recorder.is_backward = True
@@ -362,6 +394,7 @@ def trace_module_for_planner(
     """The traces that the planner asks for (phalanx.job.module_probe), of a module whose weights
     are no longer needed; or why there are none. `tell` hears of each microbatch that begins."""
     facts = getattr(module, SHAPE_FACTS_ATTRIBUTE, {})
+    form = request.get("sample_form")
     if request.get("document_masks"):
         return {"why_untraced": "its masks of documents are not traced"}
     traces = []
@@ -372,7 +405,7 @@ def trace_module_for_planner(
             module.train()
             batches = {
                 str(precision): _list_batches_to_trace(
-                    facts, int(request["seq_len"]), str(precision)
+                    facts, int(request["seq_len"]), str(precision), form
                 )
                 for precision in request["precisions"]
             }
@@ -386,13 +419,20 @@ def trace_module_for_planner(
                 traces.append({"precision": precision, "points": bodies})
     except Exception as error:
         return {"why_untraced": _first_line_of_error(error)}
-    return {"traces": traces}
+    return {"traces": traces, "has_own_samples": form is not None}
 
 
 def _list_batches_to_trace(
-    facts: Mapping[str, int], seq_len: int, precision: str
+    facts: Mapping[str, int],
+    seq_len: int,
+    precision: str,
+    form: Mapping[str, Any] | None = None,
 ) -> list[TracedBatch]:
-    """The microbatches to trace: one sample and two, and one of half the length."""
+    """The microbatches to trace: one sample and two, and one of half the length. `form`: of the
+    samples of a user's own dataset, by name."""
+    if form is not None:
+        sample = tuple((name, tuple(shape), dtype) for name, (shape, dtype) in form.items())
+        return [TracedBatch(number, 1, precision, sample=sample) for number in (1, 2)]
     size = facts.get("image_size", 0)
     if size:
         image = (facts["num_channels"], size, size)

@@ -13,7 +13,13 @@ from phalanx.plan.advice.waterfall import build_waterfall
 from phalanx.plan.advice.what_if import WhatIfGrid
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.search.describe import describe_nearest_fit, explain_why_winner
+from phalanx.plan.search.describe import (
+    describe_counted_amount,
+    describe_nearest_fit,
+    explain_why_winner,
+    find_counted_unit,
+    format_amount,
+)
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.step_times import build_machine_rates
 from phalanx.plan.timing.constants import list_timing_constants
@@ -152,17 +158,21 @@ def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
     if cost is None:
         return tiles
     dollars, spot = cost["dollars_per_billion_tokens"], cost["spot_dollars_per_billion_tokens"]
-    value, details = f"{cost['hours_per_billion_tokens']:.3g} h", []
+    # As the terminal says it.
+    amount, share = describe_counted_amount(result)
+    value, details = f"{share * cost['hours_per_billion_tokens']:.3g} h", []
     if dollars is not None:
-        value = f"${dollars:,.0f}"
+        value = f"${format_amount(share * dollars)}"
         details.append("on demand")
         if spot is not None:
-            details.append(f"${spot:,.0f} on spot machines with their pre-emptions")
+            details.append(
+                f"${format_amount(share * spot)} on spot machines with their pre-emptions"
+            )
         if cost.get("price_note"):
             details.append(cost["price_note"])
     if cost["kwh_per_billion_tokens"] is not None:
-        details.append(f"{cost['kwh_per_billion_tokens']:,.0f} kWh")
-    tiles.append(AnswerTile("A billion tokens", value, "; ".join(details)))
+        details.append(f"{format_amount(share * cost['kwh_per_billion_tokens'])} kWh")
+    tiles.append(AnswerTile(amount.capitalize(), value, "; ".join(details)))
     return tiles
 
 
@@ -173,7 +183,9 @@ def format_cluster_of_plan(cluster: Cluster, plan: Plan) -> str:
 
 def describe_plan_verdict(plan: Plan, advice: PlanAdvice) -> str:
     """The answer in a sentence or two."""
-    batch = f"{plan.global_batch_size:,} sequences of {advice.setup.seq_len:,} tokens"
+    batch = f"{plan.global_batch_size:,} {_find_sample_noun(plan)}"
+    if _find_counted_unit_of(plan, advice) == "tokens":
+        batch += f" of {advice.setup.seq_len:,} tokens"
     sentences = [f"{plan.chosen.name} as {plan.layout}, {batch} a step."]
     total, capacity = plan.chosen.total_bytes, plan.capacity_bytes
     share = f"{format_bytes(total)} of the {format_bytes(capacity)} that a rank may fill"
@@ -186,9 +198,17 @@ def describe_plan_verdict(plan: Plan, advice: PlanAdvice) -> str:
     return " ".join(sentences)
 
 
+def _find_sample_noun(plan: Plan) -> str:
+    return plan.model_shape.get_sample_noun(of_own_data=False)
+
+
+def _find_counted_unit_of(plan: Plan, advice: PlanAdvice) -> str:
+    return find_counted_unit(_find_sample_noun(plan), advice.setup.seq_len)
+
+
 def list_answer_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
     """The numbers of the answer: time, speed, utilisation, memory, batch."""
-    tiles = []
+    tiles, unit = [], _find_counted_unit_of(plan, advice).capitalize()
     if advice.time is None:
         tiles.append(AnswerTile("Step time", "not predicted", "for this device or model"))
     else:
@@ -198,7 +218,7 @@ def list_answer_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
         speed = advice.facts.batch.num_tokens / time.total_s
         per_device = speed / plan.world_size
         tiles.append(
-            AnswerTile("Tokens/s per GPU", f"{per_device:,.0f}", f"{format_count(speed)} in all")
+            AnswerTile(f"{unit}/s per GPU", f"{per_device:,.0f}", f"{format_count(speed)} in all")
         )
         mfu = compute_model_flops_utilization(plan, advice)
         if mfu is not None:
@@ -213,7 +233,7 @@ def list_answer_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
     micro_batches = plural(plan.num_microbatches, "micro-batch", "micro-batches")
     tiles.append(
         AnswerTile(
-            "Tokens a step",
+            f"{unit} a step",
             format_count(advice.facts.batch.num_tokens),
             f"{micro_batches} of {plan.micro_batch_size} per rank",
         )

@@ -9,7 +9,8 @@ if (island) {
   // How far apart neighbours of each axis lie in the flat lists: the last axis varies fastest.
   const strides = grid.axes.map((_, axis) =>
     grid.axes.slice(axis + 1).reduce((product, other) => product * other.values.length, 1));
-  let moved = grid.axes.findIndex((axis) => axis.kind === "range" && axis.values.length > 1);
+  const canMove = (axis) => axis.kind !== "choice" && axis.values.length > 1;
+  let moved = Math.max(0, grid.axes.findIndex(canMove));
 
   const readPlace = (axis) => {
     const control = controls[axis];
@@ -136,7 +137,7 @@ if (island) {
     showCurve("memory", grid.peak_gib, readCapacity(), places, gib);
   };
   controls.forEach((control, axis) => control.addEventListener("input", () => {
-    if (axis < memory && grid.axes[axis].kind !== "choice" && grid.axes[axis].values.length > 1) moved = axis;
+    if (axis < memory && canMove(grid.axes[axis])) moved = axis;
     show();
   }));
   show();

@@ -24,12 +24,14 @@ from phalanx.job.module_probe import TellProgress
 from phalanx.job.schema import Data, Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.toml import format_toml_value
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
+from phalanx.run.sample_form import read_sample_form
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,15 @@ def prepare_layout_search(
     """
     require_layouts_may_be_searched(job)
     vocab_size = _find_vocab_size_before_training(job)
-    task = build_search_task(job, cluster=cluster, vocab_size=vocab_size, tell=tell)
+    sample_form = read_sample_form(job) if is_given_unknown_samples(job) else None
+    task = build_search_task(
+        job, cluster=cluster, vocab_size=vocab_size, sample_form=sample_form, tell=tell
+    )
     shape = task.shape
     if isinstance(shape, MeasuredModule) and shape.activations is None:
         raise LayoutError(
             f"whether the job fits is not known: model {job.model.kind!r} cannot be traced",
-            why=shape.why_untraced or "samples of a dataset of your own are not traced",
+            why=shape.why_untraced or None,
             fix="without --gpu or --instance the plan is of its weights alone",
         )
     return task

@@ -75,6 +75,8 @@ class MeasuredModule:
     is_built_whole: bool = False
     """A large module, whose building could not be recorded: each rank has all of it for a while
     when a run starts."""
+    has_own_samples: bool = False
+    """It was traced with samples of a user's own, each of which counts as one token."""
     column_cut: frozenset[str] = frozenset()
     """The layers of which tensor parallelism has left a part of the outputs."""
 
@@ -183,7 +185,7 @@ class MeasuredModule:
     def get_sample_noun(self, *, of_own_data: bool) -> str:
         if self.reads_images:
             return "images"
-        if of_own_data:
+        if of_own_data or self.has_own_samples:
             return "samples"
         return "sequences"
 
@@ -194,8 +196,10 @@ class MeasuredModule:
         return self.max_positions
 
     def count_sample_tokens(self, seq_len: int) -> int:
-        """Tokens of one sample: the job's sequence length, or an image's patches and class
-        token."""
+        """Tokens of one sample: the job's sequence length, or an image's patches and class token;
+        1 of samples of a user's own."""
+        if self.has_own_samples:
+            return 1
         if not self.reads_images:
             return seq_len
         return count_patches(self.image_size, self.patch_size) + 1
@@ -309,6 +313,7 @@ class MeasuredModule:
             "traces": format_traces_json(self.traces),
             "why_untraced": self.why_untraced,
             "is_built_whole": self.is_built_whole,
+            "has_own_samples": self.has_own_samples,
         }
 
 

@@ -97,7 +97,11 @@ def collect_plan_facts(
         collect_hardware_facts(job, plan, cluster),
         plan.layout,
         BatchFacts(
-            job.data.seq_len, plan.micro_batch_size, plan.num_microbatches, plan.global_batch_size
+            # As the step's time counts them: of an image its patches.
+            plan.model_shape.count_sample_tokens(job.data.seq_len),
+            plan.micro_batch_size,
+            plan.num_microbatches,
+            plan.global_batch_size,
         ),
         zero_stage=plan.chosen.zero_stage,
         element_bytes=4 if plan.precision == "fp32" else 2,

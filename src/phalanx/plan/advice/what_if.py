@@ -14,6 +14,7 @@ from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job_keys
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.describe import find_counted_unit
 from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
 from phalanx.plan.timing.machine import MachineRates
 from phalanx.plan.timing.setup import StepSetup
@@ -58,6 +59,8 @@ class WhatIfGrid:
     peak_gib: tuple[float | None, ...]
     capacity_gib: tuple[float, ...]
     """What a rank may fill at each point of `memory_axis`."""
+    counted_unit: str = "tokens"
+    """What `tokens_per_s` counts."""
 
     def to_json(self) -> dict[str, Any]:
         columns = {
@@ -65,7 +68,12 @@ class WhatIfGrid:
             for name in ("step_s", "tokens_per_s", "peak_gib", "capacity_gib")
         }
         axes = [axis.to_json() for axis in self.axes]
-        return {"axes": axes, "memory_axis": self.memory_axis.to_json(), **columns}
+        return {
+            "axes": axes,
+            "memory_axis": self.memory_axis.to_json(),
+            "counted_unit": self.counted_unit,
+            **columns,
+        }
 
 
 def _round_to_six_digits(value: float | None) -> float | None:
@@ -119,7 +127,16 @@ def compute_what_if(
         _compute_capacity_gib(job, cluster, gib, plan.world_size) for gib in memory_axis.values
     ]
     return WhatIfGrid(
-        axes, memory_axis, tuple(steps), tuple(speeds), tuple(peaks), tuple(capacities)
+        axes,
+        memory_axis,
+        tuple(steps),
+        tuple(speeds),
+        tuple(peaks),
+        tuple(capacities),
+        find_counted_unit(
+            plan.model_shape.get_sample_noun(of_own_data=False),
+            plan.model_shape.count_sample_tokens(job.data.seq_len),
+        ),
     )
 
 
@@ -146,7 +163,11 @@ def _build_axes(
     seq_lens = _list_scaled_values(
         job.data.seq_len, SEQ_LEN_AND_DEVICE_FACTORS, multiple=max(2 * plan.layout.cp, 128)
     )
-    longest = plan.model_shape.longest_sequence
+    shape = plan.model_shape
+    # Images, and samples of a user's own, are as long as they are.
+    if shape.count_sample_tokens(1) == shape.count_sample_tokens(2):
+        seq_lens = [job.data.seq_len]
+    longest = shape.longest_sequence
     if longest:
         seq_lens = [value for value in seq_lens if value <= longest]
     num_ranks = plan.world_size
@@ -167,7 +188,12 @@ def _build_axes(
     return (
         _build_axis("seq_len", "Sequence length", "tokens", "range", seq_lens, job.data.seq_len),
         _build_axis(
-            "micro", "Sequences of a micro-batch", "", "stops", micro, plan.micro_batch_size
+            "micro",
+            f"{shape.get_sample_noun(of_own_data=False).capitalize()} of a micro-batch",
+            "",
+            "stops",
+            micro,
+            plan.micro_batch_size,
         ),
         _build_axis("devices", "GPUs", "", "stops", devices, num_ranks),
         _build_axis(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel
@@ -38,12 +39,12 @@ def _describe_verdict(result: SearchResult) -> str:
     winner = result.winner
     if winner is None:
         return f"{result.failure_kind} · {result.failure}"
-    parts = ["FITS"]
+    parts, unit = ["FITS"], find_counted_unit(result.sample_noun, result.sample_tokens)
     if winner.time is not None:
         time = winner.time
         parts.append(f"{format_step_interval(time.total_s, time.low_s, time.high_s)} a step")
     if winner.tokens_per_s_per_device is not None:
-        parts.append(f"{winner.tokens_per_s_per_device:,.0f} tokens/s/GPU")
+        parts.append(f"{winner.tokens_per_s_per_device:,.0f} {unit}/s/GPU")
     if winner.mfu is not None:
         parts.append(f"MFU {winner.mfu:.0%}")
     parts.append(f"peak {describe_peak_memory(winner.memory)}")
@@ -66,8 +67,10 @@ def describe_peak_memory(memory: PeakMemory) -> str:
 
 
 def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
-    sample = f"{result.sample_noun} x {result.sample_tokens:,} tokens a step"
-    batch = f"{result.global_batch_size:,} {sample}"
+    batch = f"{result.global_batch_size:,} {result.sample_noun}"
+    if find_counted_unit(result.sample_noun, result.sample_tokens) == "tokens":
+        batch += f" x {result.sample_tokens:,} tokens"
+    batch += " a step"
     if result.defaults:
         verb = "is the default" if len(result.defaults) == 1 else "are defaults"
         batch += f" ({' and '.join(result.defaults)} {verb})"
@@ -109,20 +112,18 @@ def _describe_economics(result: SearchResult) -> list[str]:
     cost: Mapping[str, Any] | None = result.economics.get("cost")
     if cost is None:
         return []
-    amount, share = "a billion tokens", 1.0
-    if result.sample_noun == "images":
-        amount, share = "a million images", result.sample_tokens / 1e3
+    amount, share = describe_counted_amount(result)
     parts = [f"{share * cost['hours_per_billion_tokens']:.3g} h"]
     prices = (("on demand", "dollars"), ("on spot machines", "spot_dollars"))
     for name, key in prices:
         dollars = cost[f"{key}_per_billion_tokens"]
         if dollars is not None:
-            parts.append(f"${_format_amount(share * dollars)} {name}")
+            parts.append(f"${format_amount(share * dollars)} {name}")
     kwh = cost["kwh_per_billion_tokens"]
     if kwh is None:
         parts.append("energy unknown: set cluster.watts")
     else:
-        parts.append(f"{_format_amount(share * kwh)} kWh")
+        parts.append(f"{format_amount(share * kwh)} kWh")
     lines = [f"cost    {amount}: {', '.join(parts)}"]
     if cost["dollars_per_billion_tokens"] is None:
         lines.append(f"        {UNKNOWN_PRICE}")
@@ -131,7 +132,21 @@ def _describe_economics(result: SearchResult) -> list[str]:
     return lines
 
 
-def _format_amount(amount: float) -> str:
+def find_counted_unit(sample_noun: str, sample_tokens: int) -> str:
+    """What speeds are of: tokens, or samples of a user's own, whose tokens nobody knows."""
+    return "samples" if sample_noun == "samples" and sample_tokens == 1 else "tokens"
+
+
+def describe_counted_amount(result: SearchResult) -> tuple[str, float]:
+    """What costs are said of, and its share of a billion tokens."""
+    if result.sample_noun == "images":
+        return "a million images", result.sample_tokens / 1e3
+    if find_counted_unit(result.sample_noun, result.sample_tokens) == "samples":
+        return "a million samples", 1e-3
+    return "a billion tokens", 1.0
+
+
+def format_amount(amount: float) -> str:
     """A cost in whole numbers; below 10 with three digits."""
     return f"{amount:,.3g}" if amount < 10 else f"{amount:,.0f}"
 
@@ -227,7 +242,8 @@ def format_scaling_table(
 ) -> list[str]:
     """A table of `job` on more and more devices of `cluster`; below it what hours and costs are of,
     and why a number has no layout."""
-    header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
+    unit = "samples/s" if is_given_unknown_samples(job) else "tokens/s"
+    header = ("GPUs", "layout", "step", unit, "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
         winner = count.winner

@@ -14,7 +14,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes, format_seconds, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape
-from phalanx.job.module_probe import TellProgress, measure_foreign_shape
+from phalanx.job.module_probe import SampleForm, TellProgress, measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, choose_headroom, rank_memory_bytes
@@ -97,15 +97,17 @@ def build_search_task(
     cluster: Cluster | None = None,
     shape: ModelCosts | None = None,
     vocab_size: int | None = None,
+    sample_form: SampleForm | None = None,
     tell: TellProgress | None = None,
 ) -> SearchTask:
     """The search for a job, on all devices of the cluster that it describes (or of this machine),
-    or on the ranks that it names. `tell` hears how far the measuring of a module is."""
+    or on the ranks that it names. `sample_form`: of a user's own dataset for a module of theirs.
+    `tell` hears how far the measuring of a module is."""
     cluster = cluster or choose_cluster_of_job(job)
     job, why_precision = resolve_precision(job, cluster)
     require_gpus_multiply(job, cluster)
     if shape is None:
-        measured = measure_foreign_shape(job, tell=tell)
+        measured = measure_foreign_shape(job, sample_form=sample_form, tell=tell)
         shape = measured or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
     if cluster.device != "cuda" and job.parallel.ranks is None:

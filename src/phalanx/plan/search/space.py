@@ -35,6 +35,9 @@ SEARCHED_SCHEDULES = (
 OFFLOAD_CHOICES = ("none", "optimizer", "parameters")
 # Beyond these a search takes longer and proposes nothing that is faster.
 MAX_MICRO_BATCH_SIZE = 16
+# Of short samples (images, sentences) more go at once: as many as have so many tokens.
+MAX_MICRO_BATCH_TOKENS = 2**15
+MAX_SHORT_SAMPLES = 1024
 MAX_STAGES_PER_RANK = 4
 MAX_PP_DEGREE = 64
 MIN_TOKENS_OF_CP_RANK = 2048  # fewer keep no GPU busy while keys and values travel
@@ -53,7 +56,7 @@ class OpenKeys:
     dp_replicate: tuple[int, ...]
     zero_stage: tuple[int, ...]
     micro_batch_size: tuple[int, ...]
-    """Empty: any up to MAX_MICRO_BATCH_SIZE."""
+    """Empty: any up to MAX_MICRO_BATCH_SIZE, or more of short samples."""
     recompute: tuple[int, ...]
     """Indices into RECOMPUTE_CHOICES."""
     schedules: tuple[tuple[str, int], ...]
@@ -297,6 +300,7 @@ def _list_bases(
     job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys
 ) -> Iterator[ModelParallelBase]:
     batch = job.train.global_batch_size
+    largest = _find_largest_micro_batch_size(shape.count_sample_tokens(job.data.seq_len))
     for tp in keys.tp:
         for cp in keys.cp:
             for pp in keys.pp:
@@ -304,16 +308,22 @@ def _list_bases(
                     continue
                 share = batch // (num_ranks // (tp * cp * pp))
                 copies = num_ranks // (tp * cp * pp)
-                for micro in _list_micro_batch_sizes(keys, share):
+                for micro in _list_micro_batch_sizes(keys, share, largest):
                     base = ModelParallelBase(tp, pp, cp, copies, micro, share // micro, 0, 1)
                     yield from _iterate_schedules_of_base(base, shape, keys)
 
 
-def _list_micro_batch_sizes(keys: OpenKeys, share: int) -> Iterable[int]:
-    """Sizes that divide a rank's `share` of the batch: powers of two, and what the job says."""
+def _find_largest_micro_batch_size(sample_tokens: int) -> int:
+    short = MAX_MICRO_BATCH_TOKENS // max(1, sample_tokens)
+    return max(MAX_MICRO_BATCH_SIZE, min(MAX_SHORT_SAMPLES, short))
+
+
+def _list_micro_batch_sizes(keys: OpenKeys, share: int, largest: int) -> Iterable[int]:
+    """Sizes up to `largest` that divide a rank's `share` of the batch: powers of two, and all of
+    it; or what the job says."""
     if keys.micro_batch_size:
         return [size for size in keys.micro_batch_size if share % size == 0]
-    sizes = [size for size in list_divisors(share) if size <= MAX_MICRO_BATCH_SIZE]
+    sizes = [size for size in list_divisors(share) if size <= largest]
     return [size for size in sizes if size & (size - 1) == 0 or size == share]
 
 

@@ -24,7 +24,12 @@ def render_what_if(facts: PlanPageFacts) -> Html | None:
         "section",
         build_tag("h2", "What if"),
         build_tag("div", controls, class_="controls"),
-        build_tag("dl", _render_outputs(), class_="keys answers", aria_live="polite"),
+        build_tag(
+            "dl",
+            _render_outputs(grid.get("counted_unit", "tokens")),
+            class_="keys answers",
+            aria_live="polite",
+        ),
         build_tag(
             "div",
             _render_curve_figure("step", "Step time"),
@@ -81,13 +86,15 @@ def _render_slider(number: int, axis: Mapping[str, Any]) -> Html:
         build_tag("output", "", for_=name),
         build_tag("div", slider, build_tag("div", points, class_="points"), class_="slide"),
         class_="control",
+        # The page's script reads each axis; of one value there is nothing to move, or to show.
+        style="display:none" if last == 0 else None,
     )
 
 
-def _render_outputs() -> list[Html]:
+def _render_outputs(counted_unit: str) -> list[Html]:
     names = (
         ("step_s", "Step time"),
-        ("tokens_per_s", "Tokens/s per GPU"),
+        ("tokens_per_s", f"{counted_unit.capitalize()}/s per GPU"),
         ("peak", "Peak memory"),
         ("fits", "Verdict"),
     )
