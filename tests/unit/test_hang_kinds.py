@@ -349,6 +349,26 @@ def test_the_99th_percentile_of_steps() -> None:
     assert few.compute_p99_s() == 3.0
 
 
+def test_the_first_steps_of_a_restart_make_no_step_a_long_one() -> None:
+    """A hang soon after a restart was told after eight times what its first step took."""
+    durations = StepDurations()
+    # Of a run that begins they are all that is known.
+    for step in range(3):
+        durations.observe(step, 2.0 * step, warms_up=True)
+    assert durations.compute_p99_s() == 2.0
+    now_s = 4.0
+    for step in range(3, 303):
+        now_s += 0.25
+        durations.observe(step, now_s)
+    assert durations.compute_p99_s() == 0.25
+    for _ in range(10):
+        durations.forget_step()
+        for step in range(250, 253):
+            now_s += 3.0
+            durations.observe(step, now_s, warms_up=True)
+    assert durations.compute_p99_s() == 0.25
+
+
 def test_short_steps_are_those_of_now() -> None:
     durations = StepDurations()
     # The first take longer, and before enough are known nothing is ruled out.

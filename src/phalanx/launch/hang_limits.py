@@ -73,13 +73,18 @@ class StepDurations:
         """The next step is no measure: an attempt begins, or something lies between the steps."""
         self._step = -1
 
-    def observe(self, step: int, now_s: float) -> None:
+    def observe(self, step: int, now_s: float, *, warms_up: bool = False) -> None:
         """Take note that the run was in `step`, seen at `now_s`; several steps since the look
-        before share its seconds."""
+        before share its seconds.
+
+        The first steps of a restart (`warms_up`) say nothing of later ones, once others are known:
+        a hang after it would be found late.
+        """
         if step == self._step:
             return
         num_steps = step - self._step
-        if self._step >= 0 and num_steps > 0:
+        counts = not (warms_up and len(self._durations) >= _NUM_NEWEST)
+        if counts and self._step >= 0 and num_steps > 0:
             self._durations.append((now_s - self._since_s) / num_steps)
         self._step, self._since_s = step, now_s
 
@@ -121,7 +126,7 @@ def choose_limit(
     for phase in phases:
         if phase in _EVALUATION_PHASES:
             return HangLimit(long_s, f"phase {phase}", long_s, long_s, long_s, True)
-    if not _have_warmed_up(positions.values()):
+    if not have_begun_steps(positions.values(), NUM_WARM_UP_STEPS + 1):
         why = f"fewer than {NUM_WARM_UP_STEPS} steps are done"
         return HangLimit(long_s, why, long_s, long_s, long_s, True)
     # What waits for a disk, or a loader's worker that runs, waits for something that works.
@@ -132,8 +137,9 @@ def is_compiling(position: LastPosition) -> bool:
     return position.header is not None and position.header.is_compiling
 
 
-def _have_warmed_up(positions: Iterable[LastPosition]) -> bool:
+def have_begun_steps(positions: Iterable[LastPosition], num_steps: int) -> bool:
+    """Whether the ranks at `positions` have begun so many steps or more, each in its attempt."""
     return all(
-        position.header is not None and position.header.num_steps_begun > NUM_WARM_UP_STEPS
+        position.header is not None and position.header.num_steps_begun >= num_steps
         for position in positions
     )

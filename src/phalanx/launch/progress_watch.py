@@ -34,10 +34,12 @@ from phalanx.launch.hang_kinds import (
 from phalanx.launch.hang_limits import (
     BETWEEN_STEPS_PHASES,
     MIN_STEP_LIMIT_S,
+    NUM_WARM_UP_STEPS,
     HangLimit,
     HangSettings,
     StepDurations,
     choose_limit,
+    have_begun_steps,
 )
 from phalanx.launch.open_boxes import read_position_of_rank
 from phalanx.launch.paths import black_box_path
@@ -260,7 +262,9 @@ class ProgressWatch:
             self._durations.forget_step()
         else:
             # A machine that stood still for a while makes no step a long one.
-            self._durations.observe(step, now_s - self._all_unseen_s)
+            # A step that is over is followed by one that has begun.
+            warms_up = not have_begun_steps(self._positions.values(), NUM_WARM_UP_STEPS + 2)
+            self._durations.observe(step, now_s - self._all_unseen_s, warms_up=warms_up)
 
     def _sample_ranks(self, *, with_helpers: bool) -> None:
         for rank, pid in enumerate(self._pids):
