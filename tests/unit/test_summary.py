@@ -72,6 +72,22 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
     assert ("3.0 MiB too low" in page) == (on_page == 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_said"), [("my_model:build", True), ("hf:DIR", False), ("decoder", False)]
+)
+def test_what_an_own_module_imports_is_said_to_count(
+    tmp_path: Path, kind: str, is_said: bool
+) -> None:
+    """It is imported when training has begun: 56 MiB of scikit-learn were taken for the model's."""
+    (tmp_path / "job.json").write_text(json.dumps({"model": {"kind": kind}}))
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("r", "d", 1, 0, 1, "cpu", {}))
+    bus.emit(MemoryMeasured({"peak": MIB}, {"peak": 6 * MIB}, 100 * MIB))
+    bus.close()
+    (line,) = list_end_of_run_lines(collect_run_facts(tmp_path))
+    assert ("what your modules import is counted" in line) == is_said
+
+
 def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     """In the line of the evaluation, in the last lines, on the page and for programs; the best
     is the best by one."""

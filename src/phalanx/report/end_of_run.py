@@ -11,7 +11,9 @@ from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.folder import resolve_place_in_run
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
+from phalanx.core.registry import is_foreign
 from phalanx.core.units import describe_predicted_bytes_error, format_bytes, format_seconds
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
@@ -284,11 +286,19 @@ def _list_memory_lines(facts: RunFacts) -> list[str]:
     error = f"the plan was {describe_predicted_bytes_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
+    if _trains_own_module(facts.run_dir):
+        error += "; what your modules import is counted"
     return [
         f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted,"
         f" {format_bytes(measured)} measured{_describe_peak_moment(memory)} ({error}), on top of"
         f" {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
+
+
+def _trains_own_module(run_dir: Path) -> bool:
+    """True if the user's own code builds the model: it is imported when training has begun."""
+    kind = dict_or_empty(_read_json_object(run_dir / "job.json").get("model")).get("kind")
+    return isinstance(kind, str) and is_foreign(kind) and not is_hugging_face(kind)
 
 
 def _list_invariant_lines(run_dir: Path) -> list[str]:
