@@ -100,6 +100,24 @@ class Whole(nn.Module):
         return batch["inputs"]
 
 
+class Ids(nn.Module):
+    """As BERT: calls its tokens by another name, and has a short table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(SHRUNK_VOCAB_SIZE, 8)
+        self.kinds = nn.Embedding(2, 8)
+        self.places = nn.Embedding(40, 8)
+
+    def forward(
+        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kinds = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        places = self.places(torch.arange(input_ids.shape[1]))
+        found: torch.Tensor = self.words(input_ids) + self.kinds(kinds) + places
+        return found
+
+
 class Attention(nn.Module):
     """Takes sequences of features, which is not what its first layer alone tells."""
 
@@ -136,10 +154,10 @@ def samples(split: str, **shapes: list[int]) -> Samples:
     return Samples(**shapes)
 
 
-def suggestion(name: str, **shapes: list[int]) -> Suggestion:
+def suggestion(name: str, *, seq_len: int = 4, **shapes: list[int]) -> Suggestion:
     body: dict[str, Any] = {
         "model": {"kind": f"{__name__}:build", "args": {"name": name}},
-        "data": {"seq_len": 4}
+        "data": {"seq_len": seq_len}
         | ({"source": f"{__name__}:samples", "args": shapes} if shapes else {}),
         "parallel": {"ranks": 1},
     }
@@ -178,6 +196,27 @@ def test_inputs_by_name_and_weights_of_any_kind() -> None:
         "wide": "column",
         "narrow": "row",
     }
+
+
+def test_tokens_of_another_name_are_looked_up_and_small_tables_stay_whole() -> None:
+    """ "It does not look up the tokens of the batch", said of BERT's own table."""
+    body = {"model": {"kind": f"{__name__}:build", "args": {"name": "Ids"}}}
+    job = Job.model_validate(body | {"parallel": {"ranks": 1}})
+    plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SHRUNK_VOCAB_SIZE)
+    batch = {
+        "input_ids": torch.arange(24).reshape(2, 12) + 3,
+        "token_type_ids": torch.tensor([[0] * 6 + [1] * 6] * 2),
+        "labels": torch.zeros(2, dtype=torch.int64),
+    }
+    found = suggest_rules(job, plan, batch)
+    assert found.rules == {"words": ("vocab", "it looks up input_ids")}
+    assert found.whole["kinds"] == "a table of 2 rows is not worth a cut"
+    assert "does not look up" in found.whole["places"]
+
+
+def test_made_up_sequences_are_as_short_as_a_table_of_positions_asks() -> None:
+    """The job's 128 tokens are more than the 40 places of the module."""
+    assert suggestion("Ids", seq_len=128).rules == {"words": ("vocab", "it looks up the tokens")}
 
 
 @pytest.mark.parametrize(

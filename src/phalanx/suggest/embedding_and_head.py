@@ -15,6 +15,8 @@ from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import NameAndReason
 from phalanx.suggest.uncut_parameters import find_float_tensors
 
+TOKENS_ENTRY = "inputs"  # of a batch
+MIN_CUT_ROWS = 128  # of a table that is not that of `inputs`
 MIN_CUT_HEAD_OUTPUTS = 128  # outputs: fewer are not worth a cut
 
 
@@ -40,7 +42,9 @@ def find_embedding_and_head_rules(
         if refusal:
             ends.whole[name] = refusal
             continue
-        ends.rules[name] = ("vocab", "it looks up the tokens")
+        entry = _find_looked_up_entry(observed, looked_up)
+        words = "the tokens" if entry == TOKENS_ENTRY else entry
+        ends.rules[name] = ("vocab", f"it looks up {words}")
         # Tied weights are cut alike, or not at all.
         for holder in observed.find_weight_holders(observed.parts[name].weight):
             if holder != name:
@@ -73,13 +77,12 @@ def _explain_uncut_embedding(
 ) -> str:
     """Why an embedding stays whole; "" if its vocabulary can be cut."""
     part = observed.parts[name]
-    token_ids = observed.batch.get("inputs")
-    if (
-        token_ids is None
-        or looked_up.shape != token_ids.shape
-        or not (looked_up == token_ids).all()
-    ):
+    entry = _find_looked_up_entry(observed, looked_up)
+    if not entry:
         return "it does not look up the tokens of the batch"
+    # Kinds of tokens, say.
+    if entry != TOKENS_ENTRY and part.weight.shape[0] < MIN_CUT_ROWS:
+        return f"a table of {part.weight.shape[0]} rows is not worth a cut"
     # max_norm changes rows in place, the two others what the gradient is.
     has_options = part.max_norm or part.sparse or part.scale_grad_by_freq
     if name in observed.flow.called_often or has_options:
@@ -89,6 +92,19 @@ def _explain_uncut_embedding(
     ]
     if any(holder not in heads for holder in other_holders):
         return f"its weight is also that of {other_holders[0]}, which is no head"
+    return ""
+
+
+def _find_looked_up_entry(observed: ObservedModule, looked_up: torch.Tensor) -> str:
+    """The entry of the batch that an embedding was called with; "" if there is none. A module may
+    call its tokens by another name: `input_ids`."""
+    batch = observed.batch
+    names = [TOKENS_ENTRY] if TOKENS_ENTRY in batch else sorted(set(batch) - {"targets", "labels"})
+    for name in names:
+        ids = batch[name]
+        is_equal = looked_up.shape == ids.shape and bool((looked_up == ids).all())
+        if is_equal and not ids.is_floating_point():
+            return name
     return ""
 
 

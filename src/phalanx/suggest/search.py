@@ -21,6 +21,7 @@ from phalanx.suggest.suggestion import Suggestion
 from phalanx.verify.batches import cast_steps_to_dtype
 
 NUM_TRIED_ROWS = 2
+SHORTER_LENGTHS = (32, 8)
 
 
 def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = False) -> Suggestion:
@@ -31,6 +32,8 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
     """
     batches = [batch]
     if is_made_up:
+        # Its table of positions may be shorter than the job's sequences.
+        batches += [_cut_sequences(batch, length) for length in SHORTER_LENGTHS]
         batches += make_random_batches(_build_noisy_module(job, plan, "float32"))
     failure = ""
     for number, candidate in enumerate(batches):
@@ -50,10 +53,16 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
                     failure = summarize_error(error)
                 continue
             suggestion = propose_rules(module, first_rows)
-            if number == 0:
+            if number <= len(SHORTER_LENGTHS):
                 return suggestion
             return replace(suggestion, fed_with=describe_batch(first_rows))
     raise _build_failed_forward_error(job, batch, failure, is_made_up)
+
+
+def _cut_sequences(batch: Batch, length: int) -> Batch:
+    return {
+        key: tensor[:, :length] if tensor.dim() == 2 else tensor for key, tensor in batch.items()
+    }
 
 
 def _build_failed_forward_error(
