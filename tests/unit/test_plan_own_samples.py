@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli import _app
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
@@ -107,3 +108,18 @@ def test_a_loss_that_needs_numbers_says_so(tmp_path: Path, monkeypatch: pytest.M
     job = load_own_job(tmp_path, monkeypatch, "model.objective=own_samples:numbers")
     with pytest.raises(LayoutError, match=r"cannot be traced \(it reads num"):
         prepare_layout_search(job)
+
+
+def test_a_dry_run_has_batches_of_the_form_of_the_first_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were token ids, and the module was said to need what fake tensors lack."""
+    (tmp_path / "dry_samples.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    keys = [
+        *("model.kind=dry_samples:build", "model.objective=dry_samples:cross_entropy"),
+        *("data.source=dry_samples:dataset", "parallel.ranks=2", "train.global_batch_size=8"),
+    ]
+    code = _app.run_command_line(["plan", *keys, "--dry-run"])
+    done = capsys.readouterr()
+    assert (code, "the program itself, with fake tensors" in done.out) == (0, True), done.err

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import import_object_of_kind
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.compat import list_unsharded_fsdp_gradients
 from phalanx.mesh.devices import treating_cpu_as_gpu
@@ -25,6 +26,7 @@ from phalanx.nn.build import MODELS_PACKAGE, build_objective, build_own_module
 from phalanx.parallel.executor import Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
+from phalanx.run.sample_form import read_sample_form
 from phalanx.run.weights import build_training_state
 from phalanx.train.state import TrainState
 from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
@@ -258,6 +260,7 @@ class DryStepRunner:
         phases: TrackedPhases,
     ) -> None:
         self._job, self._plan, self._state = job, plan, state
+        self._sample_form = read_sample_form(job) if is_given_unknown_samples(job) else None
         self._tracker, self._phases = tracker, phases
         self._objective = wrap_objective_for_tracker(build_objective(job), tracker)
         self.first_moment = 0
@@ -306,7 +309,9 @@ class DryStepRunner:
         if tracker.collectives is not None:
             tracker.collectives.counts.clear()
         self._watch.clear()
-        microbatches = make_fake_microbatches(self._job, self._plan, num_microbatches)
+        microbatches = make_fake_microbatches(
+            self._job, self._plan, num_microbatches, self._sample_form
+        )
         local_loss = model.forward_backward(microbatches, self._objective, step=step)
         self._categorize_gradients()
         stats = model.reduce_and_clip(
