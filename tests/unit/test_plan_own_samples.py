@@ -13,6 +13,7 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.search.describe import format_search_result
+from phalanx.plan.workload import build_workload
 from phalanx.run.search_job import prepare_layout_search, search_layouts_of_job
 
 CODE = """
@@ -28,17 +29,21 @@ class Model(nn.Module):
         self.last = nn.Linear(dim, 5)
 
     def forward(self, inputs, extra):
-        x = self.first(inputs) + extra["scale"][:, None]
+        x = self.first(inputs)
+        x = x + extra["scale"].reshape(-1, *[1] * (x.dim() - 1))
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        return self.last(x if x.dim() == 2 else x.mean(1))
 
 class Dataset:
+    def __init__(self, shape=(30,)):
+        self.shape = shape
+
     def __len__(self):
         return 100
 
     def __getitem__(self, index):
-        features = np.zeros(30, np.float32)
+        features = np.zeros(self.shape, np.float32)
         return {"inputs": features, "extra": {"scale": np.float32(1)}, "labels": index % 5}
 
 def build():
@@ -46,6 +51,9 @@ def build():
 
 def dataset(split):
     return Dataset()
+
+def patches(split):
+    return Dataset((7, 30))
 
 def raising(split):
     raise OSError("the disk is gone")
@@ -94,6 +102,18 @@ def test_a_module_is_traced_with_the_first_sample_of_its_dataset(
     assert "a million samples" in text
     # All samples of a rank at once: nothing is faster for so short ones.
     assert searched.result.winner.micro_batch_size == 32
+
+
+def test_a_sample_counts_as_many_tokens_as_its_products_have_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one, products were taken to be so small that a step took ten times as long."""
+    job = load_own_job(tmp_path, monkeypatch, "data.source=own_samples:patches")
+    task = prepare_layout_search(job)
+    assert isinstance(task.shape, MeasuredModule)
+    assert task.shape.count_sample_tokens(128) == 7
+    work = build_workload(job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
+    assert work.seq_len == 7
 
 
 def test_a_dataset_that_cannot_be_read_is_told_with_what_it_raised(

@@ -156,9 +156,9 @@ def _is_read_in_forward_only(kind: str) -> bool:
 
 
 def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:
-    """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
-    their number is unknown."""
-    if is_given_unknown_samples(job):
+    """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one
+    where it was not traced: their number is unknown."""
+    if is_given_unknown_samples(job) and not getattr(shape, "has_own_samples", False):
         return 1
     return shape.count_sample_tokens(job.data.seq_len)
 

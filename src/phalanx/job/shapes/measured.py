@@ -76,7 +76,8 @@ class MeasuredModule:
     """A large module, whose building could not be recorded: each rank has all of it for a while
     when a run starts."""
     has_own_samples: bool = False
-    """It was traced with samples of a user's own, each of which counts as one token."""
+    """It was traced with samples of a user's own: one counts as many tokens as most of its products
+    have rows."""
     column_cut: frozenset[str] = frozenset()
     """The layers of which tensor parallelism has left a part of the outputs."""
 
@@ -197,12 +198,22 @@ class MeasuredModule:
 
     def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one sample: the job's sequence length, or an image's patches and class token;
-        1 of samples of a user's own."""
+        of samples of a user's own the rows of most products."""
         if self.has_own_samples:
-            return 1
+            return self._num_rows_of_sample
         if not self.reads_images:
             return seq_len
         return count_patches(self.image_size, self.patch_size) + 1
+
+    @cached_property
+    def _num_rows_of_sample(self) -> int:
+        point = self.traces[0].points[0]
+        flops_by_rows: dict[int, int] = defaultdict(int)
+        for part in (point.before, *map(point.block, range(self.num_layers)), point.after):
+            for product in part.products:
+                rows = max(1, product.rows // point.batch)
+                flops_by_rows[rows] += product.rows * product.inputs * product.outputs
+        return max(flops_by_rows, key=lambda rows: flops_by_rows[rows], default=1)
 
     def count_targets(self, num_tokens: int) -> int:
         if self.reads_images:

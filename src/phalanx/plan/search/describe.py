@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.job.schema import Job
-from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel
@@ -133,7 +132,7 @@ def _describe_economics(result: SearchResult) -> list[str]:
 
 
 def find_counted_unit(sample_noun: str, sample_tokens: int) -> str:
-    """What speeds are of: tokens, or samples of a user's own, whose tokens nobody knows."""
+    """What speeds are of: tokens, or samples of a user's own that are one row each."""
     return "samples" if sample_noun == "samples" and sample_tokens == 1 else "tokens"
 
 
@@ -242,8 +241,7 @@ def format_scaling_table(
 ) -> list[str]:
     """A table of `job` on more and more devices of `cluster`; below it what hours and costs are of,
     and why a number has no layout."""
-    unit = "samples/s" if is_given_unknown_samples(job) else "tokens/s"
-    header = ("GPUs", "layout", "step", unit, "MFU", "efficiency", "hours", "cost")
+    header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
         winner = count.winner
