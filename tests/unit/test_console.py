@@ -269,7 +269,7 @@ def test_ranks_that_start_again_without_any_state_say_so() -> None:
     event = events.RunStarted("run", "", 2, 0, 30, "cpu", {"dp_shard": 2}, startup_s=1.0)
     first, again = (describe_event(Envelope(event, 0, attempt, 1.0)) for attempt in (0, 1))
     assert first == "run: 2 ranks on cpu, dp_shard=2, started in 1.0 s"
-    assert again == f"{first}, from the beginning: no step is held or saved"
+    assert again == f"{first}, from the beginning"
 
 
 def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:

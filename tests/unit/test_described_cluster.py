@@ -113,7 +113,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.gpu=h100"], 'did you mean "h100-sxm"'),
+        (["cluster.gpu=h100"], 'one of "h100-sxm" (80 GB), "h100-pcie" (80 GB)'),
         (["cluster.instance=p5.48xlarg"], "p5.48xlarge"),
         (["cluster.instance=p5.48xlarge", "cluster.gpu=a100-sxm"], "has h100-sxm"),
         (["cluster.gpu=h100-sxm", "cluster.device=cpu"], "cluster.device is cpu"),

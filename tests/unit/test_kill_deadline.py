@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from phalanx.core.black_box import BlackBox
+from phalanx.core.errors import ExitCode
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
+from phalanx.launch.end_record import EndRecord
 from phalanx.launch.kill_deadline import (
     CAUSE_WINDOW_S,
     EXIT_AFTER_FAILED_STOP_S,
@@ -130,3 +132,22 @@ def test_the_wait_for_last_exits_counts_from_the_first_one(tmp_path: Path) -> No
     deadline.begin_last_exits(NOW_S)
     deadline.begin_last_exits(NOW_S + 3)
     assert deadline.compute_exit_wait_s(NOW_S + 10) == 10.0
+
+
+def test_ranks_that_train_on_without_their_store_are_not_leaving(tmp_path: Path) -> None:
+    """One of them that is stopped for a moment was killed."""
+    ranks = TwoRanks(tmp_path, keeps_ranks=True)
+    ranks.end.store_loss = "killed by SIGKILL"
+    assert not ranks.deadline.waits_for_survivors()
+    ranks.deadline.note_failure(NOW_S)
+    assert ranks.deadline.waits_for_survivors()
+
+
+@pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.PREEMPTED])
+def test_only_ranks_with_nothing_left_to_do_are_done(tmp_path: Path, code: ExitCode) -> None:
+    ranks = TwoRanks(tmp_path)
+    ranks.end.records[0] = EndRecord(ExitCode.OK)
+    assert not ranks.end.is_work_done(2)
+    ranks.end.records[1] = EndRecord(code)
+    assert ranks.end.is_complete(2)
+    assert ranks.end.is_work_done(2) == (code == ExitCode.OK)

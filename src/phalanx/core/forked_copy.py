@@ -24,9 +24,9 @@ class ForkedCopyGuard:
         rank: each byte that it sent or summed on would be taken for the rank's."""
         rank = f"rank {self._rank}" if self._rank >= 0 else "this rank"
         line = (
-            f"phalanx: process {os.getpid()}, which code of yours forked off {rank} (os.fork), came"
-            " back into training, and ends here; the rank trains on. End such a process with"
-            " os._exit where its work is done\n"
+            f"phalanx: process {os.getpid()}, which code of yours forked off {rank}, used what"
+            " belongs to the rank (a phase or a collective), and ends here; the rank goes on. After"
+            " os.fork, end such a process with os._exit where its work is done\n"
         )
         with contextlib.suppress(OSError):
             os.write(2, line.encode())

@@ -256,6 +256,9 @@ class AttemptWatch:
             self._deadline.note_report(now)
         elif record.is_agreed_stop:
             self._deadline.begin_grace(now)
+        elif self.end.exits and self.end.is_complete(self._num_ranks):
+            # The process of another rank was gone before this one was done.
+            self._deadline.begin_last_exits(now)
 
     def _handle_rank_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
@@ -312,8 +315,9 @@ class AttemptWatch:
         self._listener.emit_hang_found(hang)
 
     def _look_for_late_exits(self) -> None:
-        """Tell the person who waits for the command what it waits for, once all work is done."""
-        if not self.end.is_complete(self._num_ranks):
+        """Tell the person who waits for the command what it waits for, once all work is done. A run
+        that stops has its grace, which was said."""
+        if not self.end.is_work_done(self._num_ranks):
             return
         now = time.monotonic()
         if not self.end.exits:
@@ -370,7 +374,7 @@ class AttemptWatch:
         if stopped:
             self._killed_as_stopped.update(stopped)
             verb = "is" if len(stopped) == 1 else "are"
-            who = f"{format_rank_list(sorted(stopped))} {verb} stopped (SIGSTOP)"
+            who = f"{format_rank_list(sorted(stopped))} {verb} stopped"
             self._listener.say(f"{who} while others leave after a failure: killed")
             self._server.link.send(KillRanks(self.end.number, stopped))
 

@@ -114,3 +114,8 @@ class AttemptEnd:
         if len(self.records) < num_ranks:
             return False
         return not any(record.has_failed for record in self.records.values())
+
+    def is_work_done(self, num_ranks: int) -> bool:
+        """True if each of the `num_ranks` ranks has reported that it has nothing left to do."""
+        is_complete = self.is_complete(num_ranks)
+        return is_complete and not any(record.is_agreed_stop for record in self.records.values())

@@ -63,42 +63,70 @@ class HangLimit:
 
 
 class StepDurations:
-    """The durations of the newest steps of a run, from looks at the step that its ranks are in."""
+    """The durations of the newest steps of a run, from looks at the step that its ranks are in.
+
+    Once some are known the first steps of a restart are kept apart: they are slow, and a hang after
+    them would be found late.
+    """
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_MAX_DURATIONS)
-        self._step, self._since_s = -1, 0.0
+        self._step, self._since_s, self._warms_up = -1, 0.0, False
+        # Of the attempt.
+        self._warm_up_durations: list[float] = []
+        self._num_after_warm_up = 0
+
+    def begin_attempt(self) -> None:
+        """The next steps are the first of an attempt."""
+        self.forget_step()
+        self._warm_up_durations = []
+        self._num_after_warm_up = 0
 
     def forget_step(self) -> None:
-        """The next step is no measure: an attempt begins, or something lies between the steps."""
+        """The next step is no measure: something lies between the steps."""
         self._step = -1
 
     def observe(self, step: int, now_s: float, *, warms_up: bool = False) -> None:
         """Take note that the run was in `step`, seen at `now_s`; several steps since the look
-        before share its seconds.
-
-        The first steps of a restart (`warms_up`) say nothing of later ones, once others are known:
-        a hang after it would be found late.
-        """
+        before share its seconds. `warms_up`: it is one of the first of the attempt."""
         if step == self._step:
             return
         num_steps = step - self._step
-        counts = not (warms_up and len(self._durations) >= _NUM_NEWEST)
-        if counts and self._step >= 0 and num_steps > 0:
-            self._durations.append((now_s - self._since_s) / num_steps)
-        self._step, self._since_s = step, now_s
+        if self._step >= 0 and num_steps > 0:
+            self._add((now_s - self._since_s) / num_steps)
+        self._step, self._since_s, self._warms_up = step, now_s, warms_up
+
+    def _add(self, duration_s: float) -> None:
+        if self._warms_up and len(self._durations) >= _NUM_NEWEST:
+            self._warm_up_durations.append(duration_s)
+        else:
+            self._durations.append(duration_s)
+            self._num_after_warm_up += 1
 
     def may_be_shorter_than(self, seconds: float) -> bool:
         """Whether the newest steps take less than `seconds`, or too few are known to say no."""
-        newest = list(islice(reversed(self._durations), _NUM_NEWEST))
+        newest = self._list_newest()
         return len(newest) < _MIN_DURATIONS or median(newest) < seconds
 
-    def compute_p99_s(self) -> float:
-        """The 99th percentile; the longest of fewer than a hundred steps, 0 of none."""
+    def compute_long_step_s(self) -> float:
+        """How long a step of this run may take, by those that are known: their 99th percentile (the
+        longest of fewer than a hundred), or what steps take now, if that is longer; 0 before any is
+        known."""
         if not self._durations:
             return 0.0
         ordered = sorted(self._durations)
-        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+        p99_s = ordered[math.ceil(0.99 * len(ordered)) - 1]
+        return max(p99_s, self._compute_step_of_now_s())
+
+    def _compute_step_of_now_s(self) -> float:
+        """Steps of this attempt may take longer than all before: fewer ranks, a cold cache."""
+        if self._warm_up_durations and self._num_after_warm_up < _MIN_DURATIONS:
+            return min(self._warm_up_durations)
+        of_attempt = self._list_newest()[: self._num_after_warm_up]
+        return median(of_attempt) if of_attempt else 0.0
+
+    def _list_newest(self) -> list[float]:
+        return list(islice(reversed(self._durations), _NUM_NEWEST))
 
 
 def choose_limit(
@@ -126,7 +154,7 @@ def choose_limit(
     for phase in phases:
         if phase in _EVALUATION_PHASES:
             return HangLimit(long_s, f"phase {phase}", long_s, long_s, long_s, True)
-    if not have_begun_steps(positions.values(), NUM_WARM_UP_STEPS + 1):
+    if not have_warmed_up(positions.values()):
         why = f"fewer than {NUM_WARM_UP_STEPS} steps are done"
         return HangLimit(long_s, why, long_s, long_s, long_s, True)
     # What waits for a disk, or a loader's worker that runs, waits for something that works.
@@ -137,9 +165,9 @@ def is_compiling(position: LastPosition) -> bool:
     return position.header is not None and position.header.is_compiling
 
 
-def have_begun_steps(positions: Iterable[LastPosition], num_steps: int) -> bool:
-    """Whether the ranks at `positions` have begun so many steps or more, each in its attempt."""
+def have_warmed_up(positions: Iterable[LastPosition]) -> bool:
+    """Whether the ranks at `positions` have done the first steps of their attempt."""
     return all(
-        position.header is not None and position.header.num_steps_begun >= num_steps
+        position.header is not None and position.header.num_steps_begun > NUM_WARM_UP_STEPS
         for position in positions
     )

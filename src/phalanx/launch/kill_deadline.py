@@ -109,8 +109,10 @@ class KillDeadline:
 
     def waits_for_survivors(self) -> bool:
         """True once a rank has failed by itself, where the others are kept."""
+        # Of a store that is lost ranks may train on: that alone is no failure.
         return (
-            self._spec.keeps_ranks
+            self.has_failed
+            and self._spec.keeps_ranks
             and self._stop.signal is None
             and self._end.is_primary_failure_known
         )

@@ -17,16 +17,16 @@ class LateExits:
     """Says once that ranks of a run that is done do not end, and then that they are killed."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self._is_none_left_said = self._is_said = False
         self._done_s = math.inf
 
     def describe_none_left(self, num_ranks: int, now_s: float) -> str:
         """A sentence if all of `num_ranks` ranks have been done for long, and none has ended;
         empty if it is no time yet, or was said. They are waited for, as any program is."""
         self._done_s = min(self._done_s, now_s)
-        if self._is_said or now_s < self._done_s + SAY_NONE_LEFT_AFTER_S:
+        if self._is_none_left_said or now_s < self._done_s + SAY_NONE_LEFT_AFTER_S:
             return ""
-        self._is_said = True
+        self._is_none_left_said = True
         return (
             f"all work is done, but {_name_processes(range(num_ranks))} not ended after"
             f" {format_seconds(SAY_NONE_LEFT_AFTER_S)}: sampling text, a thread that is no daemon,"

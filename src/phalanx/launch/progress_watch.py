@@ -34,12 +34,11 @@ from phalanx.launch.hang_kinds import (
 from phalanx.launch.hang_limits import (
     BETWEEN_STEPS_PHASES,
     MIN_STEP_LIMIT_S,
-    NUM_WARM_UP_STEPS,
     HangLimit,
     HangSettings,
     StepDurations,
     choose_limit,
-    have_begun_steps,
+    have_warmed_up,
 )
 from phalanx.launch.open_boxes import read_position_of_rank
 from phalanx.launch.paths import black_box_path
@@ -126,7 +125,7 @@ class ProgressWatch:
         # Seconds in which nobody looked, which count for nobody: since the last progress, in all.
         self._unseen_s = self._all_unseen_s = 0.0
         self._next_stacks_s = 0.0
-        self._durations.forget_step()
+        self._durations.begin_attempt()
         self._endless.forget_step()
 
     def poll(
@@ -146,7 +145,7 @@ class ProgressWatch:
         if self._has_progressed(now_s):
             return self._judge_step(now_s, finished)
         limit = choose_limit(
-            self._settings, self._positions, len(self._pids), self._durations.compute_p99_s()
+            self._settings, self._positions, len(self._pids), self._durations.compute_long_step_s()
         )
         # Once the work of all is done, ranks sample text, and say so token by token.
         counts_work = limit.counts_work or len(finished) == len(self._pids)
@@ -181,7 +180,7 @@ class ProgressWatch:
         silent_s = now_s - self._progress_s
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.
-            goes_on = silent_s < _NUM_SILENT_STEPS_OF_SLOW * self._durations.compute_p99_s()
+            goes_on = silent_s < _NUM_SILENT_STEPS_OF_SLOW * self._durations.compute_long_step_s()
         are_steps_short = self._durations.may_be_shorter_than(MAX_SHORT_STEP_S)
         for event in self._processors.look(now_s, goes_on=goes_on, are_steps_short=are_steps_short):
             self._emit(event)
@@ -262,8 +261,7 @@ class ProgressWatch:
             self._durations.forget_step()
         else:
             # A machine that stood still for a while makes no step a long one.
-            # A step that is over is followed by one that has begun.
-            warms_up = not have_begun_steps(self._positions.values(), NUM_WARM_UP_STEPS + 2)
+            warms_up = not have_warmed_up(self._positions.values())
             self._durations.observe(step, now_s - self._all_unseen_s, warms_up=warms_up)
 
     def _sample_ranks(self, *, with_helpers: bool) -> None:
@@ -285,7 +283,7 @@ class ProgressWatch:
         endless = self._endless.look(
             self._positions,
             now_s=now_s,
-            p99_s=self._durations.compute_p99_s(),
+            p99_s=self._durations.compute_long_step_s(),
             long_s=max(self._settings.long_s, self._settings.hang_s or 0.0),
         )
         if endless is None:

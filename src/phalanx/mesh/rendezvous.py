@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.launchers import SUPERVISED_VARIABLE
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # Another launcher's ranks wait for containers, images and file systems of many machines.
@@ -28,7 +29,7 @@ SUPERVISED_RENDEZVOUS_TIMEOUT_S = 20.0
 # For ranks that have all arrived to read one key.
 READ_TIMEOUT_S = 20.0
 # One try to connect to a store, of many.
-CONNECT_TRY_S = 1.0
+CONNECT_TRY_S = 0.5
 
 # Of this process: how often its ranks have met in each incarnation, and the stores that it holds
 # for the others, by process (a fork has none), host and port.
@@ -207,7 +208,7 @@ def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_TIMEOUT_S) -> dist
 
 def _is_store_of_supervisor() -> bool:
     is_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return is_of_launcher and "PHALANX_ATTEMPT" in os.environ
+    return is_of_launcher and SUPERVISED_VARIABLE in os.environ
 
 
 def _connect_to_store_of_supervisor(
@@ -221,6 +222,9 @@ def _connect_to_store_of_supervisor(
     """
     until_s = time.monotonic() + rendezvous_s
     while True:
+        # torch itself would try again for some seconds.
+        if not _does_anybody_listen(host, port):
+            raise dist.DistNetworkError(f"the rendezvous store at {host}:{port} is gone")
         try:
             store = dist.TCPStore(
                 host,
@@ -231,7 +235,7 @@ def _connect_to_store_of_supervisor(
                 wait_for_workers=False,
             )
         except (dist.DistNetworkError, dist.DistStoreError):
-            if time.monotonic() >= until_s or not _does_anybody_listen(host, port):
+            if time.monotonic() >= until_s:
                 raise
         else:
             store.set_timeout(datetime.timedelta(seconds=rendezvous_s))

@@ -209,7 +209,7 @@ def _describe_start(event: events.RunStarted, *, is_first: bool) -> str:
     if event.restored_from:
         line += f", continues at step {event.step} from {event.restored_from}"
     elif not is_first:
-        line += ", from the beginning: no step is held or saved"
+        line += ", from the beginning"
     return line
 
 

@@ -59,7 +59,9 @@ def _route_tcp_through_device() -> None:
 
 
 def _run_ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
 
 
 def _deliver_late(device: int, least_s: float, most_s: float) -> None:
