@@ -7,6 +7,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ SOAKED = re.compile(
 def with_drills(page: str) -> str:
     """`page` with all tables as the code, the campaign and the soak say today."""
     page = FAULTS.sub(lambda match: match[1] + "\n".join(_fault_rows()) + "\n" + match[2], page)
-    lines = "\n".join(_campaign_lines(select_newest_rows(read_campaign(CAMPAIGN))))
+    lines = "\n".join(_campaign_lines(read_campaign(CAMPAIGN)))
     page = MEASURED.sub(lambda match: match[1] + lines + "\n" + match[2], page)
     soak = "\n".join(_soak_lines())
     return SOAKED.sub(lambda match: match[1] + soak + "\n" + match[2], page)
@@ -90,7 +91,17 @@ def _ending(wanted: Expectation) -> str:
     return bits
 
 
-def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
+def _select_rows_of_newest_job(lines: Sequence[TrialRow]) -> list[TrialRow]:
+    """Of each trial the newest line, among those of the job that was drilled last: the same place
+    in the jobs before it is no other trial."""
+    newest = select_newest_rows(lines)
+    day = max(row.circumstances.date for row in lines)
+    job = [row.circumstances.job for row in lines if row.circumstances.date == day][-1]
+    return [row for row in newest if row.circumstances.job == job]
+
+
+def _campaign_lines(lines: Sequence[TrialRow]) -> Iterable[str]:
+    rows = _select_rows_of_newest_job(lines) if lines else []
     ran = [row for row in rows if row.measured is not None]
     if not ran:
         return
@@ -103,7 +114,7 @@ def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
     )
     yield ""
     yield (
-        "| fault | n | passed | class | rank | detected after, median (most)"
+        "| fault | n | passed (95 % interval, in %) | class | rank | detected after, median (most)"
         " | training again, median (most) | lost, most | bits equal | missed |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -116,6 +127,7 @@ def _campaign_lines(rows: Sequence[TrialRow]) -> Iterable[str]:
             yield f"| `{name}` | 0 | skipped: {why} | | | | | | | |"
     yield ""
     yield from _share_lines(ran)
+    yield _all_lines_line(lines)
     yield ""
     yield "Right class, then what was said (trials):"
     yield ""
@@ -135,7 +147,7 @@ def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
     cells = [
         f"`{name}`",
         str(len(rows)),
-        str(sum(row.is_passed for row in rows)),
+        _count(sum(row.is_passed for row in rows), len(rows)),
         _count_checks(rows, "class"),
         _count_checks(rows, "rank"),
         _spread([each.detected_s for each in measured]),
@@ -149,7 +161,7 @@ def _campaign_row(name: str, rows: Sequence[TrialRow]) -> str:
 
 def _count_checks(rows: Sequence[TrialRow], name: str) -> str:
     checks = [check.ok for row in rows for check in row.checks if check.name == name]
-    return f"{sum(checks)}/{len(checks)}" if checks else "–"
+    return _count(sum(checks), len(checks)) if checks else "–"
 
 
 def _spread(seconds: Sequence[float | None]) -> str:
@@ -221,17 +233,40 @@ def _crash_line(rows: Sequence[TrialRow]) -> str:
     )
 
 
+def _all_lines_line(lines: Sequence[TrialRow]) -> str:
+    """Of every line of the file, those that missed a bar: none is lost where its trial ran
+    again."""
+    ran = [row for row in lines if row.measured is not None]
+    share = _share(sum(row.is_passed for row in ran), len(ran))
+    text = f"- all lines of the file, of every commit, also of trials that ran again: {share}"
+    missed = Counter(check.name for row in ran for check in row.checks if not check.ok)
+    if missed:
+        words = ", ".join(f"{name} {count}" for name, count in missed.most_common())
+        text += f"; bars that the others missed, some more than one: {words}"
+    return text
+
+
 def _share(count: int, total: int) -> str:
     """A share with its 95 % interval (Wilson)."""
     if not total:
         return "no trial"
+    least, most = _interval_percent(count, total)
+    percent = 100 * count / total
+    return f"{count} of {total}, {percent:.3g} % (95 % interval {least:.3g} to {most:.3g} %)"
+
+
+def _count(count: int, total: int) -> str:
+    """ "5/5 (57 to 100)": a share with its 95 % interval in percent."""
+    least, most = _interval_percent(count, total)
+    return f"{count}/{total} ({least:.0f} to {most:.0f})"
+
+
+def _interval_percent(count: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson), in percent."""
     z, p = 1.96, count / total
     middle = (p + z * z / (2 * total)) / (1 + z * z / total)
     half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total)) / (1 + z * z / total)
-    return (
-        f"{count} of {total}, {100 * p:.3g} % (95 % interval {100 * (middle - half):.3g} to"
-        f" {100 * (middle + half):.3g} %)"
-    )
+    return 100 * (middle - half), 100 * (middle + half)
 
 
 def _soak_lines() -> Iterable[str]:
