@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -775,3 +776,61 @@ def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) 
                 " return [Math.round(box.left), Math.round(box.right)]; })"
             )
             assert edges[0] == edges[1]
+
+
+# --- a drill that is stopped ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["drill", "kill"], "the same command begins again (with --campaign FILE it goes on"),
+        (["drill", "kill", "--campaign", "a.jsonl"], "the same command goes on from a.jsonl"),
+        (["drill", "--soak", "1"], "the same command begins again (with --out DIR it goes on"),
+        (["drill", "--soak", "1", "--out", "d"], "goes on from the undisturbed run, if that had"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("number", "code", "stopped"),
+    [
+        (signal.SIGTERM, 75, "stopped by SIGTERM; the run that went on is ended"),
+        (signal.SIGUSR1, 75, "stopped by SIGUSR1; the run that went on is ended"),
+        (signal.SIGINT, 130, "stopped; the run that went on is ended"),
+    ],
+)
+def test_a_stop_says_what_goes_on_and_how(
+    words: list[str],
+    told: str,
+    number: signal.Signals,
+    code: int,
+    stopped: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drill has no --resume: what `phalanx train` advises after such a signal is not true here."""
+
+    def strike(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(number)
+
+    monkeypatch.setattr("phalanx.drills.drive.run_drill", strike)
+    monkeypatch.setattr("phalanx.drills.soak.drive.run_soak", strike)
+    before = signal.getsignal(number)
+    assert run_command_line(words) == code
+    assert signal.getsignal(number) == before
+    said_text = capsys.readouterr().err
+    assert stopped in said_text
+    assert told in said_text
+    assert "--resume" not in said_text
+    assert "no rank was training" not in said_text
+
+
+def test_a_stop_is_an_error_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "phalanx.drills.drive.run_drill", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
+    assert run_command_line(["drill", "kill", "--json"]) == 75
+    body = json.loads(capsys.readouterr().out)
+    assert (body["schema"], body["exit_code"]) == ("phalanx.error/1", 75)
+    assert body["what"] == "stopped by SIGTERM"

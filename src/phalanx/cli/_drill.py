@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
+from phalanx.cli._stops import telling_stops
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.core.units import format_seconds, plural
 
@@ -66,13 +66,12 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
     from phalanx.drills.job import load_drilled_job
     from phalanx.drills.page import write_drill_page
     from phalanx.drills.trials import choose_fault_names
-    from phalanx.run.stop_signals import raising_on_stop_signals
 
     refuse_launcher("drill")
     with (
         print_errors_as_json(as_json),
+        telling_stops(describe_stopped_drill(options.campaign)),
         ProgressLine("drilling", line_s=0.0) as line,
-        raising_on_stop_signals(),
     ):
         if options.redoes_changed and options.campaign is None:
             raise UsageError("--again is for the trials of a campaign", fix="give --campaign FILE")
@@ -103,15 +102,7 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
                 for text in describe_row(row):
                     print(text, flush=True)
 
-        try:
-            result = run_drill(request, on_progress=show, on_row=show_row)
-        except KeyboardInterrupt:
-            line.hide()
-            words_of_stop = "stopped; the run that went on is ended, and nothing is left of it"
-            if options.campaign is not None:
-                words_of_stop = f"stopped; the same command goes on from {options.campaign}"
-            print(words_of_stop, file=sys.stderr)
-            return int(ExitCode.INTERRUPTED)
+        result = run_drill(request, on_progress=show, on_row=show_row)
     page = None
     if options.out is not None:
         page = write_drill_page(options.out, result)
@@ -123,6 +114,16 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
         if page is not None:
             print(f"page    {page}")
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)
+
+
+def describe_stopped_drill(campaign: Path | None) -> str:
+    """What is left of a drill that was stopped, and how it goes on."""
+    if campaign is not None:
+        return f"the run that went on is ended; the same command goes on from {campaign}"
+    return (
+        "the run that went on is ended, and nothing is left of it; the same command begins again"
+        " (with --campaign FILE it goes on from the trials that had ended)"
+    )
 
 
 def split_faults_from_job(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

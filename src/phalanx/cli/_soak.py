@@ -4,7 +4,6 @@ of the run."""
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from phalanx.cli._drill import describe_answer, split_faults_from_job
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
+from phalanx.cli._stops import telling_stops
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.core.units import format_seconds, plural
 
@@ -46,13 +46,12 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
     from phalanx.drills.soak.drive import SoakRequest, run_soak
     from phalanx.drills.soak.kept import SOAK_RESULT_FILE_NAME
     from phalanx.drills.soak.mix import choose_mix
-    from phalanx.run.stop_signals import raising_on_stop_signals
 
     refuse_launcher("drill")
     with (
         print_errors_as_json(as_json),
+        telling_stops(describe_stopped_soak(options.out)),
         ProgressLine("soaking", line_s=_PROGRESS_LINE_S) as line,
-        raising_on_stop_signals(),
     ):
         if options.refused:
             raise UsageError(
@@ -79,19 +78,11 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
                 for text in describe_soak_plan(plan, mix):
                     print(text, flush=True)
 
-        try:
-            result = run_soak(
-                request,
-                on_progress=lambda progress: show_soak_progress(line, progress),
-                on_plan=show_plan,
-            )
-        except KeyboardInterrupt:
-            line.hide()
-            stopped = "stopped: the run that went on is ended"
-            if options.out is not None:
-                stopped += "; the same command goes on from the undisturbed run, if that had ended"
-            print(stopped, file=sys.stderr)
-            return int(ExitCode.INTERRUPTED)
+        result = run_soak(
+            request,
+            on_progress=lambda progress: show_soak_progress(line, progress),
+            on_plan=show_plan,
+        )
     if options.out is not None:
         _write_result(options.out, result)
     if as_json:
@@ -103,6 +94,19 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
             print(f"result  {options.out / SOAK_RESULT_FILE_NAME}")
             print(f"page    {result.run_dir / 'report.html'}")
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)
+
+
+def describe_stopped_soak(out: Path | None) -> str:
+    """What is left of a soak that was stopped, and how it goes on."""
+    if out is not None:
+        return (
+            "the run that went on is ended; the same command goes on from the undisturbed run, if"
+            " that had ended"
+        )
+    return (
+        "the run that went on is ended, and nothing is left of it; the same command begins again"
+        " (with --out DIR it goes on from the undisturbed run)"
+    )
 
 
 def show_soak_progress(line: ProgressLine, progress: SoakProgress) -> None:
