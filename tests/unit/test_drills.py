@@ -40,7 +40,13 @@ from phalanx.drills.drive import (
     run_drill,
 )
 from phalanx.drills.fault_code import RECOVERY_FILES, digest_fault_code
-from phalanx.drills.job import load_drilled_job, measure_job
+from phalanx.drills.fits import find_reason_against_job
+from phalanx.drills.job import (
+    count_replicas_of_weights,
+    has_one_group,
+    load_drilled_job,
+    measure_job,
+)
 from phalanx.drills.judge import Bars, Measured, build_bars, judge_trial
 from phalanx.drills.load import LoadMeter, average_loads
 from phalanx.drills.page import render_drill_page, write_drill_page
@@ -68,6 +74,7 @@ from phalanx.drills.verdicts import (
 from phalanx.launch.processor_watch import STARVED
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
+from phalanx.plan.layout import Layout
 from phalanx.resilience.expectation import EACH_SAMPLE_ONCE, NO_VERDICT, SAMPLES_LEFT_OUT
 from phalanx.resilience.fault import FAULTS_PACKAGE, parse_fault
 from phalanx.resilience.strikes import Strike
@@ -508,6 +515,73 @@ def test_bars_are_those_of_the_fault() -> None:
     assert bars_of("flip_parameter", num_ranks=2).rank is None
     # After the reduction the gradients of all ranks are wrong, however many there are.
     assert bars_of("flip_gradient").rank is None
+
+
+def shape_of(*layout: str) -> DrillShape:
+    return measure_job(load_drilled_job(None, layout, num_steps=40).job)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_replicas", "has_one_group"),
+    [
+        (["parallel.ranks=2"], 2, True),
+        (["parallel.ranks=4"], 4, True),
+        (["parallel.ranks=2", "parallel.dp_shard=2"], 1, True),
+        (["parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=1"], 1, True),
+        (["parallel.ranks=4", "parallel.dp_shard=2", "parallel.dp_replicate=2"], 2, False),
+        (["parallel.ranks=2", "parallel.tp=2"], 1, True),
+        (["parallel.ranks=4", "parallel.tp=2", "parallel.dp_replicate=2"], 2, False),
+        (["parallel.ranks=2", "parallel.cp=2", "parallel.zero_stage=none"], 2, True),
+        (["parallel.ranks=2", "parallel.pp=2"], 1, False),
+        (["parallel.ranks=4", "parallel.pp=2"], 2, False),
+    ],
+)
+def test_replicas_that_tell_a_flip_are_those_that_update_the_same_weights(
+    layout: list[str], num_replicas: int, has_one_group: bool
+) -> None:
+    shape = shape_of(*layout)
+    assert (shape.num_replicas, shape.has_one_group) == (num_replicas, has_one_group)
+    flip, disagree = (
+        load_fault(name).expectation for name in ("flip_parameter", "wrong_collective")
+    )
+    assert bool(find_reason_against_job(flip, shape)) == (num_replicas == 1)
+    assert bool(find_reason_against_job(disagree, shape)) == (not has_one_group)
+    bars = build_bars(flip, rank=1, shape=shape, step_p99_s=0.1)
+    assert bars.rank == (1 if num_replicas >= 3 else None)
+    # A link is told by all ranks, whatever they hold.
+    link = build_bars(load_fault("cut_link").expectation, rank=1, shape=shape, step_p99_s=0.1)
+    assert link.rank == (1 if shape.num_ranks >= 3 else None)
+
+
+def test_experts_of_two_ranks_are_others_and_the_ranks_beside_them_hold_copies() -> None:
+    assert count_replicas_of_weights(Layout(dp_shard=4, ep=2), 0) == 2
+    assert count_replicas_of_weights(Layout(dp_replicate=2, dp_shard=2, ep=2), 2) == 2
+    assert has_one_group(Layout(dp_shard=2, ep=2))
+    assert not has_one_group(Layout(dp_shard=4, ep=2))
+
+
+def test_a_rank_that_checks_its_own_memory_needs_no_replica() -> None:
+    shape = shape_of("parallel.ranks=2", "parallel.dp_shard=2", "resilience.check_memory_every=1")
+    flip = load_fault("flip_parameter").expectation
+    assert not find_reason_against_job(flip, shape)
+    assert build_bars(flip, rank=1, shape=shape, step_p99_s=0.1).rank == 1
+
+
+def test_a_fault_that_nobody_could_see_is_skipped_before_anything_runs() -> None:
+    """As one that is rightly called by another class."""
+    keys = ["parallel.ranks=4", "parallel.pp=2", "parallel.dp_shard=2"]
+    job = load_drilled_job(None, keys, num_steps=40)
+    told: list[TrialRow] = []
+    result = run_drill(
+        DrillRequest(job, ("flip_parameter", "wrong_collective"), command=("false",)),
+        on_row=told.append,
+    )
+    assert told == result.rows
+    flip, disagree = result.rows
+    assert "with pp=2 x dp_shard=2: no other one holds them" in flip.skipped
+    assert "only resilience.check_memory_every=1 sees it" in flip.skipped
+    assert "an absent collective" in disagree.skipped
+    assert not result.is_passed
 
 
 # --- campaigns ------------------------------------------------------------------------------------

@@ -326,6 +326,7 @@ def test_a_run_without_records_of_samples_proves_nothing(tmp_path: Path) -> None
         (["--repeat=2", "--steps=50"], "--repeat and --steps of trials"),
         (["preempt"], "preempt cannot be one of many faults in a run"),
         (["train.steps=9"], "train.steps = 9 was given"),
+        (["flip_parameter", "parallel.dp_shard=2"], "flip_parameter does not fit this job"),
     ],
 )
 def test_what_a_soak_cannot_do_is_refused_before_any_run(

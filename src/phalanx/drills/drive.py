@@ -23,6 +23,7 @@ from phalanx.drills.campaign import (
 )
 from phalanx.drills.command import PHALANX_COMMAND
 from phalanx.drills.fault_code import digest_fault_code
+from phalanx.drills.fits import find_reason_against_job
 from phalanx.drills.job import DrilledJob, measure_job
 from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
 from phalanx.drills.shared_run import (
@@ -138,7 +139,8 @@ def run_drill(
     if waiting and request.campaign is not None:
         require_campaign_can_grow(request.campaign)
     for trial in list(waiting):
-        why_not = load_fault(trial.fault).why_not
+        fault = load_fault(trial.fault)
+        why_not = fault.why_not or find_reason_against_job(fault.expectation, shape)
         if why_not:
             waiting.remove(trial)
             row = build_skipped_row(trial, why_not, _add_code(circumstances, trial))

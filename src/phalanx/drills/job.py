@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from phalanx.drills.trials import DrillShape
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
+from phalanx.plan.layout import Layout
 from phalanx.run.plan_job import plan_job
 
 SMALL_JOB = (
@@ -62,13 +63,36 @@ def load_drilled_job(
 
 
 def measure_job(job: Job) -> DrillShape:
-    """Ranks, steps and saves of a job, as its plan has them. Raises LayoutError."""
+    """Ranks, steps, saves and copies of weights of a job, as its plan has them. Raises
+    LayoutError."""
     plan = plan_job(job, checks_initial=False).plan
+    layout = plan.layout
     return DrillShape(
-        plan.layout.world_size,
+        layout.world_size,
         job.train.steps,
         job.checkpoint.every_steps or max(job.train.steps // SAVES_PER_RUN, 1),
+        num_replicas=count_replicas_of_weights(layout, plan.parallel.zero_stage),
+        checks_memory=job.resilience.check_memory_every == 1,
+        has_one_group=has_one_group(layout),
+        layout=str(layout),
     )
+
+
+def count_replicas_of_weights(layout: Layout, zero_stage: int) -> int:
+    """Ranks that update the same block of a weight, where nothing but the layout cuts it: of the
+    block with fewest."""
+    if zero_stage:
+        # Also of ZeRO-1: what one rank makes of its part, the others copy.
+        return layout.dp_replicate
+    # Of experts, each of the ranks along ep has others.
+    return layout.dp_replicate * layout.gradient_reduction_layout.dp_shard // layout.ep
+
+
+def has_one_group(layout: Layout) -> bool:
+    """True if all collectives of training are of all ranks: one axis has all of them, and it is not
+    that of pipelines, whose ranks send messages."""
+    degrees = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    return layout.world_size in degrees and layout.ep in (1, layout.world_size)
 
 
 def format_inject(texts: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.typed_json import JsonRecord
 from phalanx.core.units import format_seconds
+from phalanx.drills.fits import can_name_rank
 from phalanx.drills.trials import DrillShape
 from phalanx.resilience.expectation import HANG_DETECTION, Ending, Expectation
 
@@ -114,9 +115,6 @@ def build_bars(
     """The bars of a fault at `rank` in a run whose steps take `step_p99_s` at most, but for one in
     a hundred. `open_save_steps`: steps since the one whose save was being written when it struck.
     """
-    is_rank_known = expectation.names_rank
-    if expectation.is_named_by_majority and shape.num_ranks < 3:
-        is_rank_known = False
     detected_s = expectation.detected_s
     if detected_s == HANG_DETECTION:
         detected_s = max(HANG_FLOOR_S, HANG_STEPS * step_p99_s)
@@ -133,7 +131,7 @@ def build_bars(
         lost_steps += expectation.detected_steps or 0
     return Bars(
         verdict=expectation.verdict,
-        rank=rank if is_rank_known else None,
+        rank=rank if can_name_rank(expectation, shape) else None,
         detected_s=detected_s,
         detected_steps=expectation.detected_steps,
         trained_again_s=expectation.trained_again_s,

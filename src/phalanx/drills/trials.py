@@ -60,11 +60,25 @@ class Trial:
 
 @dataclass(frozen=True)
 class DrillShape:
-    """The range that trials are drawn from: ranks, steps, and steps from save to save."""
+    """The range that trials are drawn from: ranks, steps, and steps from save to save; and what of
+    the job decides whether a fault fits it.
+
+    `num_replicas`: ranks that update the same block of a weight, of the block with fewest (None:
+    all ranks). `checks_memory`: each rank compares its memory with what it was, in each step.
+    `has_one_group`: all collectives of training are of all ranks. `layout`: in words.
+    """
 
     num_ranks: int
     num_steps: int
     save_every_steps: int
+    num_replicas: int | None = None
+    checks_memory: bool = False
+    has_one_group: bool = True
+    layout: str = ""
+
+    def count_replicas(self) -> int:
+        """`num_replicas`, in figures."""
+        return self.num_ranks if self.num_replicas is None else self.num_replicas
 
 
 def list_faults() -> list[FaultFacts]:

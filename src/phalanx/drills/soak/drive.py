@@ -25,6 +25,7 @@ from phalanx.drills.campaign import Circumstances
 from phalanx.drills.command import PHALANX_COMMAND, CommandEnd, run_phalanx
 from phalanx.drills.drive import opening_runs_folder, read_job_facts
 from phalanx.drills.fault_code import digest_package_code, digest_recovery_code
+from phalanx.drills.fits import find_reason_against_job
 from phalanx.drills.job import (
     DrilledJob,
     format_inject,
@@ -44,7 +45,7 @@ from phalanx.drills.soak.measure import (
 )
 from phalanx.drills.soak.mix import FaultMix, PlannedStrike, draw_strikes
 from phalanx.drills.soak.totals import SoakGoodput, compute_soak_goodput, judge_totals
-from phalanx.drills.trials import WARM_UP_STEPS, DrillShape
+from phalanx.drills.trials import WARM_UP_STEPS, DrillShape, load_fault
 from phalanx.launch.paths import black_box_path
 from phalanx.report.reduce import collect_run_facts
 
@@ -188,6 +189,7 @@ def run_soak(
     """
     # Refused, if at all, before there is a folder.
     probe_job = _load_soaked_job(request, PROBE_STEPS, None, ())
+    _require_faults_fit(request)
     begun = BegunSoak(_compute_soak_key(request, probe_job))
     if request.out is not None:
         begun = claim_folder(request.out, begun.key)
@@ -305,6 +307,15 @@ def _plan_soak(request: SoakRequest, step_s: float) -> SoakPlan:
         )
     strikes = draw_strikes(request.mix.faults, shape, gap_steps=gap_steps, seed=request.seed)
     return SoakPlan(job, shape, step_s, gap_steps, tuple(strikes), keys)
+
+
+def _require_faults_fit(request: SoakRequest) -> None:
+    """Raises UsageError where the mix has a fault that has no right answer in this job."""
+    job = _load_soaked_job(request, PROBE_STEPS, None, request.mix.list_overrides())
+    shape = measure_job(job.job)
+    for name in request.mix.faults:
+        if why := find_reason_against_job(load_fault(name).expectation, shape):
+            raise UsageError(f"{name} does not fit this job", why=why, fix="leave it out")
 
 
 def _load_soaked_job(
