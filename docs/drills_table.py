@@ -51,8 +51,11 @@ def with_drills(page: str) -> str:
 
 
 def _fault_rows() -> Iterable[str]:
-    yield "| fault | what happens | right class | detected | training again | lost | must end |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| fault | what happens | right class | detected | training again | lost | must end"
+        " | keys that the drill sets |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
     for fault in list_faults():
         wanted = fault.expectation
         again = "–" if wanted.trained_again_s is None else f"≤ {wanted.trained_again_s:g} s"
@@ -64,8 +67,12 @@ def _fault_rows() -> Iterable[str]:
                 lost += f" + {wanted.detected_steps}"
         yield (
             f"| `{fault.name}` | {fault.summary} | {wanted.verdict} | {_detection(wanted)}"
-            f" | {again} | {lost} | {_ending(wanted)} |"
+            f" | {again} | {lost} | {_ending(wanted)} | {_keys(wanted)} |"
         )
+
+
+def _keys(wanted: Expectation) -> str:
+    return ", ".join(f"`{text}`" for text in wanted.overrides) or "–"
 
 
 def _detection(wanted: Expectation) -> str:
