@@ -702,6 +702,35 @@ def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFi
     assert f"events/{of_rank_1.name} cannot be read" in capsys.readouterr().err
 
 
+def test_the_lines_of_a_run_that_met_failures_name_them_and_its_goodput(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.start()
+    run.steps(range(1, 11))
+    assert run_command_line(["report", str(run.directory)]) == 0
+    healthy = capsys.readouterr().out
+    assert "failed  " not in healthy
+    assert "goodput " not in healthy
+    for step in (11, 12):
+        run.say(events.RankFailed(1, step, "forward", "signal", "by SIGKILL", 0.1), rank=-1)
+        run.say(events.RestartScheduled(1, 10, 0), rank=-1)
+    run.say(events.RankFailed(-1, 13, "", "signal", "the server ended", 0.1), rank=-1)
+    run.say(events.RestartScheduled(1, 10, 0), rank=-1)
+    run.say(events.RolledBack(14, "corruption", "another bit", 5, -1, 2), rank=-1)
+    run.steps(range(11, 17))
+    run.say(events.RunFinished("finished", 0, 16, 9.0), rank=-1)
+    assert run_command_line(["report", str(run.directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (failed,) = [line for line in lines if line.startswith("failed ")]
+    assert failed.startswith(
+        "failed  3 restarts; 2 x rank 1 killed, server killed; 1 return to an earlier checkpoint;"
+        " first: rank 1 failed at step 11 in forward: signal, by SIGKILL"
+    )
+    (goodput,) = [line for line in lines if line.startswith("goodput ")]
+    share = build_run_json(collect_run_facts(run.directory))["reliability"]["goodput"]
+    assert goodput.startswith(f"goodput {share:.1%} of the run's life in steps that stand")
+
+
 def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.start()
     run.steps(range(1, 17))

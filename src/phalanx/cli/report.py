@@ -56,11 +56,14 @@ def command(
             return 0
         from phalanx.report.bottleneck.describe import list_verdict_lines
         from phalanx.report.facts import describe_skipped_steps
+        from phalanx.report.failures import list_failure_lines
         from phalanx.report.ledger import list_ledger_warnings
         from phalanx.report.page import write_report
         from phalanx.report.run_status import list_status_lines
 
         print(*list_status_lines(facts), sep="\n")
+        for line in list_failure_lines(facts):
+            print(line)
         if facts.bottleneck is not None:
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
         skipped = describe_skipped_steps(facts.steps.step, facts.skipped)

@@ -28,14 +28,9 @@ from phalanx.observe.events import (
     StopRequested,
     StoreLost,
 )
+from phalanx.report.failures import classify_failure
 
 SLOW = "slow"
-_CLASS_OF_SIGNAL = {
-    "SIGKILL": "killed",
-    "SIGSEGV": "segmentation fault",
-    "SIGABRT": "aborted",
-}
-_WORDS_OF_DAMAGED_DATA = ("are not what was written", "has changed since the run began")
 _CLASS_OF_ROLL_BACK = {"corruption": "corrupt", "loss_spike": "loss spike"}
 
 
@@ -94,7 +89,7 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
     match event:
         case RankFailed():
             ranks = _list_known_rank(event.failed_rank)
-            return Verdict(_classify_failure(event), ranks, event.step, at_s, event.detail)
+            return Verdict(classify_failure(event), ranks, event.step, at_s, event.detail)
         case HangFound():
             kind = event.hang_kind.replace("_", " ")
             return Verdict(kind, tuple(event.culprits), event.step, at_s, event.collective)
@@ -135,32 +130,3 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
 def _list_known_rank(rank: int) -> tuple[int, ...]:
     """`rank` alone; none where events say -1, which is a rank that is not known."""
     return (rank,) if rank >= 0 else ()
-
-
-def _classify_failure(event: RankFailed) -> str:
-    """The class of a failure, from the supervisor's own words."""
-    if event.cause == "lost_connection":
-        return "lost connection"
-    if event.failed_rank < 0 and event.cause != "exception":
-        return "store killed" if "store" in event.detail else "server killed"
-    if event.hang_kind:
-        return event.hang_kind.replace("_", " ")
-    if event.is_oom_kill:
-        return "killed for memory"
-    if event.cause == "signal":
-        for name, kind in _CLASS_OF_SIGNAL.items():
-            if name in event.detail:
-                return kind
-        return "signal"
-    if event.cause == "hang":
-        return "hang"
-    if event.cause == "exit":
-        return "left early"
-    words = event.detail.lower()
-    if words.startswith("the ranks differ"):
-        return "ranks disagree"
-    if any(phrase in words for phrase in _WORDS_OF_DAMAGED_DATA):
-        return "data damaged"
-    if "memory" in words:
-        return "out of memory"
-    return "exception"
