@@ -42,6 +42,8 @@ NOT_FITTED = (
     "host_adam_gb_s",
     "graph_gap_s",
     "link_hop_s",
+    "small_head_efficiency_cudnn",
+    "fp8_attention_speedup",
     "band",
     "band_experts",
     "band_waiting",

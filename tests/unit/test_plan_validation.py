@@ -114,6 +114,11 @@ def encode(*rows: Any) -> bytes:
         ({"moe": {"top_k": 2}}, "experts of unknown number"),
         ({"gpus_per_node": "eight"}, "absurd gpus_per_node"),
         ({"measured": {"step_time_s": "2.5 s"}}, "absurd step_time_s"),
+        ({"moe_dispatcher": "pigeons"}, "unknown moe_dispatcher"),
+        ({"cuda_graph": "perhaps"}, "unknown cuda_graph"),
+        ({"attention_precision": "int3"}, "unknown attention_precision"),
+        ({"fused_experts": "maybe"}, "absurd fused_experts"),
+        ({"pp": 2, "dp": 4, "last_stage_blocks": 33}, "absurd last_stage_blocks"),
     ],
 )
 def test_unusable_rows_are_counted_by_reason(change: dict[str, Any], reason: str) -> None:
@@ -256,10 +261,49 @@ def test_a_release_says_whether_routers_are_in_a_graph(
     assert stack.reads_expert_sizes == ("note" not in change)
 
 
-def test_layouts_are_ranked_among_runs_of_one_model() -> None:
-    runs = [build_measured_run(ROW | change) for change in ({}, {"heads": 64}, {"micro_batch": 2})]
+def test_what_a_row_says_of_its_experts_decides_before_its_release() -> None:
+    row = ROW | {"framework": "Megatron-Core", "precision": "mxfp8", "moe": {"experts": 8}}
+    row |= {"table": "26.06 NeMo Container / pretrain"}
+    stack = build_row_stack(row)
+    assert (stack.launch, stack.overlaps_experts, stack.fuses_experts) == ("graph", True, True)
+    row |= {
+        "cuda_graph": "attn, moe_router, moe_preprocess",
+        "ep_beside_microbatch": False,
+        "fused_experts": False,
+    }
+    stack = build_row_stack(row)
+    assert (stack.launch, stack.overlaps_experts, stack.fuses_experts) == ("eager", False, False)
+    assert stack.launch_weight == 0.5
+    assert build_row_stack(row | {"cuda_graph": "none"}).launch_weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "dispatch"),
+    [
+        ("hybridep", "by rank in order"),
+        ("DeepEP", "by rank"),
+        ("alltoall", "by expert"),
+        (None, "by expert"),
+        ("recipe-specific", "by expert"),
+    ],
+)
+def test_dispatchers_are_read_from_words(words: str | None, dispatch: str) -> None:
+    assert build_row_stack(ROW | {"moe_dispatcher": words}).expert_dispatch == dispatch
+
+
+def test_stated_blocks_of_the_last_stage_are_taken_where_there_are_stages() -> None:
+    stated = {"last_stage_blocks": 14}
+    assert build_measured_run(ROW | stated).setups[0].last_stage_blocks == 0
+    run = build_measured_run(ROW | stated | {"pp": 2, "dp": 4})
+    assert run.setups[0].last_stage_blocks == 14
+
+
+def test_layouts_are_ranked_among_runs_of_one_model_and_release() -> None:
+    changes = ({}, {"heads": 64}, {"micro_batch": 2}, {"table": "26.06 NeMo Container"})
+    runs = [build_measured_run(ROW | change) for change in changes]
     assert runs[0].group != runs[1].group
     assert runs[0].group == runs[2].group
+    assert runs[0].group != runs[3].group
 
 
 def test_statistics_are_those_of_the_errors() -> None:

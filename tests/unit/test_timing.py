@@ -12,6 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.model import build_preset_shape
 from phalanx.job.presets import find_preset
 from phalanx.job.shapes.stored import BuiltInShape
+from phalanx.job.work import AttentionWork
 from phalanx.plan.accelerators import find_accelerator
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.generate import (
@@ -22,7 +23,8 @@ from phalanx.plan.pipeline.generate import (
 )
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
-from phalanx.plan.timing.collectives import build_group_links
+from phalanx.plan.timing.attention import estimate_attention_times
+from phalanx.plan.timing.collectives import all_to_all_s, build_group_links
 from phalanx.plan.timing.columns import build_setup_columns
 from phalanx.plan.timing.constants import (
     TimingConstants,
@@ -46,6 +48,7 @@ from phalanx.plan.timing.step import (
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 LAYOUT = Layout(pp=2, dp_shard=4, tp=4)
+BY_RANK = replace(MEGATRON_STACK, expert_dispatch="by rank")
 
 
 def build_builtin_shape(name: str = "llama3-8b") -> BuiltInShape:
@@ -148,7 +151,12 @@ def test_every_constant_moves_some_output() -> None:
         "graph": (dense, setup_of(stack=replace(MEGATRON_STACK, launch="graph"))),
         "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
+        "by rank": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=BY_RANK)),
         "8 bits": (dense, setup_of(precision="fp8")),
+        "attention in 8 bits": (
+            dense,
+            setup_of(stack=replace(MEGATRON_STACK, attention_has_8_bits=True)),
+        ),
         "4 bits": (dense, setup_of(precision="fp4")),
         "32 bits": (dense, setup_of(precision="fp32")),
     }
@@ -291,6 +299,78 @@ def test_tokens_beside_another_microbatch_leave_contention_alone(machine: Machin
     shown = time_experts(machine)["ep"]
     contention = load_timing_constants().overlap_contention
     assert time_experts(machine, overlaps_experts=True)["ep"] == pytest.approx(contention * shown)
+
+
+def test_a_dispatch_by_rank_sends_no_token_twice_to_a_place(machine: MachineRates) -> None:
+    constants = load_timing_constants()
+    constants = replace(constants, dispatch_efficiency=1.0, all_to_all_efficiency=1.0)
+    num_bytes, no, yes = np.array([1e9]), np.zeros(1, bool), np.ones(1, bool)
+
+    def send_s(ranks: int, copies: int, sends_by_rank: npt.NDArray[np.bool_]) -> float:
+        group = build_group_links(np.array([float(ranks)]), np.ones(1), machine, constants)
+        seconds = all_to_all_s(group, num_bytes, copies, sends_by_rank, constants)
+        return float((seconds - group.latency_s)[0])
+
+    # Of 8 copies drawn evenly over the 8 ranks of a node, 5.25 ranks get at least one; over the
+    # two nodes of 16 ranks, both but for one in 128 tokens.
+    assert send_s(8, 8, yes) / send_s(8, 8, no) == pytest.approx(1 - (7 / 8) ** 8)
+    assert send_s(16, 8, yes) / send_s(16, 8, no) == pytest.approx(2 * (1 - 0.5**8) / 8)
+    for ranks in (8, 16):
+        assert send_s(ranks, 1, yes) == pytest.approx(send_s(ranks, 1, no))
+
+
+def test_tokens_that_arrive_in_order_are_moved_less(machine: MachineRates) -> None:
+    by_rank = time_experts(machine, expert_dispatch="by rank")
+    in_order = time_experts(machine, expert_dispatch="by rank in order")
+    assert in_order["elementwise"] < by_rank["elementwise"]
+    assert in_order["ep"] == by_rank["ep"]
+
+
+def test_fewer_blocks_beside_the_head_make_up_for_it(machine: MachineRates) -> None:
+    one = np.ones(1)
+    # A head of 6 seconds a microbatch beside 16 blocks of 3.
+    stage = StageTimes(16, one, 2 * one, one, 0 * one, 6 * one, 1.0, 0.0, 2.0)
+    bubbles = []
+    for blocks in (0, 3, 2, 1):
+        setup = setup_of(layout=Layout(pp=4), num_microbatches=12, last_stage_blocks=blocks)
+        columns = build_setup_columns([setup])
+        bubble = estimate_bubble_s(stage, 0 * one, columns, machine, load_timing_constants())
+        bubbles.append(float(bubble[0]))
+    # 4 blocks and the head take 18, 3 and it 15, 2 and it 12 (the others 15), 1 and it 9.
+    assert bubbles[0] == pytest.approx(bubbles[1] + 12 * 3)
+    assert bubbles[1] == pytest.approx(bubbles[2])
+    assert bubbles[2] == pytest.approx(bubbles[3])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "head_dim", "value_dim", "window", "measured_s"),
+    [
+        ("gb200", 256, 192, 128, None, (0.977e-3, 3.383e-3)),
+        ("gb300", 256, 192, 128, None, (0.864e-3, 3.127e-3)),
+        ("gb200", 128, 128, 128, None, (0.391e-3, 1.198e-3)),
+        ("gb200", 256, 64, 64, 128, (0.210e-3, 0.465e-3)),
+    ],
+)
+def test_attention_takes_about_what_cudnn_measured(
+    gpu: str,
+    heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int | None,
+    measured_s: tuple[float, float],
+) -> None:
+    # NVIDIA/cudnn-frontend at 3929da2e, benchmark/sdpa_benchmark_training/results: bf16, causal.
+    num_tokens = 4096
+    pairs = num_tokens * (num_tokens + 1) // 2
+    if window:
+        pairs = num_tokens * window - window * (window - 1) // 2
+    attention = AttentionWork(heads, heads, head_dim, value_dim, num_tokens, pairs, True)
+    assert attention.has_window == bool(window)
+    columns = build_setup_columns([setup_of(layout=Layout(), seq_len=num_tokens)])
+    machine = build_rates_of_accelerator(find_accelerator(gpu))
+    constants = load_timing_constants()
+    forward, backward = estimate_attention_times(attention, machine, "bf16", columns, constants)
+    assert float((forward + backward)[0]) == pytest.approx(sum(measured_s), rel=0.35)
 
 
 def test_a_stated_latency_of_a_level_makes_its_steps_longer(machine: MachineRates) -> None:

@@ -61,6 +61,11 @@ class AttentionWork:
         return 2 * self.num_heads * (self.head_dim + self.value_dim) * self.num_pairs
 
     @property
+    def has_window(self) -> bool:
+        """True if a causal mask keeps far fewer pairs than all before the diagonal."""
+        return self.is_causal and 4 * self.num_pairs < self.num_tokens * (self.num_tokens + 1)
+
+    @property
     def kept_share(self) -> float:
         """The part of all pairs of tokens that the mask keeps, 0 to 1."""
         return self.num_pairs / self.num_tokens**2

@@ -38,6 +38,10 @@ def estimate_attention_times(
     forward and backward."""
     forward = _estimate_flash_attention_times(attention, machine, precision, columns, constants)
     backward = forward * BACKWARD_FLOPS_RATIO / constants.attention_backward_ratio
+    if columns.attention_has_8_bits.any():
+        eight_bits = columns.attention_has_8_bits
+        forward = np.where(eight_bits, forward / constants.fp8_attention_speedup, forward)
+        backward = np.where(eight_bits, backward / constants.fp8_attention_speedup, backward)
     if not columns.is_unfused_attention.any():
         return forward, backward
     unfused = _estimate_unfused_attention_times(attention, machine, precision, columns, constants)
@@ -64,12 +68,21 @@ def _estimate_flash_attention_times(
     head_dim = (attention.head_dim + attention.value_dim) / 2
     # Kernels are made for 128 features; of fewer, loads and the softmax take the same time.
     missing = min(1.0, max(0.0, (128 - head_dim) / 64))
-    efficiency = efficiency * (1.0 - missing * (1.0 - constants.small_head_efficiency))
+    small: Column | float = constants.small_head_efficiency
+    if machine.gpu_generation >= 90:
+        # Tensor cores became twice as fast from one generation to the next, exponentials did not.
+        small = np.where(columns.is_cudnn_attention, constants.small_head_efficiency_cudnn, small)
+    efficiency = efficiency * (1.0 - missing * (1.0 - small))
     tokens = attention.num_tokens / columns.cp
-    efficiency = efficiency * tokens / (tokens + constants.attention_ramp)
     pairs = attention.num_pairs
     if attention.is_causal:
         pairs += attention.num_tokens * TILE_TOKENS // 2
+    if attention.has_window:
+        # The window's far edge cuts tiles as the diagonal does, and what a tile of queries visits
+        # is soon over.
+        pairs += attention.num_tokens * TILE_TOKENS // 2
+        tokens = np.minimum(tokens, pairs / attention.num_tokens)
+    efficiency = efficiency * tokens / (tokens + constants.attention_ramp)
     flops = attention.flops / max(1, attention.num_pairs) * pairs
     local = columns.micro_batch_size * flops / (columns.tp * columns.cp)
     peak = _get_attention_peak_flops(machine, precision)

@@ -146,6 +146,9 @@ class BlockTimeEstimator:
         if not in_blocks or matmul.name == "router":
             precision = choose_head_precision(precision)
         flops_s = compute_dense_flops_s(self.machine, precision, constants)
+        if not in_blocks:
+            of_blocks = compute_dense_flops_s(self.machine, self.precision, constants)
+            flops_s = np.where(columns.head_has_8_bits, of_blocks, flops_s)
         element_bytes = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
         parts = columns.tp
         rows, count = self.tokens, np.ones(1)
@@ -192,8 +195,9 @@ class BlockTimeEstimator:
         forward = 2 * norms + 3 * residuals + 2 * heads + (2 + block.is_gated) * activations
         backward = 3 * norms + 2 * residuals + 2 * heads + (3 + 2 * block.is_gated) * activations
         dropped = 1.5 * residuals * columns.extra_dropout
-        # Rows are put into the experts' order and back again.
-        rows = 4.0 * block.experts_per_token * block.routed_dim
+        # Rows are put into the experts' order and back again, or arrive in it.
+        moves = np.where(columns.arrives_in_order, 2.0, 4.0)
+        rows = moves * block.experts_per_token * block.routed_dim
         routed = rows * constants.expert_traffic / np.where(columns.cuts_experts, 1.0, tp)
         traffic = (
             columns.is_fused * 1.0
@@ -303,7 +307,11 @@ class BlockTimeEstimator:
         rows = self.tokens / senders * block.experts_per_token
         sent = self.activation_bytes * rows * block.routed_dim
         seconds = collectives.all_to_all_s(
-            group, sent * columns.imbalance, block.experts_per_token, constants
+            group,
+            sent * columns.imbalance,
+            block.experts_per_token,
+            columns.sends_by_rank,
+            constants,
         )
         exposed = np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
         # Beside another microbatch's computation, which takes longer, only contention is left.

@@ -84,22 +84,34 @@ def all_reduce_s(group: GroupLinks, num_bytes: Column) -> Column:
 
 
 def all_to_all_s(
-    group: GroupLinks, num_bytes: Column, copies: float, constants: TimingConstants
+    group: GroupLinks,
+    num_bytes: Column,
+    copies: float,
+    sends_by_rank: Column,
+    constants: TimingConstants,
 ) -> Column:
     """Seconds to send `num_bytes` of each rank to all ranks of the group evenly.
 
-    `copies`: experts that a token goes to. To another domain it travels once, however many of them
-    are there.
+    `copies`: experts that a token goes to, of which `num_bytes` has each. Where `sends_by_rank`,
+    it travels once to each rank of its own domain that has some of them, and once to each other
+    domain.
     """
-    inside = (group.together - 1) / group.size
     domains = group.num_link_domains
-    # Of `copies` drawn evenly, the domains that at least one goes to.
-    visited = domains * (1.0 - (1.0 - 1.0 / domains) ** copies)
-    outside = visited * (domains - 1) / domains / copies
-    rate = constants.all_to_all_efficiency
+    inside, outside = (group.together - 1) / group.size, 1.0 - group.together / group.size
+    # Of `copies` drawn evenly, the part that is left of them if each place gets one.
+    by_rank = _count_visited(group.size, copies) / copies
+    by_domain = _count_visited(domains, copies) / copies
+    inside = np.where(sends_by_rank, inside * by_rank, inside)
+    outside = np.where(sends_by_rank, outside * by_domain, outside)
+    rate = np.where(sends_by_rank, constants.dispatch_efficiency, constants.all_to_all_efficiency)
     within = inside * num_bytes / (group.link_bytes_s * rate)
     between = np.where(domains > 1, outside * num_bytes / (group.network_bytes_s * rate), 0.0)
     return np.where(group.size > 1, np.maximum(within, between) + group.latency_s, 0.0)
+
+
+def _count_visited(places: Column, copies: float) -> Column:
+    """How many of `places` at least one of `copies` goes to, each drawn evenly."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** copies)
 
 
 def estimate_exposed_collective_s(

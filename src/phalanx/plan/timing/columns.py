@@ -45,6 +45,7 @@ class SetupColumns:
     recomputed_matmul: Column
     recomputed_attention: Column
     recomputed_elementwise: Column
+    last_stage_blocks: Column
     imbalance: Column
     deferred_weights: Column
     grad_bytes: Column
@@ -67,6 +68,10 @@ class SetupColumns:
     overlaps_tp: Flag
     overlaps_ep: Flag
     overlaps_experts: Flag
+    sends_by_rank: Flag
+    arrives_in_order: Flag
+    attention_has_8_bits: Flag
+    head_has_8_bits: Flag
     fuses_experts: Flag
     reads_expert_sizes: Flag
     overlaps_p2p: Flag
@@ -148,6 +153,7 @@ def _list_setup_values(setup: StepSetup) -> dict[str, float | bool]:
         "recomputed_matmul": matmul,
         "recomputed_attention": attention,
         "recomputed_elementwise": elementwise,
+        "last_stage_blocks": setup.last_stage_blocks,
         "imbalance": setup.imbalance,
         "sequence_parallel": setup.sequence_parallel,
         "accumulates_sharded": setup.accumulate == "sharded",
@@ -178,6 +184,10 @@ def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
         "overlaps_tp": stack.overlaps_tp,
         "overlaps_ep": stack.overlaps_ep,
         "overlaps_experts": stack.overlaps_experts,
+        "sends_by_rank": stack.expert_dispatch != "by expert",
+        "arrives_in_order": stack.expert_dispatch == "by rank in order",
+        "attention_has_8_bits": stack.attention_has_8_bits,
+        "head_has_8_bits": stack.head_has_8_bits,
         "fuses_experts": stack.fuses_experts,
         "reads_expert_sizes": stack.reads_expert_sizes,
         "overlaps_p2p": stack.overlaps_p2p,

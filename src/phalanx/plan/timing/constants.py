@@ -53,6 +53,8 @@ class TimingConstants:
     cudnn_efficiency_sm100: float
     attention_backward_ratio: float
     small_head_efficiency: float
+    small_head_efficiency_cudnn: float
+    fp8_attention_speedup: float
     softmax_bytes: float
     launch_fused_s: float
     launch_eager_s: float
@@ -72,6 +74,7 @@ class TimingConstants:
     tp_hidden: float
     ep_hidden: float
     all_to_all_efficiency: float
+    dispatch_efficiency: float
     expert_traffic: float
     p2p_exposed: float
     cp_exposed: float

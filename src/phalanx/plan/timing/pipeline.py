@@ -70,6 +70,11 @@ def _slowest_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
     missing = pp * most - stage.num_layers
     at_end = np.maximum(most - np.ceil(missing / 2), 0.0)
     at_start = np.maximum(most - np.floor(missing / 2), 0.0)
+    is_stated = columns.last_stage_blocks > 0
+    at_end = np.where(is_stated, columns.last_stage_blocks, at_end)
+    of_others = np.ceil((stage.num_layers - at_end) / np.maximum(pp - 1, 1.0))
+    most = np.where(is_stated, of_others, most)
+    at_start = np.where(is_stated, stage.num_layers - at_end - (pp - 2) * most, at_start)
     ends = np.maximum(at_start * block + stage.first, at_end * block + stage.last)
     inner = np.where(pp > 2, most, np.minimum(most, np.maximum(at_start, at_end)))
     slowest = np.maximum(ends, inner * block)

@@ -15,6 +15,7 @@ Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "fp4"]
 Recompute = Literal["none", "selective", "attention", "per-op", "full"]
 CpAttention = Literal["ring", "all-gather", "ulysses"]
 Launch = Literal["eager", "graph"]
+ExpertDispatch = Literal["by expert", "by rank", "by rank in order"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class SoftwareStack:
     """Tokens travel to experts beside the computation of others."""
     overlaps_experts: bool = False
     """Tokens travel to experts beside all that another microbatch computes."""
+    expert_dispatch: ExpertDispatch = "by expert"
+    """How tokens travel to experts. by expert: a copy for each expert that a token visits, as rows
+    of one all-to-all; by rank: one for each rank that has some of them, and one for each other link
+    domain, where it is passed on (DeepEP); in order: so, and written in the experts' order as they
+    arrive (HybridEP)."""
+    attention_has_8_bits: bool = False
+    """Queries, keys and values enter attention's products in fp8."""
+    head_has_8_bits: bool = False
+    """The head's product has the type of those of blocks."""
     fuses_experts: bool = False
     """An expert's first product, its activation and the cast of what it gives are one kernel."""
     reads_expert_sizes: bool = True
@@ -118,6 +128,9 @@ class StepSetup:
     folded_ep: int = 0
     """Ranks that experts are spread over, where ep folds over tp, too (`cuts_experts` is False)
     and may be larger than the layout could say; 0: the layout's ep."""
+    last_stage_blocks: int = 0
+    """Blocks of the rank with the head, where a layout gives it another number than the others;
+    0: none is stated."""
     imbalance: float = 1.0
     """Tokens of the busiest expert rank, as a multiple of the mean."""
 

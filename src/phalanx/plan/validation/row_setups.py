@@ -67,6 +67,7 @@ def list_possible_setups(
             cp_attention=_parse_cp_attention(row),
             stack=stack,
             folded_ep=ep if is_folded else 0,
+            last_stage_blocks=_count_last_stage_blocks(row, pp, num_layers),
         )
 
 
@@ -120,6 +121,17 @@ def _require_cut_into_stages(num_layers: int, num_stages: int) -> None:
     possible = range(num_layers, num_layers + MAX_EXTRA_BLOCKS + 1)
     if num_stages > num_layers or all(count % num_stages for count in possible):
         raise UnusableRow("stages do not divide the layers")
+
+
+def _count_last_stage_blocks(row: Mapping[str, Any], pp: int, num_layers: int) -> int:
+    """Blocks of the rank with the head, with those that predict further ahead; 0 where the row
+    does not say, or has no pipeline."""
+    blocks = get_optional_positive_int(row, "last_stage_blocks")
+    if blocks is None or pp == 1:
+        return 0
+    if blocks > num_layers:
+        raise UnusableRow("absurd last_stage_blocks")
+    return blocks
 
 
 def _list_micro_batch_sizes(row: Mapping[str, Any]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from phalanx.plan.validation.row_model import build_row_shape, count_mtp_layers
 from phalanx.plan.validation.row_setups import list_possible_setups
 from phalanx.plan.validation.row_stack import (
     parse_row_precision,
+    parse_row_release,
 )
 from phalanx.plan.validation.row_values import (
     MAX_STEP_S,
@@ -193,7 +194,9 @@ def _build_group_key(row: Mapping[str, Any], machine: MachineRates) -> str:
     keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
     # Sweeps of widths and heads keep the model's name.
     widths = ("layers", "hidden", "ffn", "heads", "kv_heads")
-    return "|".join([*(get_text(row, key) for key in keys + widths), machine.accelerator.name])
+    words = [get_text(row, key) for key in keys + widths]
+    # Releases of one framework differ by up to 60 % in equal layouts.
+    return "|".join([*words, str(parse_row_release(row)), machine.accelerator.name])
 
 
 def _list_run_classes(
