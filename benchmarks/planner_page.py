@@ -275,10 +275,10 @@ LIMITS = [
     " gives some constants other values; those of fp8 (6.0 to 5.1 %) and of 64 GPUs or more (5.0"
     " to 4.9 %) gained. Models with experts on one node went from 5.6 to 11.7 % (Qwen3-30B, too"
     " fast by the scale that it shares), their 90th percentile from 31 to 22 %.",
-    "- The three large groups that are lost: BLOOM 187B (2.5 %) and 196B (8.5 %), where a microbatch"
-    " of 2 is predicted 1 % faster than one of 4 and measured 2 to 9 % slower; vTrain's GPT L40 on"
-    " 256 GPUs (4.5 %), where tp 4 and pp 2 is predicted 5 % faster than tp 8 with microbatches of 8"
-    " and measured 4 % slower.",
+    "- The three large groups that are lost: BLOOM 187B (2.5 %) and 196B (8.5 %), where a"
+    " microbatch of 2 is predicted 1 % faster than one of 4 and measured 2 to 9 % slower; vTrain's"
+    " GPT L40 on 256 GPUs (4.5 %), where tp 4 and pp 2 is predicted 5 % faster than tp 8 with"
+    " microbatches of 8 and measured 4 % slower.",
     "- Tried before, without effect, or against the dense rows: the wait for sizes inside the"
     " launch norm, graphs in 16 bits as well, twice the variance for rows with experts. Tried on"
     " 2026-11-30 and left out: exponentials (16 a clock and multiprocessor, 32 on Blackwell Ultra)"
