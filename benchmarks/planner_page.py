@@ -250,7 +250,7 @@ LIMITS = [
     " of them say what the recipe of their container says (Megatron-Bridge, v0.1.0 to v0.5.0,"
     " where all degrees and batches of a row are a recipe's): how tokens travel, beside what, what"
     " is in a graph, in 8 bits, in one kernel, what is recomputed; and how stages are cut around"
-    " the head. Read by the release alone, DeepSeek-V3 had graphs that it has not, and 4 blocks"
+    " the head. Read by the release alone, DeepSeek-V3 had graphs that it has not, and 3 blocks"
     " beside two heads where it has 2.",
     "- What the model had wrong of experts, each from a source beside these rows: a plain"
     " all-to-all sends a copy for each expert across the network, too (Megatron-Core's dispatcher"
