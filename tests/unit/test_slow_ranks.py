@@ -64,6 +64,27 @@ def test_no_healthy_step_is_called_slow(num_steps: int, spread: float) -> None:
     assert judge(draw_steps(num_steps, spread=spread, seed=int(100 * spread))) == []
 
 
+@pytest.mark.parametrize(("queued_share", "is_slow"), [(0.0, True), (0.12, False)])
+def test_beside_the_work_of_others_a_rank_must_be_slower_to_be_named(
+    queued_share: float, is_slow: bool
+) -> None:
+    """In a soak on a loaded machine a core did a fifth less for some seconds, and its rank was
+    called slow."""
+    steps = []
+    for number in range(200):
+        active_s = {0: 0.8 if number < 100 else 0.8 * 1.22, 1: 0.8}
+        of_ranks = {}
+        for rank, seconds in active_s.items():
+            self_s = seconds / (1.0 - queued_share)
+            waiting_s = max(active_s.values()) / (1.0 - queued_share) - self_s
+            queued_s = queued_share * self_s
+            of_ranks[rank] = OwnStep(
+                {"backward": self_s}, waiting_s, self_s + waiting_s, seconds, queued_s
+            )
+        steps.append(of_ranks)
+    assert bool(judge(steps)) == is_slow
+
+
 @pytest.mark.parametrize(
     ("slow_factor", "spread"), [(1.3, 0.1), (1.3, 0.15), (2.0, 0.1), (5.0, 0.1)]
 )

@@ -26,6 +26,9 @@ _SAMPLE_S = WINDOW_S / WINDOW
 _NUM_TRIMMED = 3
 # A rank is slow from this factor on, and is not any more below the second.
 SLOW_FACTOR, RECOVERED_FACTOR = 1.2, 1.1
+# And from this one on where ranks had no processor for such a share of their own work: beside the
+# work of others a core does less for some seconds.
+SLOW_FACTOR_BESIDE_OTHERS, _BUSY_SHARE = 1.25, 0.05
 # In so many samples of the window, and for so long, it must have taken clearly longer: a few
 # accidents are no slowness.
 _MIN_SLOW_SAMPLES, MIN_SLOW_S, _SLOW_SAMPLE_FACTOR = 7, 4.5, 1.15
@@ -83,6 +86,14 @@ class _RankWindow:
         for sample in self.samples:
             ratios.append(math.log(sample.steps[self.rank].self_s / sample.peers_self_s[self.rank]))
         return math.exp(fmean(_trim(ratios)))
+
+    @property
+    def least_slow_factor(self) -> float:
+        """The factor from which on the rank is slow."""
+        steps = [*self.steps, *self.all_peer_steps]
+        queued_s = sum(step.queued_s for step in steps)
+        self_s = sum(step.self_s for step in steps)
+        return SLOW_FACTOR_BESIDE_OTHERS if queued_s > _BUSY_SHARE * self_s else SLOW_FACTOR
 
     @property
     def excess_s(self) -> float:
@@ -256,7 +267,7 @@ class SlowRankJudge:
         )
 
     def _is_slow(self, history: _RankHistory, window: _RankWindow) -> bool:
-        if window.factor < SLOW_FACTOR or not window.is_slow_for_long():
+        if window.factor < window.least_slow_factor or not window.is_slow_for_long():
             return False
         # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
         if window.clock_factor < RECOVERED_FACTOR:
