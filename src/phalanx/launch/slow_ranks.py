@@ -267,7 +267,10 @@ class SlowRankJudge:
         )
 
     def _is_slow(self, history: _RankHistory, window: _RankWindow) -> bool:
-        if window.factor < window.least_slow_factor or not window.is_slow_for_long():
+        # What goes through the steps of all peers comes last: of most windows the first says no.
+        if window.factor < SLOW_FACTOR or not window.is_slow_for_long():
+            return False
+        if window.factor < window.least_slow_factor:
             return False
         # Where its peers lack a processor for as long as it computes longer, nobody waits for it.
         if window.clock_factor < RECOVERED_FACTOR:

@@ -103,3 +103,16 @@ REFUSED_SAVE = Expectation(
     phases=("data",),
     settling_steps=14,
 )
+# The network between the ranks is worse for some steps, and never cut: the run waits, and nobody is
+# to blame. `settling_steps` is the fault's own.
+BORNE_BY_NETWORK = Expectation(
+    verdict=NO_VERDICT,
+    detected_s=None,
+    trained_again_s=None,
+    may_lose_steps=False,
+    names_rank=False,
+    phases=("data",),
+    stage="own_network",
+    # What ranks exchange through memory no network can hold up.
+    overrides=("parallel.collectives=gloo",),
+)

@@ -3,22 +3,13 @@ waits, and nobody is to blame."""
 
 from __future__ import annotations
 
-from phalanx.resilience.expectation import NO_VERDICT, Expectation
+from dataclasses import replace
+
+from phalanx.resilience.expectation import BORNE_BY_NETWORK
 from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.own_network import delay_packets_for_steps
 
-EXPECTATION = Expectation(
-    verdict=NO_VERDICT,
-    detected_s=None,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="own_network_with_devices",
-    # What ranks exchange through memory no network can hold up.
-    overrides=("parallel.collectives=gloo",),
-    settling_steps=12,
-)
+EXPECTATION = replace(BORNE_BY_NETWORK, stage="own_network_with_devices", settling_steps=12)
 NUM_LATE_STEPS = 6
 LEAST_DELAY_S, MOST_DELAY_S = 0.05, 0.2
 

@@ -3,7 +3,9 @@ nobody is to blame."""
 
 from __future__ import annotations
 
-from phalanx.resilience.expectation import NO_VERDICT, Expectation
+from dataclasses import replace
+
+from phalanx.resilience.expectation import BORNE_BY_NETWORK
 from phalanx.resilience.fault import FaultSite
 from phalanx.resilience.own_network import (
     delete_qdisc_after_steps,
@@ -11,18 +13,7 @@ from phalanx.resilience.own_network import (
     run_tc,
 )
 
-EXPECTATION = Expectation(
-    verdict=NO_VERDICT,
-    detected_s=None,
-    trained_again_s=None,
-    may_lose_steps=False,
-    names_rank=False,
-    phases=("data",),
-    stage="own_network",
-    # What ranks exchange through memory no network can hold up.
-    overrides=("parallel.collectives=gloo",),
-    settling_steps=12,
-)
+EXPECTATION = replace(BORNE_BY_NETWORK, settling_steps=12)
 NUM_SLOW_STEPS = 6
 # The gradients of the small job take a good part of a second.
 RATE, BURST, LATENCY = "30mbit", "128kb", "400ms"
