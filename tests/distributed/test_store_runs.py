@@ -93,8 +93,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
                 lambda: (
                     process.poll() is not None
                     or (server.num_failed() and max(loss_curve(run_dir)) >= 28)
-                ),
-                deadline_s=120.0,
+                )
             )
             held = server.num_failed(), saved_steps(run_dir)
         finally:

@@ -359,7 +359,7 @@ def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(
     )
     kept = tmp_path / ".cache" / "phalanx" / "verify"
     process = start(*asked, cwd=tmp_path, env=home)
-    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")), 60.0)
+    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")))
     os.kill(process.pid, signal.SIGINT)
     stopped = finish(process)
     first = rows_of(stopped.out)
@@ -414,7 +414,7 @@ def test_rows_of_other_code_are_not_taken_over(tmp_path: Path) -> None:
     )
     kept = tmp_path / ".cache" / "phalanx" / "verify"
     process = start(*asked, cwd=tmp_path, env=home)
-    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")), 60.0)
+    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")))
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process).code == ExitCode.PREEMPTED
     (tmp_path / "own.py").write_text(OWN.replace("by_rank=0, dropout", "by_rank=1, dropout"))

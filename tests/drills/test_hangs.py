@@ -485,7 +485,9 @@ def test_a_rank_that_takes_twice_as_long_is_named_by_its_steps(folder: Path) -> 
 def quota() -> Iterator[Path]:
     """A cgroup whose processes get a tenth of a core."""
     parent = Path("/sys/fs/cgroup/cpu")
-    if os.geteuid() or not (parent / "cpu.cfs_quota_us").exists():
+    has_quota = (parent / "cpu.cfs_quota_us").exists()
+    # Containers may have all cgroups for reading only.
+    if os.geteuid() or not has_quota or not os.access(parent, os.W_OK):
         pytest.skip("a quota takes root and the cpu controller of cgroups (version 1)")
     group = parent / f"phalanx-tests-{os.getpid()}"
     group.mkdir()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0  # a hang is for ever; this is for slow machines
 # For ranks to see the closed connection of one that failed, and to write their own reports.
 PATIENCE_S = 0.3
 

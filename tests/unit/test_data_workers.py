@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from commands import wait_until
+from commands import DEADLINE_S, wait_until
 from phalanx.core.errors import DataError, DataSourceError
 from phalanx.data.loader import Batch, RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
@@ -307,7 +307,7 @@ print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
