@@ -101,7 +101,7 @@ def _wait_for_verdict(
     ("deed", "kind", "culprit", "words"),
     [
         (_kill_itself, "gone", 2, "is gone"),
-        (_stop_itself, "stopped", 0, "is stopped (SIGSTOP)"),
+        (_stop_itself, "stopped", 0, "is stopped by a signal"),
         (_sleep, "absent", 1, "waits for something else"),
         (_enter_a_barrier_instead, "differs", 3, "posted barrier #3 of world"),
     ],

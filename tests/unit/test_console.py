@@ -265,6 +265,27 @@ def test_what_is_said_of_saves(event: events.Event, line: str) -> None:
     assert describe_event(tell(event)) == line
 
 
+@pytest.mark.parametrize(
+    ("own", "peers", "compared"),
+    [
+        (0.5, 0.97, "; it runs 50% of the time that it wants to, the others 97%"),
+        (0.001, 0.9, "; it runs 0% of the time that it wants to, the others 90%"),
+        # All stand still: two equal numbers would compare nothing.
+        (0.001, 0.004, "; it and the others run less than 2% of the time that they want to"),
+        (0.009, 0.0149, "; it and the others run less than 2% of the time that they want to"),
+        # It is not for want of a processor that it is slow.
+        (0.968, 0.971, ""),
+        (1.0, 0.97, ""),
+    ],
+)
+def test_shares_of_a_processor_are_compared_only_where_they_differ(
+    own: float, peers: float, compared: str
+) -> None:
+    slow = events.RankSlow(1, 9, 8, 2.0, 0.0, "", 0.0, own, peers, "the kernel says why")
+    line = describe_event(tell(slow, rank=-1))
+    assert line == f"rank 1 is slow since step 8: the kernel says why{compared}"
+
+
 def test_ranks_that_start_again_without_any_state_say_so() -> None:
     event = events.RunStarted("run", "", 2, 0, 30, "cpu", {"dp_shard": 2}, startup_s=1.0)
     first, again = (describe_event(Envelope(event, 0, attempt, 1.0)) for attempt in (0, 1))

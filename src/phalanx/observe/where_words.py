@@ -12,11 +12,14 @@ from phalanx.observe.rank_waits import MIN_WAIT_S, RankState, RankWait, WaitVerd
 
 # Below this share of a core, in a process that wants to run, it is starved.
 _THROTTLED_SHARE = 0.1
+STOPPED_BY_SIGNAL = "stopped by a signal (such as SIGSTOP or SIGTSTP)"
+"""Of a process in the kernel's state T, which is the same for all signals that stop one: only its
+parent could be told the number."""
 _VERBS = {
     "running": "is running, in code that did not get there,",
     "sleeping": "waits for something else",
     "waiting for a device": "waits for a disk or a network file system",
-    "stopped": "is stopped (SIGSTOP)",
+    "stopped": f"is {STOPPED_BY_SIGNAL}",
     "traced": "is stopped by a debugger",
     "gone": "is gone (its process has ended)",
     "unknown": "did not come (its process cannot be seen from here)",

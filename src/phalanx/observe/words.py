@@ -15,6 +15,8 @@ from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
+# Of the time that ranks want to run: below it all of them stand still, whoever gets less.
+_HARDLY_RUNNING_SHARE = 0.02
 
 
 def _collapse_white_space_and_shorten(text: str, limit: int) -> str:
@@ -379,10 +381,7 @@ def _describe_why_not_repeated(event: events.NonFiniteFound) -> str:
 def _describe_slow_rank(event: events.RankSlow) -> str:
     if event.why:
         text = f"rank {event.slow_rank} is slow since step {event.first_step}: {event.why}"
-        if event.cpu_share < event.peers_cpu_share:
-            text += f"; it runs {event.cpu_share:.0%} of the time that it wants to"
-            text += f", the others {event.peers_cpu_share:.0%}"
-        return text
+        return text + _compare_processor_shares(event)
     text = (
         f"rank {event.slow_rank} is slow since step {event.first_step}: {event.factor:.2f} times as"
         f" long as the others for its own work, most in {event.phase}"
@@ -393,6 +392,20 @@ def _describe_slow_rank(event: events.RankSlow) -> str:
             f" {event.peers_cpu_share:.2g}"
         )
     return text
+
+
+def _compare_processor_shares(event: events.RankSlow) -> str:
+    """The part of the time that the rank and the others got a processor for when they wanted one;
+    empty where that is no less than of the others, or the same in whole percents."""
+    if event.cpu_share >= event.peers_cpu_share:
+        return ""
+    own, peers = f"{event.cpu_share:.0%}", f"{event.peers_cpu_share:.0%}"
+    if own != peers:
+        return f"; it runs {own} of the time that it wants to, the others {peers}"
+    if event.peers_cpu_share < _HARDLY_RUNNING_SHARE:
+        share = f"{_HARDLY_RUNNING_SHARE:.0%}"
+        return f"; it and the others run less than {share} of the time that they want to"
+    return ""
 
 
 # How the line of each type of event that a person wants to know of is made.
