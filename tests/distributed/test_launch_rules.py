@@ -793,7 +793,9 @@ class TestAbsence:
     def test_a_stopped_rank_comes_before_one_that_computes(self) -> None:
         places = {0: self.WAITS, 1: LastPosition(12, 48.0, "forward", ""), 2: self.WAITS}
         absence = find_absent_rank({0: self.LOST}, {1: "R", 2: "T"}, places)
-        assert absence == AbsentRank(2, "its process was stopped (SIGSTOP)")
+        assert absence == AbsentRank(
+            2, "its process was stopped by a signal (such as SIGSTOP or SIGTSTP)"
+        )
 
     def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
         computes = LastPosition(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.launch.end_record import EndRecord
+from phalanx.observe.where_words import STOPPED_BY_SIGNAL
 
 # A rank that enters a collective this much later than all others was what they waited for.
 MIN_LATENESS_TO_BLAME_S = 1.0
@@ -21,7 +22,7 @@ _MEANING_OF_PROCESS_STATE = {
     "R": "its process was running, in code that did not get there",
     "S": "its process was waiting for something else",
     "D": "its process was waiting for a disk or a network file system",
-    "T": "its process was stopped (SIGSTOP)",
+    "T": f"its process was {STOPPED_BY_SIGNAL}",
     "t": "its process was stopped by a debugger",
 }
 _STOPPED_STATES = ("T", "t")

@@ -33,11 +33,11 @@ PROCESS_STATES = {
 class ProcessStatus:
     """The activity of a process.
 
-    `state`: "running", "sleeping", "waiting for a device", "stopped" (SIGSTOP), "traced" (by a
-    debugger), "gone", or "unknown" (on another machine, a box without a process, or one that cannot
-    be looked at). `cpu_share`:
-    cores that all its threads used while it was looked at; `throttled_share`: part of that time in
-    which its cgroup was not allowed to run. None where not measured.
+    `state`: "running", "sleeping", "waiting for a device", "stopped" (by a signal, whichever),
+    "traced" (by a debugger), "gone", or "unknown" (on another machine, a box without a process, or
+    one that cannot be looked at). `cpu_share`: cores that all its threads used while it was looked
+    at; `throttled_share`: part of that time in which its cgroup was not allowed to run. None where
+    not measured.
     """
 
     state: str
