@@ -60,6 +60,22 @@ def test_a_signal_of_schedulers_is_a_stop_like_sigterm(number: signal.Signals) -
         _get_signal_where_no_rank_trains(number)
 
 
+@pytest.mark.parametrize(
+    ("advice", "said"),
+    [
+        ("", "stopped by SIGTERM while no rank was training; run again, with --resume"),
+        ("the same command begins again", "stopped by SIGTERM; the same command begins again"),
+    ],
+)
+def test_a_stop_ends_with_the_advice_of_what_was_stopped(advice: str, said: str) -> None:
+    with raising_on_stop_signals(advice):
+        # Whatever the advice, the handler is one of phalanx.
+        assert is_signal_left_to_phalanx(signal.SIGUSR1)
+        with pytest.raises(StoppedBySignalError) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert str(stop.value).startswith(said)
+
+
 def _get_signal_where_no_rank_trains(number: signal.Signals) -> None:
     with raising_on_stop_signals():
         os.kill(os.getpid(), number)

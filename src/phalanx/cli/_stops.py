@@ -15,15 +15,11 @@ from phalanx.core.errors import ExitCode
 def telling_stops(words: str) -> Iterator[None]:
     """Inside, Ctrl-C and signals that ask for a stop end the verb, with `words` on what is left and
     how it goes on. Exit code 130 after Ctrl-C, 75 after a signal."""
-    from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
+    from phalanx.run.stop_signals import raising_on_stop_signals
 
     try:
-        with raising_on_stop_signals():
+        with raising_on_stop_signals(advice=words):
             yield
     except KeyboardInterrupt:
         print(f"stopped; {words}", file=sys.stderr)
         raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
-    except StoppedBySignalError as stop:
-        # What follows there is advice for `phalanx train`.
-        by_signal = stop.what.partition(" while ")[0]
-        raise StoppedBySignalError(by_signal, fix=words) from None

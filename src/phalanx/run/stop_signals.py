@@ -18,6 +18,8 @@ from phalanx.core.stop_signals import (
 )
 from phalanx.launch.stop_request import name_stop_signal
 
+_ADVICE_FOR_TRAINING = "run again, with --resume if it had begun"
+
 
 class StoppedBySignalError(PhalanxError):
     """SIGTERM, or a signal that is taken as it, where no rank trains: before, or after."""
@@ -26,9 +28,10 @@ class StoppedBySignalError(PhalanxError):
 
 
 @contextlib.contextmanager
-def raising_on_stop_signals() -> Iterator[None]:
+def raising_on_stop_signals(advice: str = "") -> Iterator[None]:
     """Signals that ask for a stop end the body by an exception, once: ranks and their supervisor
-    have handlers of their own.
+    have handlers of their own. `advice` is what the error says of what is left and how it goes on,
+    in place of what is true of a run.
 
     One stop often arrives twice: torchrun and Slurm signal a rank and its guard, which passes on
     what it gets. The second one would strike in the middle of what the first one has cleaned up. An
@@ -39,14 +42,23 @@ def raising_on_stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    # A function of this module, and no partial one: `is_signal_left_to_phalanx` must know it.
+    def raise_stop_once(number: int, frame: FrameType | None) -> None:
+        # First of all: a second signal must not strike while the first one's clean-up goes on.
+        ignore_stop_signals()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise _build_stop_error(number, advice)
+
     previous: dict[signal.Signals, Any] = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stop_once)
+        signal.SIGTERM: signal.signal(signal.SIGTERM, raise_stop_once)
     }
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stop_once)
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, raise_stop_once)
     for number in SIGNALS_TAKEN_AS_SIGTERM:
         if is_signal_left_to_phalanx(number):
-            previous[number] = signal.signal(number, _raise_stop_once)
+            previous[number] = signal.signal(number, raise_stop_once)
     try:
         yield
     finally:
@@ -54,12 +66,8 @@ def raising_on_stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _raise_stop_once(number: int, frame: FrameType | None) -> None:
-    # First of all: a second signal must not strike while the first one's clean-up goes on.
-    ignore_stop_signals()
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise StoppedBySignalError(
-        f"stopped by {name_stop_signal(number)} while no rank was training",
-        fix="run again, with --resume if it had begun",
-    )
+def _build_stop_error(number: int, advice: str) -> StoppedBySignalError:
+    by_signal = f"stopped by {name_stop_signal(number)}"
+    if advice:
+        return StoppedBySignalError(by_signal, fix=advice)
+    return StoppedBySignalError(f"{by_signal} while no rank was training", fix=_ADVICE_FOR_TRAINING)
