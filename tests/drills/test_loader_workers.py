@@ -62,6 +62,7 @@ def test_killed_and_frozen_workers_change_nothing(tmp_path: Path) -> None:
         0: "worker 0 of rank 0 killed by SIGKILL",
         1: "worker 0 of rank 1 silent for 1 s",
     }
+    assert "worker 0 of rank 1 silent for 1 s" in done.out
     assert loss_curve(tmp_path / "injured") == loss_curve(tmp_path / "straight")
     assert len(loss_curve(tmp_path / "injured")) == STEPS
     waited = max(

@@ -25,6 +25,7 @@ from phalanx.observe.events import (
     Envelope,
     EvalFinished,
     Event,
+    LoaderWorkerReplaced,
     Note,
     RestartScheduled,
     RunFinished,
@@ -32,7 +33,12 @@ from phalanx.observe.events import (
     StepSkipped,
 )
 from phalanx.observe.screen import QuietStream
-from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
+from phalanx.observe.tail import (
+    EventTail,
+    follow_shown_events,
+    parse_valid_event_line,
+    read_recorded_events,
+)
 from phalanx.report.reduce import collect_run_facts
 from phalanx.run.supervised import (
     build_refused_event_printer,
@@ -103,6 +109,27 @@ def test_of_some_kinds_of_events_the_others_are_left_out(tmp_path: Path) -> None
     ]
     append(path, line(Note("more"), rank=1) + line(RestartScheduled(2, 3, 0), rank=1))
     assert [each.event for each in tail.read_new_events()] == [RestartScheduled(2, 3, 0)]
+    assert tail.num_unreadable == 0
+
+
+def test_a_loader_worker_of_any_rank_is_shown_and_of_others_than_rank_0_nothing_else(
+    tmp_path: Path,
+) -> None:
+    tail = follow_shown_events(tmp_path)
+    for rank in (0, 2):
+        path = build_event_file_path(tmp_path, rank, 0)
+        replaced = LoaderWorkerReplaced(7, f"worker 1 of rank {rank} killed by SIGKILL")
+        append(path, line(Note(f"of {rank}"), rank=rank) + line(replaced, rank=rank))
+    shown = tail.read_new_events()
+    assert codes([each for each in shown if isinstance(each.event, Note)]) == ["of 0"]
+    stream = io.StringIO()
+    console = PlainConsole(QuietStream(stream), RunProgress(9), 1)
+    for envelope in shown:
+        console.write(envelope)
+    assert stream.getvalue().splitlines() == [
+        f"a loader worker was replaced at step 7: worker 1 of rank {rank} killed by SIGKILL"
+        for rank in (0, 2)
+    ]
     assert tail.num_unreadable == 0
 
 

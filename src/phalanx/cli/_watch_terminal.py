@@ -16,7 +16,7 @@ from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import RunFinished, RunStarted
 from phalanx.observe.run_end import read_recorded_end
-from phalanx.observe.tail import EventTail, read_recorded_events
+from phalanx.observe.tail import EventTail, follow_shown_events, read_recorded_events
 from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.observe.words import describe_end
 from phalanx.run.next_command import format_program_command
@@ -40,7 +40,7 @@ def show_run_in_terminal(run_dir: Path) -> int:
         log_every=_read_count(job, "observe", "log_every") or _DEFAULT_LOG_EVERY,
         units=choose_metric_units_of_job(job),
     )
-    tail = EventTail(run_dir, attempt_from=max(next_attempt_number(run_dir) - 1, 0))
+    tail = follow_shown_events(run_dir, max(next_attempt_number(run_dir) - 1, 0))
     try:
         end = _show_events_until_end(run_dir, console, tail)
     except KeyboardInterrupt:

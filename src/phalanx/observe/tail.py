@@ -15,11 +15,19 @@ from phalanx.core.files import (
     read_bounded_lines,
     skip_to_next_line,
 )
-from phalanx.observe.events import Envelope, Event, MonotonicClockReading, parse_event_line
+from phalanx.observe.events import (
+    Envelope,
+    Event,
+    LoaderWorkerReplaced,
+    MonotonicClockReading,
+    parse_event_line,
+)
 from phalanx.observe.order import AttemptCounter, is_after_attempt, sort_events
 
 RANK_FILE_PATTERN = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE_NAME = "supervisor.jsonl"
+EVENT_CLASSES_SHOWN_OF_ANY_RANK: tuple[type[Event], ...] = (LoaderWorkerReplaced,)
+"""What befalls one rank alone: of the others than rank 0 a terminal shows these."""
 
 _MAX_PLAIN_INT = 2**63
 _MAX_COUNTABLE_NUMBER = 1e300  # a longer whole number would overflow in the first division
@@ -194,8 +202,8 @@ class EventTail:
 
     Attempts before `attempt_from` are left out, so that a resumed run does not show its past again;
     the supervisor's lines are judged by the attempt they carry. With `kinds` events of these kinds
-    alone are given, and lines of others are not parsed. `num_unreadable` counts the lines that were
-    no event.
+    alone are given, and lines of others are not parsed; `kinds_of_others`: of these kinds those of
+    the other ranks, too. `num_unreadable` counts the lines that were no event.
     """
 
     def __init__(
@@ -205,12 +213,14 @@ class EventTail:
         *,
         all_ranks: bool = False,
         kinds: Sequence[type[Event]] = (),
+        kinds_of_others: Sequence[type[Event]] = (),
     ) -> None:
         self.num_unreadable = 0
         self._directory = run_dir / "events"
         self._attempt_from = attempt_from
-        self._all_ranks = all_ranks
+        self._all_ranks = all_ranks or bool(kinds_of_others)
         self._marks = _list_marks_of_kinds(kinds)
+        self._marks_of_others = _list_marks_of_kinds(kinds_of_others or kinds)
         self._offsets: dict[str, int] = {}
         self._clocks: dict[str, MonotonicClockReading | None] = {}
         # Files that are read up to the middle of an overlong line.
@@ -279,10 +289,16 @@ class EventTail:
             return False
         return self._all_ranks or int(match[1]) == 0
 
+    def _choose_marks(self, name: str) -> list[bytes]:
+        match = RANK_FILE_PATTERN.fullmatch(name)
+        is_of_other_rank = match is not None and int(match[1]) > 0
+        return self._marks_of_others if is_of_other_rank else self._marks
+
     def _iterate_new_envelopes(self, name: str) -> Iterator[Envelope]:
+        marks = self._choose_marks(name)
         for line in self._iterate_whole_lines(name):
             is_first = name not in self._clocks
-            is_wanted = not self._marks or any(mark in line for mark in self._marks)
+            is_wanted = not marks or any(mark in line for mark in marks)
             if not is_wanted and not is_first:
                 continue
             envelope = parse_valid_event_line(line, self._clocks.get(name))
@@ -316,6 +332,11 @@ class EventTail:
                     yield line
         except OSError:
             return
+
+
+def follow_shown_events(run_dir: Path, attempt_from: int = 0) -> EventTail:
+    """Follow the events that a terminal shows."""
+    return EventTail(run_dir, attempt_from, kinds_of_others=EVENT_CLASSES_SHOWN_OF_ANY_RANK)
 
 
 def _group_supervisor_events_by_attempt(

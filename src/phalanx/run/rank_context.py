@@ -18,6 +18,7 @@ from phalanx.mesh.collective_recorder import CollectiveRecorder
 from phalanx.mesh.determinism import raising_layout_error_for_nondeterminism
 from phalanx.observe.bus import Bus, OpenSink
 from phalanx.observe.events import Envelope, InvariantChecked, Note, SinkDropped
+from phalanx.observe.tail import EVENT_CLASSES_SHOWN_OF_ANY_RANK
 from phalanx.parallel.model import ParallelModel
 from phalanx.resilience.fault import FaultSite
 from phalanx.run.needs import list_sink_openers
@@ -85,8 +86,9 @@ def open_black_box_of_rank(run: RankRunInputs) -> BlackBox:
 
 def _show_event_if_watched(run: RankRunInputs, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
-    lost, and what a check found."""
-    if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
+    lost, what a check found, and what befell that rank alone."""
+    watched = (InvariantChecked, Note, SinkDropped, *EVENT_CLASSES_SHOWN_OF_ANY_RANK)
+    if run.rank == 0 or isinstance(envelope.event, watched):
         run.link.forward_refused_event(envelope.to_line())
 
 

@@ -37,7 +37,12 @@ from phalanx.observe.events import (
     StepFinished,
     StepsSummed,
 )
-from phalanx.observe.tail import EventTail, parse_valid_event_line, read_recorded_events
+from phalanx.observe.tail import (
+    EventTail,
+    follow_shown_events,
+    parse_valid_event_line,
+    read_recorded_events,
+)
 from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.observer.start import observing_run
@@ -84,8 +89,8 @@ def train_in_supervised_ranks(
         hangs=HangSettings(job.resilience.hang_s, job.resilience.hang_long_s),
     )
     console = output.open_console(job)
-    tail = EventTail(run_dir, attempt_from=attempt)
-    # What people see is rank 0's; which rank is slow the steps of all ranks tell.
+    tail = follow_shown_events(run_dir, attempt)
+    # What people see is mostly rank 0's; which rank is slow the steps of all ranks tell.
     steps = EventTail(run_dir, attempt_from=attempt, all_ranks=True, kinds=(StepFinished,))
     show_refused = build_refused_event_printer(console, tail)
     bus = open_supervisor_event_bus(run_dir, attempt, show_refused, fence)
