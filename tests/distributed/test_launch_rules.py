@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import resource
+import signal
 import socket
 import threading
 from dataclasses import replace
@@ -34,6 +35,7 @@ from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.launch_spec import LaunchSpec, RepeatedAttempts
+from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
 from phalanx.launch.rank_env import (
     ALLOCATOR_VARIABLES,
@@ -997,6 +999,45 @@ def test_a_restart_names_all_ranks_that_start_again(
 ) -> None:
     BlackBox(black_box_path(tmp_path, 0)).write(7, "backward")
     assert f"; {words} (restart 1 of 3)" in decide(AttemptEnd(0, exits, waiting=waiting), tmp_path)
+
+
+STOP = StopRequest(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("held_step", "stop", "max_restarts", "message"),
+    [
+        (6, STOP, 1, ""),
+        # All that they hold is saved.
+        (4, STOP, 1, "failed while stopping; the checkpoint of step 4 stands"),
+        (-1, STOP, 1, "failed while stopping; the checkpoint of step 4 stands"),
+        # The grace is over.
+        (6, StopRequest(signal.SIGTERM, asked_s=-1e9), 1, "failed while stopping; "),
+        (6, StopRequest(signal.SIGINT, at_once=True), 1, "stopped at once by Ctrl-C; "),
+        (6, STOP, 0, "failed while stopping; the checkpoint of step 4 stands"),
+    ],
+)
+def test_ranks_that_hold_steps_are_started_again_to_save_them_before_a_stop(
+    held_step: int, stop: StopRequest, max_restarts: int, message: str, tmp_path: Path
+) -> None:
+    BlackBox(black_box_path(tmp_path, 1)).write(7, "backward")
+    end = AttemptEnd(0, {1: died(1, signal=9)}, waiting={0: held_step})
+    attempts = RepeatedAttempts(lambda: RankEnv(0, 2, 0, 2), newest_step=4)
+    spec = LaunchSpec("", attempts, 2, tmp_path, (), max_restarts=max_restarts, keeps_ranks=True)
+    said: list[str] = []
+    bus = Bus(rank=-1, run_dir=tmp_path)
+    decision = RecoveryPolicy(spec, bus, said.append).decide(end, stop)
+    bus.close()
+    if message:
+        assert isinstance(decision, RunOutcome)
+        assert decision.message.startswith(message)
+        assert not said
+    else:
+        assert decision == StartAgain(2, {0: 0})
+        (line,) = said
+        assert line.endswith(
+            "; starting it again beside rank 0 to save before the stop (restart 1 of 1)"
+        )
 
 
 def test_where_only_a_connection_was_lost_no_rank_starts_again(tmp_path: Path) -> None:

@@ -391,10 +391,15 @@ import os
 import signal
 from phalanx.observe.events import RanksStarted
 from phalanx.observe.tail import read_recorded_events
+from phalanx.resilience.run_processes import find_supervisor
 
 def ask_rank_0_and_die(site):
     (started,) = read_recorded_events(site.run_dir, RanksStarted, rank=-1)
     os.kill(started.event.pids[0], signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def ask_supervisor_and_die(site):
+    find_supervisor(site.run_dir).send_signal(signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -407,6 +412,19 @@ def test_a_rank_that_was_asked_to_stop_and_lost_another_one_stops_when_they_meet
     done = run(*arguments("ddp", "asked", fault), cwd=folder)
     assert done.code == ExitCode.PREEMPTED, done.out + done.err
     assert done.err == "stopped by a signal to a rank; the checkpoint of step 5 stands\n"
+
+
+def test_a_stop_that_comes_while_a_rank_is_lost_loses_no_step(folder: Path, straight: Path) -> None:
+    """A node dies, and the scheduler ends the job: before a recovery has begun."""
+    (folder / "asking.py").write_text(ASKED)
+    fault = inject("asking:ask_supervisor_and_die:rank=1,step=15,phase=backward")
+    done = run(*arguments("ddp", "stopped", fault), cwd=folder)
+    assert done.code == ExitCode.PREEMPTED, done.out + done.err
+    assert done.err == "stopped by SIGTERM; the checkpoint of step 15 stands\n"
+    words = "; starting it again beside rank 0 to save before the stop (restart 1 of 3)"
+    assert words in done.out.replace("\n", " ")
+    done = run("train", "--resume", "stopped", cwd=folder)
+    require_same_as_straight(straight, folder / "stopped", done)
 
 
 EDITED = """

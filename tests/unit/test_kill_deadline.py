@@ -119,6 +119,32 @@ def test_a_stop_ends_with_its_grace_or_soon_after_a_failure(tmp_path: Path) -> N
     assert ranks.compute_delay_s() == pytest.approx(after_training_s)
 
 
+def test_survivors_that_were_asked_to_stop_are_waited_for_if_they_may_hold_steps(
+    tmp_path: Path,
+) -> None:
+    ranks = TwoRanks(tmp_path, keeps_ranks=True)
+    ranks.stop.signal = signal.SIGTERM
+    ranks.lose(1, signal.SIGKILL)
+    assert not ranks.deadline.waits_for_survivors()
+    assert ranks.compute_delay_s() == pytest.approx(CAUSE_WINDOW_S)
+    # They had trained in the attempt before.
+    ranks.end.num_kept = 1
+    ranks.deadline.note_processor_lack(4.0)
+    assert ranks.compute_delay_s() == pytest.approx(EXIT_AFTER_FAILED_STOP_S + 4.0)
+    ranks.end.num_kept = 0
+    BlackBox(black_box_path(tmp_path, 0)).write(1, "forward")
+    assert ranks.deadline.waits_for_survivors()
+
+
+def test_the_grace_of_a_stop_goes_on_over_attempts(tmp_path: Path) -> None:
+    stop = StopRequest(signal.SIGTERM, asked_s=NOW_S)
+    spec = LaunchSpec("", NO_ATTEMPTS, 2, tmp_path, (), grace_s=GRACE_S, keeps_ranks=True)
+    deadline = KillDeadline(AttemptEnd(1), 2, spec, stop)
+    # Ranks agree on it later.
+    deadline.begin_grace(NOW_S + 10)
+    assert deadline.compute_s() == NOW_S + GRACE_S
+
+
 def test_stacks_are_waited_for(tmp_path: Path) -> None:
     ranks = TwoRanks(tmp_path)
     ranks.lose(1, signal.SIGKILL)

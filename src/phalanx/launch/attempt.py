@@ -159,6 +159,10 @@ class AttemptWatch:
             kept_from=tuple(survivors),
         )
         self._server.link.send(order)
+        self.end.num_kept = len(survivors)
+        if self._stop.signal is not None:
+            # It came before the ranks met: those that are forked now have not heard of it.
+            self._ask_ranks_to_stop()
         while not self._has_attempt_ended():
             until = self._find_next_deadline()
             if self._progress is not None:
@@ -284,16 +288,19 @@ class AttemptWatch:
 
     def _handle_signal(self, number: int) -> None:
         if self._stop.signal is None:
-            self._stop.signal = signal.Signals(number)
-            self._deadline.begin_grace(time.monotonic())
+            self._stop.signal, self._stop.asked_s = signal.Signals(number), time.monotonic()
+            self._deadline.begin_grace(self._stop.asked_s)
             # It asks the ranks, and says that they have left: steps would be lost without it.
             self._server.continue_if_stopped()
-            self._server.link.send(SendSignalToRanks(self.end.number, self._stop.signal_to_ranks))
+            self._ask_ranks_to_stop()
             self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
             self._server.kill(timeout_s=1.0)
+
+    def _ask_ranks_to_stop(self) -> None:
+        self._server.link.send(SendSignalToRanks(self.end.number, self._stop.signal_to_ranks))
 
     def _look_for_hang(self) -> None:
         """Kill the ranks that keep the others from progress, once there are any: the others then

@@ -50,6 +50,8 @@ class AttemptEnd:
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""
+    num_kept: int = 0
+    """How many of its ranks had the process of a rank of the attempt before."""
     grace_over: bool = False
     stepless: str = ""
     """The work of ranks without steps, say "evaluating"."""

@@ -40,7 +40,9 @@ class KillDeadline:
     ) -> None:
         self._end, self._num_ranks = end, num_ranks
         self._spec, self._stop = spec, stop
-        self._failed_s = self._reported_s = self._grace_until_s = math.inf
+        self._failed_s = self._reported_s = math.inf
+        # Of a stop that was asked for in an earlier attempt.
+        self._grace_until_s = stop.asked_s + spec.grace_s
         self._not_before_s = -math.inf
         self._last_exits_s = math.inf
         self._lack_s = 0.0
@@ -108,23 +110,30 @@ class KillDeadline:
         return self._killed_s + may_take_s
 
     def waits_for_survivors(self) -> bool:
-        """True once a rank has failed by itself, where the others are kept."""
+        """True once a rank has failed by itself, where the others are kept: also those that were
+        asked to stop, if they may hold steps that are not saved."""
         # Of a store that is lost ranks may train on: that alone is no failure.
         return (
             self.has_failed
             and self._spec.keeps_ranks
-            and self._stop.signal is None
+            and not self._stop.at_once
             and self._end.is_primary_failure_known
+            and (self._stop.signal is None or self._may_ranks_hold_state())
         )
+
+    def _may_ranks_hold_state(self) -> bool:
+        return self._end.num_kept > 0 or has_begun_training(self._spec.run_dir, self._num_ranks)
 
     def _compute_delay_after_failure_s(self) -> float:
         num_heard = len(self._end.exits.keys() | self._end.records.keys())
+        is_stopping = self._stop.signal is not None
         if self.waits_for_survivors():
-            return min(WAIT_FOR_ATTEMPT_WINDOW_S + self._lack_s, WAIT_FOR_ATTEMPT_LIMIT_S)
+            # One that was asked to stop may be in its save.
+            window_s = EXIT_AFTER_FAILED_STOP_S if is_stopping else WAIT_FOR_ATTEMPT_WINDOW_S
+            return min(window_s + self._lack_s, WAIT_FOR_ATTEMPT_LIMIT_S)
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._failed_s < math.inf:
             return CAUSE_WINDOW_S
-        is_stopping = self._stop.signal is not None
         if is_stopping and has_begun_training(self._spec.run_dir, self._num_ranks):
             return EXIT_AFTER_FAILED_STOP_S
         if is_stopping or self._end.is_primary_failure_known:

@@ -63,7 +63,8 @@ class RecoveryPolicy:
         self._num_attempts += 1
         failure = find_root_failure(end, self._spec.run_dir)
         if stop.signal is not None:
-            return self._end_on_stop_request(end, failure, stop)
+            again = None if failure is None else self._start_again_to_save(end, failure, stop)
+            return again or self._end_on_stop_request(end, failure, stop)
         if failure is None and end.was_told_to_leave and end.exit_codes != {ExitCode.OK}:
             return self._grow()
         if failure is None:
@@ -74,6 +75,32 @@ class RecoveryPolicy:
         if failure.cause == OUT_OF_MEMORY and self._lessen_memory(failure):
             return StartAgain(self._num_ranks, _keep_numbers(end, failure))
         return self._recover(end, failure)
+
+    def _start_again_to_save(
+        self, end: AttemptEnd, failure: RankFailure, stop: StopRequest
+    ) -> StartAgain | None:
+        """Start again after a failure that came before a stop was done, so that survivors save what
+        they hold and leave; None where that wins no step, cannot help, or comes too late."""
+        survivors = _keep_numbers(end, failure)
+        held_step = max((end.waiting[rank] for rank in survivors), default=-1)
+        now_s, saved_step = time.monotonic(), self._attempts.find_newest_step()
+        is_late = end.grace_over or now_s >= stop.asked_s + self._spec.grace_s
+        if stop.at_once or is_late or held_step <= saved_step or not self._may_pass(failure):
+            return None
+        try:
+            self._restarts.count_restart_or_raise(failure, now_s, saved_step)
+        except RestartBudgetError:
+            return None
+        self._emit_rank_failed(failure)
+        self._announce_restart(failure, survivors, held_step, purpose=" to save before the stop")
+        return StartAgain(self._num_ranks, survivors)
+
+    def _may_pass(self, failure: RankFailure) -> bool:
+        """True where the same ranks may do better at once: no outage, and no lack of memory."""
+        is_failed_start = self._failed_starts.count(failure, is_restart=self._num_attempts > 1)
+        if failure.is_outage or failure.cause == OUT_OF_MEMORY or failure.roll_back is not None:
+            return False
+        return failure.restartable or (is_failed_start and not self._failed_starts.is_rank_gone)
 
     def _recover(self, end: AttemptEnd, failure: RankFailure) -> RunOutcome | StartAgain:
         """Start again after a failure, with fewer ranks if one does not come back; or end."""
@@ -110,7 +137,9 @@ class RecoveryPolicy:
             going_on = self._attempts.choose_survivors([*survivors])
             survivors = {rank: number for number, rank in enumerate(going_on)}
         held_step = _find_held_step(end) if survivors else -1
-        self._announce_restart(failure, survivors, held_step, pause_s, has_shrunk=has_shrunk)
+        self._announce_restart(
+            failure, survivors, held_step, pause_s=pause_s, has_shrunk=has_shrunk
+        )
         return StartAgain(self._num_ranks, survivors, pause_s)
 
     def end_in_pause(self, stop: StopRequest) -> RunOutcome:
@@ -277,9 +306,10 @@ class RecoveryPolicy:
         failure: RankFailure,
         survivors: Mapping[int, int],
         held_step: int,
-        pause_s: float,
         *,
-        has_shrunk: bool,
+        pause_s: float = 0.0,
+        has_shrunk: bool = False,
+        purpose: str = "",
     ) -> None:
         from_step = self._attempts.find_newest_step()
         restart, budget = self._restarts.num_counted, self._spec.max_restarts
@@ -292,6 +322,7 @@ class RecoveryPolicy:
         elif survivors:
             # What the kept ranks hold between them only they can tell, when they have met.
             plan_words = self._describe_start_beside(failure, sorted(survivors.values()))
+        plan_words += purpose
         count_words = f"restart {restart} of {budget}"
         if pause_s > 0:
             plan_words += f" in {format_seconds(pause_s)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 @dataclass
 class StopRequest:
     """A request to stop, once there is one: SIGINT, SIGTERM or a signal that is taken as it.
-    `at_once`: Ctrl-C a second time."""
+    `at_once`: Ctrl-C a second time. `asked_s`: when ranks were first asked (monotonic): their grace
+    goes on over attempts."""
 
     signal: signal.Signals | None = None
     at_once: bool = False
+    asked_s: float = math.inf
 
     @property
     def signal_to_ranks(self) -> int:
