@@ -418,7 +418,8 @@ def test_a_stop_that_comes_while_a_rank_is_lost_loses_no_step(folder: Path, stra
     """A node dies, and the scheduler ends the job: before a recovery has begun."""
     (folder / "asking.py").write_text(ASKED)
     fault = inject("asking:ask_supervisor_and_die:rank=1,step=15,phase=backward")
-    done = run(*arguments("ddp", "stopped", fault), cwd=folder)
+    # Also of a machine that is busy the grace is long enough.
+    done = run(*arguments("ddp", "stopped", fault, "resilience.grace_s=250"), cwd=folder)
     assert done.code == ExitCode.PREEMPTED, done.out + done.err
     assert done.err == "stopped by SIGTERM; the checkpoint of step 15 stands\n"
     words = "; starting it again beside rank 0 to save before the stop (restart 1 of 3)"
