@@ -18,6 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.logical import get_local_tensor
 from phalanx.nn.objective import causal_cross_entropy, takes_classes
 from phalanx.observe.events import InvariantChecked
+from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
@@ -126,6 +127,70 @@ def lose_loads_of_rank_1(trainer: Trainer) -> None:
         reduce()
 
     loads.reduce_counts_over_ranks = reduce_without_rank_1  # type: ignore[method-assign]
+
+
+def find_norm(trainer: Trainer) -> nn.Module:
+    return trainer.state.model.module.get_submodule(NORM.removesuffix(".weight"))
+
+
+def write_in_evaluation(trainer: Trainer) -> None:
+    """All ranks alike: replicas stay equal."""
+
+    def halve(norm: nn.Module, _: Any) -> None:
+        if not norm.training:
+            with torch.no_grad():
+                norm.weight.mul_(0.5)  # type: ignore[operator, union-attr]
+
+    find_norm(trainer).register_forward_pre_hook(halve)
+
+
+def write_data_in_evaluation(trainer: Trainer) -> None:
+    """Past the counters of torch."""
+
+    def add(norm: nn.Module, _: Any) -> None:
+        if not norm.training:
+            norm.weight.data[3] += 1.0  # type: ignore[index, operator, union-attr]
+
+    find_norm(trainer).register_forward_pre_hook(add)
+
+
+def swap_in_evaluation(trainer: Trainer) -> None:
+    """Other weights are put in, and the own ones back: no bug."""
+    norm, kept = find_norm(trainer), list[torch.Tensor]()
+
+    def put_in(norm: nn.Module, _: Any) -> None:
+        if not norm.training:
+            kept.append(norm.weight.detach().clone())  # type: ignore[operator, union-attr]
+            norm.weight.data.zero_()  # type: ignore[operator, union-attr]
+
+    def put_back(norm: nn.Module, *_: Any) -> None:
+        if kept:
+            with torch.no_grad():
+                norm.weight.copy_(kept.pop())  # type: ignore[operator, union-attr]
+
+    norm.register_forward_pre_hook(put_in)
+    norm.register_forward_hook(put_back)
+
+
+def replace_after_step_3(trainer: Trainer) -> None:
+    update, model = trainer.state.model.update, trainer.state.model
+
+    def update_and_replace(optimizer: torch.optim.Optimizer) -> None:
+        update(optimizer)
+        if trainer.state.step == 2:
+            find_norm(trainer).weight = nn.Parameter(torch.ones(32))
+
+    model.update = update_and_replace  # type: ignore[method-assign]
+
+
+def replace_in_forward(trainer: Trainer) -> None:
+    """In each forward of step 3, in which nothing is checked."""
+
+    def replace_weight(norm: nn.Module, _: Any) -> None:
+        if trainer.state.step == 2:
+            norm.weight = nn.Parameter(torch.ones(32))
+
+    find_norm(trainer).register_forward_pre_hook(replace_weight)
 
 
 def train_spoiled(rank: int, case: Case, folder: Path, bug: Any) -> None:
@@ -283,6 +348,58 @@ def test_state_that_was_never_equal_hides_nothing(tmp_path: Path) -> None:
     assert (first.step, first.tensors) == (1, ["embed.weight (optimizer's state)"])
     assert (second.step, second.tensors) == (2, [f"{NORM} (optimizer's state)"])
     assert "the optimizer's state of 1 block, which was not equal" in summary.not_looked_at[-1]
+
+
+# Layout, bug, and the invariant that fails on both ranks, if any.
+SAME_ON_ALL_RANKS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "ddp, evaluation writes": ({"dp_replicate": 2}, write_in_evaluation, "unchanged_by_evaluation"),
+    "ddp, evaluation writes data": (
+        {"dp_replicate": 2},
+        write_data_in_evaluation,
+        "unchanged_by_evaluation",
+    ),
+    "ddp, evaluation swaps": ({"dp_replicate": 2}, swap_in_evaluation, ""),
+    # What is written is gathered, and freed after the forward.
+    "zero3, evaluation writes": ({"dp_shard": 2}, write_in_evaluation, ""),
+    "zero2, replaced": (
+        {"dp_shard": 2, "zero_stage": 2},
+        replace_after_step_3,
+        "optimizer_parameters",
+    ),
+    "zero3, replaced": ({"dp_shard": 2}, replace_after_step_3, "optimizer_parameters"),
+    "zero3, replaced in a forward": ({"dp_shard": 2}, replace_in_forward, "optimizer_parameters"),
+    "zero3": ({"dp_shard": 2}, lambda trainer: None, ""),
+}
+
+
+def train_all_same(rank: int, folder: Path) -> None:
+    for name, (layout, bug, _) in SAME_ON_ALL_RANKS.items():
+        case = Case(2, layout, {}, {"eval": {"every_steps": 2}})
+        train_case(rank, case, folder / name, change=bug, evaluates=True)
+
+
+def test_bugs_that_all_ranks_share(tmp_path: Path) -> None:
+    """Replicas are equal with them."""
+    run_ranks(2, train_all_same, tmp_path)
+    for name, (_, _, invariant) in SAME_ON_ALL_RANKS.items():
+        failed, events = failures(tmp_path / name, 2), told(tmp_path / name, 2)
+        assert set(failed) == ({invariant} if invariant else set()), name
+        of_evaluations = [
+            event
+            for event in events
+            if event.is_summary and event.name == "unchanged_by_evaluation"
+        ]
+        num_failed = 2 * (invariant == "unchanged_by_evaluation")
+        assert (of_evaluations[-1].num_checks, of_evaluations[-1].num_failed) == (2, num_failed)
+        for wrong in failed.values():
+            assert (wrong.ranks, wrong.num_tensors) == ([0, 1], 1), name
+            if num_failed:
+                assert (wrong.step, wrong.tensors) == (2, [NORM]), name
+                assert f"the evaluation after it changed {NORM} on" in describe_failed_check(wrong)
+            else:
+                (tensor,) = wrong.tensors
+                assert (wrong.step, tensor.split()[0]) == (4, NORM), name
+                assert "(as it was replaced; FSDP has put its own back)" in tensor
 
 
 def test_a_rank_that_drops_targets(tmp_path: Path) -> None:

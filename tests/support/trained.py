@@ -97,8 +97,12 @@ def train_case(
     optimizer: BuildOptimizer = build_usual_optimizer,
     change: Callable[[Trainer], None] = lambda trainer: None,
     device: torch.device | None = None,
+    evaluates: bool = False,
 ) -> None:
-    """Train STEPS steps with events in `folder`. `change` may spoil the trainer before it runs."""
+    """Train STEPS steps with events in `folder`. `change` may spoil the trainer before it runs.
+
+    `evaluates`: the batch of the first step, as the job's [eval] says.
+    """
     job = job_of(case)
     plan: Plan = make_plan(job, cluster=CPU, vocab_size=VOCAB)
     bus = Bus(rank=rank, run_dir=folder)
@@ -116,6 +120,7 @@ def train_case(
             batches,
             objective or causal_cross_entropy(16),
             sample_numbers=batches.list_sample_numbers,
+            held_out={"": batches.step_microbatches(1)} if evaluates else None,
         )
         trainer = Trainer(job, plan, state, bus, data)
         change(trainer)

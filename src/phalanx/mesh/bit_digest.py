@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -33,6 +34,22 @@ def compute_bit_digest(tensor: torch.Tensor) -> torch.Tensor:
         # Times an odd number for each chunk that follows: equal chunks in another order differ.
         total = total * _DIGEST_MULTIPLIER + (chunk * factors[: chunk.numel()]).sum()
     return total
+
+
+def list_unequal_digests(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Names whose digests differ, in the order of `before`; not those that one of them lacks, or
+    has on another device. Waits for the devices."""
+    is_same: dict[str, bool] = {}
+    # Some may be in the host's memory where others are on a GPU.
+    for device in {digest.device for digest in before.values()}:
+        names = [name for name, digest in before.items() if digest.device == device]
+        names = [name for name in names if name in after and after[name].device == device]
+        if names:
+            flags = torch.stack([before[name] == after[name] for name in names])
+            is_same.update(zip(names, flags.tolist(), strict=True))
+    return [name for name in before if not is_same.get(name, True)]
 
 
 def _view_bits_as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,43 @@ def _note_gradients_and_continue(
     post_backward(*args)
 
 
+def watch_fsdp_places_of_parameters(
+    root: torch.nn.Module, note: Callable[[torch.nn.Module, str], None]
+) -> None:
+    """Call `note(module, name)` for each trained parameter below `root` that is not FSDP2's own
+    when FSDP2 sets it in its module, as it does before and after each use.
+
+    The method of a parameter that does so, private in torch (2.11 to 2.13).
+    """
+    for parameter in list_fsdp_parameters(root):
+        parameter._setattr_on_modules = functools.partial(
+            _note_replaced_and_set, parameter, parameter._setattr_on_modules, note
+        )
+
+
+def _note_replaced_and_set(
+    parameter: Any, set_in_modules: Any, note: Callable[[torch.nn.Module, str], None], new: Any
+) -> None:
+    places, own = parameter._module_info, [parameter.sharded_param]
+    for name in ("_unsharded_param", "_sharded_post_forward_param"):
+        if hasattr(parameter, name):
+            own.append(getattr(parameter, name))
+    for module, name in (
+        (places.module, places.param_name),
+        *zip(places.shared_modules, places.shared_param_names, strict=True),
+    ):
+        found = module._parameters.get(name)
+        if not any(found is each for each in own):
+            # A module with a way of its own to set attributes may keep it elsewhere.
+            found = getattr(module, name, None)
+            is_trained = parameter.sharded_param.requires_grad or getattr(
+                found, "requires_grad", False
+            )
+            if is_trained and not any(found is each for each in own):
+                note(module, name)
+    set_in_modules(new)
+
+
 def get_fsdp_communication_classes() -> tuple[type, type]:
     """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter).
 

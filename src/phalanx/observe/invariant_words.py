@@ -11,6 +11,7 @@ DESCRIPTION_OF_INVARIANT = {
     "optimizer_parameters": "the optimizer has the parameters that the model trains",
     "replicas_equal": "ranks that hold the same weights and optimizer state hold the same bits",
     "memory_unchanged": "a rank's part of the state has the bits that its last update left",
+    "unchanged_by_evaluation": "evaluations left the weights that the model trains as they were",
     "targets_counted": "the loss counted the targets of the batch",
     "expert_loads": "the loads of experts add up to the choices of the batch",
 }
@@ -43,6 +44,12 @@ def describe_failed_check(event: InvariantChecked) -> str:
             return (
                 f"{start}{_describe_failed_tensors(event)} has other bits before the next update"
                 f" than after this one, on {_describe_failed_ranks(event)}"
+            )
+        case "unchanged_by_evaluation":
+            return (
+                f"{start}the evaluation after it changed {_describe_failed_tensors(event)} on"
+                f" {_describe_failed_ranks(event)}: training goes on from weights that no update"
+                " has made"
             )
         case "targets_counted":
             return (

@@ -19,6 +19,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.block_norms import NO_BLOCK_NORMS, BlockNormRequest, BlockSquares
 from phalanx.parallel.context.transform import ContextParallelBatchSplitter
 from phalanx.parallel.data_parallel.compression import GradientCompression
+from phalanx.parallel.data_parallel.replaced_parameters import ReplacedParameters
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.direct import DirectExecutor
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
@@ -158,6 +159,13 @@ class ParallelModel:
         if self._watch is None:
             return frozenset()
         return frozenset(self._watch.unused)
+
+    def take_replaced_parameters(self) -> list[str]:
+        """Full names of trained parameters of which FSDP has found others in their place since the
+        last call, and has put its own back. Elsewhere a replaced parameter stays where it is
+        seen."""
+        replaced = self._context.axes.find(ReplacedParameters)
+        return [] if replaced is None else replaced.take_names()
 
     @property
     def plain_bytes(self) -> int:

@@ -23,6 +23,7 @@ from phalanx.train.count_checks import (
     is_rank_counting_its_samples,
     map_routers_by_name,
 )
+from phalanx.train.evaluation_checks import EvaluationChecks
 from phalanx.train.invariant_tallies import MAX_NAMED_PARAMETERS, InvariantTallies
 from phalanx.train.memory_checks import MemoryChecks
 from phalanx.train.pipeline_record import is_first_rank_of_stage
@@ -70,6 +71,7 @@ class RunInvariants:
         self._equal_step = -1
         self._corruption_flags = (0.0, 0.0)
         self._memory: MemoryChecks | None = None
+        self._evaluations: EvaluationChecks | None = None
         # A check is acted on two steps after it.
         self._own_losses = OwnLosses(job.observe.invariants_every + 4)
         # On rank 0: the step of the last check that found replicas unequal, and ranks' digests.
@@ -82,6 +84,7 @@ class RunInvariants:
         if self._check_interval:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
+            self._evaluations = EvaluationChecks(self._state.model)
         if self._job.resilience.check_memory_every:
             self._memory = MemoryChecks(self._state)
 
@@ -169,6 +172,37 @@ class RunInvariants:
                     self._gather_losses_again(self._before)
         self._check_and_record_target_counts(step, facts)
         self._check_and_record_router_loads(step)
+
+    def begin_evaluation(self) -> None:
+        """Before an evaluation between two steps."""
+        if self._evaluations is not None:
+            with self._state.model.phases("evaluate"):
+                self._evaluations.digest_before_evaluation()
+
+    def finish_evaluation(self) -> None:
+        """After an evaluation that came to its end. Collective; waits for the device."""
+        if self._evaluations is None:
+            return
+        phases = self._state.model.phases
+        with phases("evaluate"):
+            changed = self._evaluations.find_changed_weights()
+            with phases("collective", "all_gather changed weights", axis=WORLD_AXIS):
+                by_rank = self._mesh.gather_json(changed)
+        if self._mesh.rank != 0:
+            return
+        ranks = [rank for rank, names in enumerate(by_rank) if names]
+        self._tallies.record_and_emit(
+            InvariantChecked(
+                step=self._state.step,
+                name="unchanged_by_evaluation",
+                ok=not ranks,
+                tensors=list(dict.fromkeys(name for names in by_rank for name in names)),
+                ranks=ranks,
+                looked_at="the weights that each rank trains"
+                f" ({plural(self._evaluations.num_digested, 'tensor')} on rank 0), before and after"
+                " an evaluation",
+            )
+        )
 
     def emit_summary(self) -> None:
         """Emit what was checked so far. Waits for the device."""

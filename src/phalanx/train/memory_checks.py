@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.mesh.bit_digest import compute_bit_digest
+from phalanx.mesh.bit_digest import compute_bit_digest, list_unequal_digests
 from phalanx.mesh.logical import full_name, get_local_tensor
 from phalanx.train.state import TrainState
 
@@ -34,16 +34,7 @@ class MemoryChecks:
         before, self._digests = self._digests, {}
         if not before or self.digested_step != self._state.step:
             return []
-        after = self._digest_state()
-        is_same: dict[str, bool] = {}
-        # Counts of steps are in the host's memory, also where the weights are on a GPU.
-        for device in {digest.device for digest in before.values()}:
-            names = [name for name, digest in before.items() if digest.device == device]
-            names = [name for name in names if name in after and after[name].device == device]
-            if names:
-                flags = torch.stack([before[name] == after[name] for name in names])
-                is_same.update(zip(names, flags.tolist(), strict=True))
-        return [name for name in before if not is_same.get(name, True)]
+        return list_unequal_digests(before, self._digest_state())
 
     def _digest_state(self) -> dict[str, torch.Tensor]:
         digests: dict[str, torch.Tensor] = {}

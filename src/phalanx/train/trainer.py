@@ -389,7 +389,9 @@ class Trainer:
             # Inside: the step's own work in a device's queue was waited for.
             began = time.perf_counter()
             try:
+                self._invariants.begin_evaluation()
                 evaluation = self.evaluate()
+                self._invariants.finish_evaluation()
             except StopRequestedError as request:
                 if self._schedule is not None:
                     self._schedule.save(is_last_chance=True, prune=False)

@@ -44,7 +44,7 @@ NUM_SAMPLED_ELEMENTS = 1024
 MIN_UPDATE_PER_ROUNDING = 64.0
 """So many times the rounding of a weight its update must be before it is missed."""
 # Flags of a tensor on a rank, in what ranks gather.
-_STUCK, _MISSING, _MUST_MOVE = 1, 2, 4
+_STUCK, _MISSING, _MUST_MOVE, _REPLACED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class WeightFindings:
     """Result of the checks of one step over all ranks.
 
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
-    trained, and the optimizer does not update; `num_foreign`: by rank, parameters of the optimizer
-    that are none of the model's. `num_moving` tensors had to move, of `num_trained`. `digests`:
+    trained, and the optimizer does not update, with what somebody has put in the place of a
+    parameter since the last check, and FSDP has taken out again; `num_foreign`: by rank, parameters
+    of the optimizer that are none of the model's. `num_moving` tensors had to move, of `num_trained`. `digests`:
     [ranks, blocks], of the blocks of each rank, those of the optimizer's state among them.
     """
 
@@ -133,9 +134,12 @@ class WeightChecks:
             after = [digests[column] for column in self._columns[name]]
             after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
             movements[name] = self._build_movement_flags(name, before, after)
+        flags = dict.fromkeys(missing, _MISSING)
+        for name in self._model.take_replaced_parameters():
+            flags[name] = flags.get(name, 0) | _REPLACED
         row = torch.cat(
             (
-                self._build_gathered_row(gathered, digests, movements, missing, num_foreign),
+                self._build_gathered_row(gathered, digests, movements, flags, num_foreign),
                 self._pad_columns(digests_of_state, gathered.num_state_columns),
             )
         )
@@ -167,6 +171,8 @@ class WeightChecks:
             # nothing, and must not hide what becomes unequal later.
             blocks_of_state.leave_out_unequal(digests_of_state)
             self._was_state_compared = True
+        missing = blocks.find_tensors_on_ranks(flags & _MISSING != 0)
+        replaced = blocks.find_tensors_on_ranks(flags & _REPLACED != 0)
         return WeightFindings(
             step,
             is_applied,
@@ -175,7 +181,10 @@ class WeightChecks:
                 sorted({*unequal.ranks, *state.ranks}),
             ),
             blocks.find_tensors_on_ranks(flags & _STUCK != 0),
-            blocks.find_tensors_on_ranks(flags & _MISSING != 0),
+            TensorsOnRanks(
+                [*missing.names, *map(_name_replaced, replaced.names)],
+                sorted({*missing.ranks, *replaced.ranks}),
+            ),
             {rank: int(count) for rank, count in enumerate(foreign[:, 0]) if count},
             len(blocks.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
             blocks.num_trained,
@@ -276,7 +285,7 @@ class WeightChecks:
         gathered: GatheredBlocks,
         digests: list[torch.Tensor],
         movements: dict[str, torch.Tensor],
-        missing: list[str],
+        flags_by_name: dict[str, int],
         num_foreign: int,
     ) -> torch.Tensor:
         """The row that this rank hands in: a digest of each block, flags of each (of a tensor with
@@ -291,12 +300,16 @@ class WeightChecks:
             for name, movement in movements.items():
                 by_block[self._columns[name][0]] = movement
             flags[:num_blocks] = torch.stack(by_block)
-        for name in missing:
+        for name, number in flags_by_name.items():
             if name in self._columns:
-                flags[self._columns[name][0]] += _MISSING
+                flags[self._columns[name][0]] += number
         if num_foreign:
             row[-1].fill_(num_foreign)
         return row
+
+
+def _name_replaced(name: str) -> str:
+    return f"{name} (as it was replaced; FSDP has put its own back)"
 
 
 def _select_trainable_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

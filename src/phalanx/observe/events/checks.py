@@ -13,12 +13,13 @@ class InvariantChecked(Event):
     """Something that must hold in any training, checked while it trains (observe.invariants_every).
 
     `name`: "parameters_moved" | "optimizer_parameters" | "replicas_equal" | "targets_counted" |
-    "expert_loads" | "memory_unchanged" (resilience.check_memory_every, from the rank itself). Each
-    time that a check fails in another way than the one before, with `ok` False
-    and what failed in `step`; and after each evaluation and at the end as a summary (`is_summary`)
-    of this attempt so far: `ok` if no check failed, `num_checks` of them, the last in `step`,
-    `num_failed`, the first of those in `first_failed_step`. From rank 0; of experts' loads from the
-    first rank of each stage of a pipeline.
+    "expert_loads" | "unchanged_by_evaluation" (at each evaluation) | "memory_unchanged"
+    (resilience.check_memory_every, from the rank itself). Each time that a check fails in another
+    way than the one before, with `ok` False and what failed in `step`; and after each evaluation
+    and at the end as a summary (`is_summary`) of this attempt so far: `ok` if no check failed,
+    `num_checks` of them, the last in `step`, `num_failed`, the first of those in
+    `first_failed_step`. From rank 0; of experts' loads from the first rank of each stage of a
+    pipeline.
 
     `tensors`: names of those that failed, at most 20 of `num_tensors`; `ranks`: those that hold
     them otherwise than most, all holders where there is no majority. `expected` and `actual`: sums

@@ -29,6 +29,7 @@ from phalanx.mesh.compat import (
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.freed_head import FreedHead
 from phalanx.parallel.data_parallel.fsdp_communication import set_fsdp_communication
+from phalanx.parallel.data_parallel.replaced_parameters import ReplacedParameters
 from phalanx.parallel.data_parallel.shared_shards import (
     UnchangedShards,
     move_shards_to_shared_memory,
@@ -61,6 +62,9 @@ class DpShard:
         context.when_materialized.append(
             functools.partial(move_shards_to_shared_memory, context.root, group)
         )
+        replaced = ReplacedParameters(context.root, context.root.module)
+        context.axes.add(replaced)
+        context.when_materialized.append(replaced.start)
         if options.prefetch != AUTO:
             _set_fsdp_prefetch_depth(
                 [context.root, *(group[0] for group in groups)], options.prefetch
