@@ -136,10 +136,10 @@ def find_norm(trainer: Trainer) -> nn.Module:
 def write_in_evaluation(trainer: Trainer) -> None:
     """All ranks alike: replicas stay equal."""
 
-    def halve(norm: nn.Module, _: Any) -> None:
+    def halve(norm: Any, _: Any) -> None:
         if not norm.training:
             with torch.no_grad():
-                norm.weight.mul_(0.5)  # type: ignore[operator, union-attr]
+                norm.weight.mul_(0.5)
 
     find_norm(trainer).register_forward_pre_hook(halve)
 
@@ -147,9 +147,9 @@ def write_in_evaluation(trainer: Trainer) -> None:
 def write_data_in_evaluation(trainer: Trainer) -> None:
     """Past the counters of torch."""
 
-    def add(norm: nn.Module, _: Any) -> None:
+    def add(norm: Any, _: Any) -> None:
         if not norm.training:
-            norm.weight.data[3] += 1.0  # type: ignore[index, operator, union-attr]
+            norm.weight.data[3] += 1.0
 
     find_norm(trainer).register_forward_pre_hook(add)
 
@@ -158,15 +158,15 @@ def swap_in_evaluation(trainer: Trainer) -> None:
     """Other weights are put in, and the own ones back: no bug."""
     norm, kept = find_norm(trainer), list[torch.Tensor]()
 
-    def put_in(norm: nn.Module, _: Any) -> None:
+    def put_in(norm: Any, _: Any) -> None:
         if not norm.training:
-            kept.append(norm.weight.detach().clone())  # type: ignore[operator, union-attr]
-            norm.weight.data.zero_()  # type: ignore[operator, union-attr]
+            kept.append(norm.weight.detach().clone())
+            norm.weight.data.zero_()
 
-    def put_back(norm: nn.Module, *_: Any) -> None:
+    def put_back(norm: Any, *_: Any) -> None:
         if kept:
             with torch.no_grad():
-                norm.weight.copy_(kept.pop())  # type: ignore[operator, union-attr]
+                norm.weight.copy_(kept.pop())
 
     norm.register_forward_pre_hook(put_in)
     norm.register_forward_hook(put_back)
@@ -186,7 +186,7 @@ def replace_after_step_3(trainer: Trainer) -> None:
 def replace_in_forward(trainer: Trainer) -> None:
     """In each forward of step 3, in which nothing is checked."""
 
-    def replace_weight(norm: nn.Module, _: Any) -> None:
+    def replace_weight(norm: Any, _: Any) -> None:
         if trainer.state.step == 2:
             norm.weight = nn.Parameter(torch.ones(32))
 

@@ -54,8 +54,9 @@ class WeightFindings:
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
     trained, and the optimizer does not update, with what somebody has put in the place of a
     parameter since the last check, and FSDP has taken out again; `num_foreign`: by rank, parameters
-    of the optimizer that are none of the model's. `num_moving` tensors had to move, of `num_trained`. `digests`:
-    [ranks, blocks], of the blocks of each rank, those of the optimizer's state among them.
+    of the optimizer that are none of the model's. `num_moving` tensors had to move, of
+    `num_trained`. `digests`: [ranks, blocks], of the blocks of each rank, those of the optimizer's
+    state among them.
     """
 
     step: int
