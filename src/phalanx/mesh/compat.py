@@ -135,32 +135,43 @@ def watch_fsdp_places_of_parameters(
     The method of a parameter that does so, private in torch (2.11 to 2.13).
     """
     for parameter in list_fsdp_parameters(root):
+        info = parameter._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         parameter._setattr_on_modules = functools.partial(
-            _note_replaced_and_set, parameter, parameter._setattr_on_modules, note
+            _note_replaced_and_set,
+            parameter,
+            [(info.module, info.param_name), *shared],
+            parameter._setattr_on_modules,
+            note,
         )
 
 
 def _note_replaced_and_set(
-    parameter: Any, set_in_modules: Any, note: Callable[[torch.nn.Module, str], None], new: Any
+    parameter: Any,
+    places: Sequence[tuple[torch.nn.Module, str]],
+    set_in_modules: Any,
+    note: Callable[[torch.nn.Module, str], None],
+    new: Any,
 ) -> None:
-    places, own = parameter._module_info, [parameter.sharded_param]
-    for name in ("_unsharded_param", "_sharded_post_forward_param"):
-        if hasattr(parameter, name):
-            own.append(getattr(parameter, name))
-    for module, name in (
-        (places.module, places.param_name),
-        *zip(places.shared_modules, places.shared_param_names, strict=True),
-    ):
+    for module, name in places:
         found = module._parameters.get(name)
-        if not any(found is each for each in own):
-            # A module with a way of its own to set attributes may keep it elsewhere.
-            found = getattr(module, name, None)
-            is_trained = parameter.sharded_param.requires_grad or getattr(
-                found, "requires_grad", False
-            )
-            if is_trained and not any(found is each for each in own):
-                note(module, name)
+        # FSDP makes the whole one when it first gathers. Several times a step, for each parameter.
+        if found is parameter.sharded_param or (
+            found is getattr(parameter, "_unsharded_param", parameter)
+        ):
+            continue
+        if _is_foreign_and_trained(parameter, getattr(module, name, None)):
+            note(module, name)
     set_in_modules(new)
+
+
+def _is_foreign_and_trained(parameter: Any, found: Any) -> bool:
+    """True for what is not FSDP's. A module with its own way to set attributes may keep FSDP's
+    elsewhere than others do."""
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    if any(found is getattr(parameter, name, parameter) for name in names):
+        return False
+    return bool(parameter.sharded_param.requires_grad or getattr(found, "requires_grad", False))
 
 
 def get_fsdp_communication_classes() -> tuple[type, type]:
