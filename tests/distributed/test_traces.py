@@ -140,12 +140,14 @@ def test_a_pipeline_is_traced_while_it_runs(tmp_path: Path) -> None:
         late = run("trace", "run", "--steps", "1:1", cwd=tmp_path)
         never = run("trace", "run", "--steps", "1000001", cwd=tmp_path)
         # A request that nobody waits for any more is taken back.
-        waiting = start("trace", "run", "--steps", "999999", "--timeout", "1", cwd=tmp_path)
+        waiting = start("trace", "run", "--steps", "999999", "--timeout", "4", cwd=tmp_path)
         out, err = waiting.communicate(timeout=DEADLINE_S)
         assert (waiting.returncode, out) == (6, "")
         assert "the steps 999999 are not done in time" in err
         waiting = start("trace", "run", "--steps", "999998", cwd=tmp_path)
-        wait_until(lambda: (run_dir / "traces" / "request.json").exists())
+        asked, answer = (run_dir / "traces" / f"{name}.json" for name in ("request", "answer"))
+        # The run takes it away at its next look, and answers: one of the two stays to be seen.
+        wait_until(lambda: asked.exists() or "999998" in answer.read_text())
         os.killpg(waiting.pid, signal.SIGINT)
         waiting.communicate(timeout=DEADLINE_S)
         assert waiting.returncode == 130
