@@ -411,7 +411,7 @@ def test_a_rank_that_was_asked_to_stop_and_lost_another_one_stops_when_they_meet
     fault = inject("asking:ask_rank_0_and_die:rank=1,step=5,phase=forward")
     done = run(*arguments("ddp", "asked", fault), cwd=folder)
     assert done.code == ExitCode.PREEMPTED, done.out + done.err
-    assert done.err == "stopped by a signal to a rank; the checkpoint of step 5 stands\n"
+    assert done.err == "stopped by a signal to a rank; the checkpoint of step 4 stands\n"
 
 
 def test_a_stop_that_comes_while_a_rank_is_lost_loses_no_step(folder: Path, straight: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_stop_that_comes_while_a_rank_is_lost_loses_no_step(folder: Path, stra
     # Also of a machine that is busy the grace is long enough.
     done = run(*arguments("ddp", "stopped", fault, "resilience.grace_s=250"), cwd=folder)
     assert done.code == ExitCode.PREEMPTED, done.out + done.err
-    assert done.err == "stopped by SIGTERM; the checkpoint of step 15 stands\n"
+    assert done.err == "stopped by SIGTERM; the checkpoint of step 14 stands\n"
     words = "; starting it again beside rank 0 to save before the stop (restart 1 of 3)"
     assert words in done.out.replace("\n", " ")
     done = run("train", "--resume", "stopped", cwd=folder)

@@ -130,7 +130,7 @@ def test_survivors_that_were_asked_to_stop_are_waited_for_if_they_may_hold_steps
     # They had trained in the attempt before.
     ranks.end.num_kept = 1
     ranks.deadline.note_processor_lack(4.0)
-    assert ranks.compute_delay_s() == pytest.approx(EXIT_AFTER_FAILED_STOP_S + 4.0)
+    assert ranks.compute_delay_s() == pytest.approx(GRACE_S / 2 + 4.0)
     ranks.end.num_kept = 0
     BlackBox(black_box_path(tmp_path, 0)).write(1, "forward")
     assert ranks.deadline.waits_for_survivors()

@@ -172,7 +172,7 @@ class AttemptWatch:
                 self._handle_server_report(report)
             for number in signals:
                 self._handle_signal(number)
-            if not self.end.was_told_to_leave and self._spec.attempts.should_grow():
+            if self._should_tell_ranks_to_leave():
                 self.end.was_told_to_leave = True
                 self._listener.say(
                     "a checkpoint is there: the ranks save and leave, and phalanx starts all of"
@@ -193,6 +193,14 @@ class AttemptWatch:
         if self._progress is not None:
             self.end.last_seen = self._progress.positions
         return self.end
+
+    def _should_tell_ranks_to_leave(self) -> bool:
+        """True once all ranks that the job asks for may be started; not while it is to stop."""
+        return (
+            self._stop.signal is None
+            and not self.end.was_told_to_leave
+            and self._spec.attempts.should_grow()
+        )
 
     def _has_attempt_ended(self) -> bool:
         return (

@@ -128,8 +128,11 @@ class KillDeadline:
         num_heard = len(self._end.exits.keys() | self._end.records.keys())
         is_stopping = self._stop.signal is not None
         if self.waits_for_survivors():
-            # One that was asked to stop may be in its save.
-            window_s = EXIT_AFTER_FAILED_STOP_S if is_stopping else WAIT_FOR_ATTEMPT_WINDOW_S
+            window_s = WAIT_FOR_ATTEMPT_WINDOW_S
+            if is_stopping:
+                # One that was asked to stop may be in its save, or in a long forward: the half of
+                # the grace that is left then is for the save of what it holds.
+                window_s = max(EXIT_AFTER_FAILED_STOP_S, self._spec.grace_s / 2)
             return min(window_s + self._lack_s, WAIT_FOR_ATTEMPT_LIMIT_S)
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._failed_s < math.inf:

@@ -57,6 +57,8 @@ class RecoveryPolicy:
         )
         self._failed_starts = FailedStarts()
         self._num_ranks, self._num_attempts = spec.num_ranks, 0
+        # After which ranks were started again to save before a stop.
+        self._failure_beside_stop: RankFailure | None = None
 
     def decide(self, end: AttemptEnd, stop: StopRequest) -> RunOutcome | StartAgain:
         """Decide what follows on the attempt that ended in `end`."""
@@ -82,15 +84,19 @@ class RecoveryPolicy:
         """Start again after a failure that came before a stop was done, so that survivors save what
         they hold and leave; None where that wins no step, cannot help, or comes too late."""
         survivors = _keep_numbers(end, failure)
-        held_step = max((end.waiting[rank] for rank in survivors), default=-1)
-        now_s, saved_step = time.monotonic(), self._attempts.find_newest_step()
-        is_late = end.grace_over or now_s >= stop.asked_s + self._spec.grace_s
-        if stop.at_once or is_late or held_step <= saved_step or not self._may_pass(failure):
+        held_step = max((end.waiting[rank] for rank in survivors), default=0)
+        if stop.at_once or end.grace_over or held_step == 0 or not self._may_pass(failure):
+            return None
+        # Asked last: a store that is far away, or does not answer, takes its time.
+        saved_step = self._attempts.find_newest_step()
+        now_s = time.monotonic()
+        if held_step <= saved_step or now_s >= stop.asked_s + self._spec.grace_s:
             return None
         try:
             self._restarts.count_restart_or_raise(failure, now_s, saved_step)
         except RestartBudgetError:
             return None
+        self._failure_beside_stop = failure
         self._emit_rank_failed(failure)
         self._announce_restart(failure, survivors, held_step, purpose=" to save before the stop")
         return StartAgain(self._num_ranks, survivors)
@@ -242,7 +248,10 @@ class RecoveryPolicy:
                 return self._stop(code, "stopped before the ranks had started; nothing is lost")
             return self._stop(code, f"stopped before the ranks had started again; {stands}")
         if failure is None or (end.server_loss and end.grace_over):
-            return self._stop(code, self._describe_leaving(end, stop))
+            message = self._describe_leaving(end, stop)
+            if end.grace_over and self._failure_beside_stop is not None:
+                message += f"\n{self._failure_beside_stop.report}"
+            return self._stop(code, message)
         if failure.step < 1 and failure.cause == "signal":
             when = (
                 "before the first step" if is_first else "before ranks that were lost trained again"

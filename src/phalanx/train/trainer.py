@@ -13,10 +13,11 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
-from phalanx.core.phases import PhaseTimer
+from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
@@ -143,11 +144,17 @@ class Trainer:
         self._best.record_best_if_missing(self._evals, self.state.step)
         self._invariants.start()
         self._recorder.start(asked_s)
+        reason = self._agree_on_stop() if self.state.step > 0 else None
         if self.state.step > self.state.saved_step and self._schedule is not None:
             # Its ranks held it in memory: the save of this step may be what was interrupted.
-            self._schedule.save_if_due((0.0, 0.0, 0.0), is_end=self._is_last_saved_step())
-        # Of the step that training continues from, if a stop or a crash came before it.
-        reason = self._evaluate_if_due()
+            self._schedule.save_if_due(
+                (0.0, 0.0, 0.0),
+                is_stop=reason is not None,
+                is_end=self._is_last_saved_step(),
+            )
+        if reason is None:
+            # Of the step that training continues from, if a stop or a crash came before it.
+            reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
             self._tracer.begin_step(self.state.step + 1)
             facts, skipped = self.step()
@@ -193,6 +200,19 @@ class Trainer:
             return "finished"
         self.bus.emit(StopRequested(self.state.step, self.stop.name_reason(reason)))
         return reason
+
+    def _agree_on_stop(self) -> str | None:
+        """Before the first step: "sigterm" or "sigint" if a rank was asked to stop, else None.
+
+        What a run is asked for while its ranks start again must not cost a step more: the grace may
+        last for the save of what they hold alone, and the step may fail as it did before.
+        """
+        flags = create_fp64_on_device((self.stop.sigterm, self.stop.sigint), self.mesh.device)
+        with self.phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
+            sigterm, sigint = self.mesh.all_reduce_sum(flags).tolist()
+        if not sigterm and not sigint:
+            return None
+        return "sigterm" if sigterm else "sigint"
 
     def step(self) -> tuple[StepStats, str | None]:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
