@@ -35,10 +35,7 @@ from phalanx.drills.command import CommandEnd
 from phalanx.drills.drive import (
     DrillRequest,
     DrillResult,
-    RunLength,
     _count_runs_to_come,
-    _run_undisturbed_once,
-    _RunClock,
     read_job_facts,
     run_drill,
 )
@@ -59,7 +56,6 @@ from phalanx.drills.run_trial import (
     TrialRunner,
     UndisturbedRun,
     compare_losses,
-    list_keys_of_trial,
     measure_trial,
 )
 from phalanx.drills.shared_run import (
@@ -76,7 +72,6 @@ from phalanx.drills.verdicts import (
     find_verdicts,
 )
 from phalanx.launch.processor_watch import STARVED
-from phalanx.launch.progress_watch import POLL_INTERVAL_S
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
 from phalanx.plan.layout import Layout
@@ -165,9 +160,7 @@ def said(event: Event, at_s: float, *, rank: int = -1, attempt: int = 0) -> Enve
     return Envelope(event, rank, attempt, 1e9 + at_s, 0, at_s)
 
 
-def finished(
-    step: int, at_s: float, *, rank: int = 0, attempt: int = 0, step_s: float = 1.0
-) -> Envelope:
+def finished(step: int, at_s: float, *, rank: int = 0, attempt: int = 0) -> Envelope:
     values: dict[str, Any] = {
         "step": step,
         "loss": 5.0 - step / 100,
@@ -175,7 +168,7 @@ def finished(
         "tokens_seen": step,
         "learning_rate": 0.1,
         "grad_norm": 1.0,
-        "step_s": step_s,
+        "step_s": 1.0,
         "tokens_per_s": 1.0,
         "phases_s": {},
         "unaccounted_s": 0.0,
@@ -437,40 +430,8 @@ def test_runs_to_come_count_what_is_left_of_a_shared_one_and_its_undisturbed_run
     shared, alone = tuple(trials), (trials[2],)
     assert _count_runs_to_come([shared], {}) == 2
     # One of three did not come to strike: its run, and one undisturbed of its own length.
-    assert _count_runs_to_come([alone], {RunLength(3)}) == 2
-    assert _count_runs_to_come([alone, alone], {RunLength(1), RunLength(3)}) == 2
-    (longer,) = draw_trials(["lose_rank"], shape, seed=0, repeats=1)
-    # One of its own length, of which the usual one tells how many steps it has.
-    assert _count_runs_to_come([(longer,)], set()) == 3
-    assert _count_runs_to_come([(longer,), alone], {RunLength(1)}) == 3
-
-
-def test_a_lost_rank_has_seconds_of_steps_to_come_back_however_short_they_are(
-    tmp_path: Path,
-) -> None:
-    """With steps of 10 ms a rank that was left did the last of 40 before it was seen that a
-    checkpoint was there."""
-    shape = DrillShape(num_ranks=2, num_steps=40, save_every_steps=10)
-    (trial,) = draw_trials(["lose_rank"], shape, seed=0, repeats=1)
-    length = RunLength.of_group((trial,))
-    assert length.settling_s >= 4 * POLL_INTERVAL_S
-    steps = [finished(step, 0.01 * step, step_s=0.01) for step in range(1, 41)]
-    runner = RecordedRunner(
-        load_drilled_job(None, (), num_steps=40),
-        shape,
-        tmp_path,
-        record=RunRecord(tmp_path, tuple(steps), ()),
-        code=0,
-    )
-    runs: dict[RunLength, UndisturbedRun] = {}
-    clock = _RunClock(3, lambda progress: None)
-    longer = _run_undisturbed_once(runner, length, runs, clock)
-    assert set(runs) == {RunLength(), length}
-    assert "train.steps=240" in longer.overrides
-    assert runs[RunLength()].overrides == ()
-    assert _run_undisturbed_once(runner, length, runs, clock) is longer
-    # The disturbed run is as long, beside the keys of its fault.
-    assert {"train.steps=240", "resilience.min_ranks=1"} <= set(list_keys_of_trial(trial, longer))
+    assert _count_runs_to_come([alone], {3}) == 2
+    assert _count_runs_to_come([alone, alone], {1, 3}) == 2
 
 
 # --- bars -----------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from phalanx.drills.fits import find_reason_against_job
 from phalanx.drills.job import DrilledJob, measure_job
 from phalanx.drills.run_trial import FinishedTrial, TrialRunner, UndisturbedRun
 from phalanx.drills.shared_run import (
-    count_parts_to_settle,
     group_trials,
     list_keys_of_shared_run,
     run_shared_trials,
@@ -36,10 +35,6 @@ from phalanx.drills.trials import Trial, draw_trials, load_fault
 from phalanx.job.schema import Job
 from phalanx.resilience.expectation import NO_VERDICT
 from phalanx.run.scratch import open_scratch_directory
-
-# Steps of the undisturbed run of which nine in ten took longer: no busy moment of the machine makes
-# a run too short.
-_SHORT_STEPS_QUANTILE = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,22 +67,6 @@ class DrillProgress:
     num_runs: int
     running: str
     left_s: float | None
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """The trials that a run has, and for one alone the seconds of steps on top of its own in which
-    what follows its fault settles."""
-
-    num_trials: int = 1
-    settling_s: float = 0.0
-
-    @classmethod
-    def of_group(cls, group: Sequence[Trial]) -> RunLength:
-        """The length of the run of these trials."""
-        if len(group) > 1:
-            return cls(len(group))
-        return cls(1, load_fault(group[0].fault).expectation.settling_s)
 
 
 @dataclass
@@ -192,62 +171,39 @@ def _run_trials(
     on_progress: Callable[[DrillProgress], None],
 ) -> None:
     """Run each group of trials in one run, beside an undisturbed one of as many steps."""
-    undisturbed_runs: dict[RunLength, UndisturbedRun] = {}
+    undisturbed: dict[int, UndisturbedRun] = {}
     pending = deque(groups)
-    clock = _RunClock(_count_runs_to_come(pending, undisturbed_runs), on_progress)
+    clock = _RunClock(_count_runs_to_come(pending, undisturbed), on_progress)
     while pending:
         group = pending.popleft()
-        undisturbed = _run_undisturbed_once(
-            runner, RunLength.of_group(group), undisturbed_runs, clock
-        )
+        sharing = len(group)
+        if sharing not in undisturbed:
+            clock.begin("undisturbed")
+            if sharing == 1:
+                undisturbed[sharing] = runner.run_undisturbed()
+            else:
+                undisturbed[sharing] = runner.run_undisturbed(
+                    f"undisturbed-{sharing}", list_keys_of_shared_run(runner.shape, sharing)
+                )
         clock.begin(" ".join(trial.fault for trial in group))
-        if len(group) == 1:
-            keep(runner.run_trial(group[0], undisturbed), 1)
+        if sharing == 1:
+            keep(runner.run_trial(group[0], undisturbed[1]), 1)
             continue
-        finished = run_shared_trials(runner, group, undisturbed)
+        finished = run_shared_trials(runner, group, undisturbed[sharing])
         for each in finished:
-            keep(each, len(group))
+            keep(each, sharing)
         done = {each.trial.key for each in finished}
         alone = [(trial,) for trial in group if trial.key not in done]
         # They did not come to strike.
         pending.extend(alone)
-        clock.num_runs = clock.num_begun + _count_runs_to_come(pending, undisturbed_runs)
-
-
-def _run_undisturbed_once(
-    runner: TrialRunner,
-    length: RunLength,
-    undisturbed_runs: dict[RunLength, UndisturbedRun],
-    clock: _RunClock,
-) -> UndisturbedRun:
-    """The undisturbed run of this length; it is run where there is none yet."""
-    if length in undisturbed_runs:
-        return undisturbed_runs[length]
-    name, num_parts = f"undisturbed-{length.num_trials}", length.num_trials
-    if length.settling_s:
-        usual = _run_undisturbed_once(runner, RunLength(), undisturbed_runs, clock)
-        step_s = usual.record.measure_step_quantile_s(_SHORT_STEPS_QUANTILE)
-        name = f"undisturbed-settling-{length.settling_s:g}-s"
-        num_parts = count_parts_to_settle(runner.shape, length.settling_s, step_s)
-    clock.begin("undisturbed")
-    if num_parts == 1:
-        undisturbed = runner.run_undisturbed()
-    else:
-        keys = list_keys_of_shared_run(runner.shape, num_parts)
-        undisturbed = runner.run_undisturbed(name, keys)
-    undisturbed_runs[length] = undisturbed
-    return undisturbed
+        clock.num_runs = clock.num_begun + _count_runs_to_come(pending, undisturbed)
 
 
 def _count_runs_to_come(
-    pending: Collection[tuple[Trial, ...]], undisturbed: Collection[RunLength]
+    pending: Collection[tuple[Trial, ...]], undisturbed: Collection[int]
 ) -> int:
-    """One for each group, and an undisturbed one for each length of them that has none yet."""
-    lengths = {RunLength.of_group(group) for group in pending}
-    if any(length.settling_s for length in lengths):
-        # Whose steps say how many the longer run needs.
-        lengths.add(RunLength())
-    return len(pending) + len(lengths - set(undisturbed))
+    """One for each group, and an undisturbed one for each size of group that has none yet."""
+    return len(pending) + len({len(group) for group in pending} - set(undisturbed))
 
 
 def read_job_facts(job: Job) -> Any:

@@ -46,18 +46,11 @@ _LIMIT_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class UndisturbedRun:
-    """The run that nothing happened to: what the others are compared with. `overrides`: keys of
-    the job that it had, and that they need, too."""
+    """The run that nothing happened to: what the others are compared with."""
 
     run_dir: Path
     record: RunRecord
     wall_s: float
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of this run, and of one that goes on as if nothing had happened."""
-        return max(self.record.losses, default=0)
 
     @property
     def step_p99_s(self) -> float:
@@ -81,13 +74,6 @@ class FinishedTrial:
     restarts: tuple[int, ...] = ()
 
 
-def list_keys_of_trial(trial: Trial, undisturbed: UndisturbedRun) -> tuple[str, ...]:
-    """What the run of one trial sets in the job: as many steps as the undisturbed one, the fault,
-    and what that needs."""
-    wanted = load_fault(trial.fault).expectation.overrides
-    return (*undisturbed.overrides, format_inject(trial.inject), *wanted)
-
-
 @dataclass(frozen=True)
 class TrialRunner:
     """Runs trials of one job below `folder`."""
@@ -99,7 +85,7 @@ class TrialRunner:
     run_limit_s: float | None = None
 
     def run_undisturbed(
-        self, name: str = "undisturbed", overrides: tuple[str, ...] = ()
+        self, name: str = "undisturbed", overrides: Sequence[str] = ()
     ) -> UndisturbedRun:
         """Train the job without a fault. Raises UsageError where that fails: there is no drill."""
         record, end = self.train(name, overrides, 3600.0)
@@ -108,7 +94,7 @@ class TrialRunner:
                 f"the job does not run undisturbed: it ended with exit code {end.code}",
                 why=read_last_line(self._log_path(record.run_dir)),
             )
-        return UndisturbedRun(record.run_dir, record, end.wall_s, overrides)
+        return UndisturbedRun(record.run_dir, record, end.wall_s)
 
     def train(
         self, name: str, overrides: Sequence[str], limit_s: float
@@ -126,7 +112,7 @@ class TrialRunner:
         """Run the job with the faults of `trial`, and again with --resume where that is due."""
         expectation = load_fault(trial.fault).expectation
         name = f"{trial.fault}-{trial.seed}-{trial.repeat}"
-        overrides = list_keys_of_trial(trial, undisturbed)
+        overrides = (format_inject(trial.inject), *expectation.overrides)
         with opening_stage(expectation.stage, self.folder / name) as prefix:
             run_dir = self._make_run_directory(name)
             limit_s = self.find_limit_s(undisturbed)
@@ -195,7 +181,7 @@ class TrialRunner:
                 measure_trial(record, verdicts, ends, undisturbed, expectation),
                 said=find_words(self._log_path(record.run_dir), expectation.says),
                 loss_difference=compare_losses(record.losses, undisturbed.record.losses),
-                samples=measure_samples(record.run_dir, undisturbed.num_steps)
+                samples=measure_samples(record.run_dir, self.shape.num_steps)
                 if expectation.samples
                 else "",
             ),

@@ -43,8 +43,7 @@ def group_trials(trials: Sequence[Trial], most: int) -> list[tuple[Trial, ...]]:
 def _can_share(trial: Trial) -> bool:
     fault = load_fault(trial.fault)
     # What goes on for a while, or needs a key of the job, would meet the others, too.
-    needs_own_run = fault.expectation.overrides or fault.expectation.settling_s
-    return not needs_own_run and not find_reason_against_mixing(fault, 0.0)
+    return not fault.expectation.overrides and not find_reason_against_mixing(fault, 0.0)
 
 
 def count_steps_of_part(shape: DrillShape) -> int:
@@ -54,14 +53,8 @@ def count_steps_of_part(shape: DrillShape) -> int:
     return math.ceil(shape.num_steps / save_interval) * save_interval
 
 
-def count_parts_to_settle(shape: DrillShape, settling_s: float, step_s: float) -> int:
-    """The parts of the run of one trial that has steps of `settling_s` seconds behind its own, each
-    of `step_s` seconds or more."""
-    return 1 + math.ceil(settling_s / (step_s * count_steps_of_part(shape)))
-
-
 def list_keys_of_shared_run(shape: DrillShape, num_trials: int) -> tuple[str, ...]:
-    """What a run of so many trials, or of as many parts, sets in the job."""
+    """What a run of so many trials sets in the job."""
     return (
         f"train.steps={num_trials * count_steps_of_part(shape)}",
         *list_restart_budget_keys(num_trials),

@@ -40,9 +40,8 @@ class Expectation:
     since the last checkpoint. `is_named_by_majority`: with two ranks no verdict tells which one is
     wrong. `exit_code`: of a run that does not finish by itself. `also`: more faults that are
     injected with it, whose {rank}, {other}, {step} and {phase} are filled in. `overrides`: keys of
-    the job that the fault needs. `settling_steps`: the run needs so many after the fault.
-    `settling_s`: and steps of so many seconds more, whatever one of them takes. `stage`: what the
-    drill builds around the run for it, by its name in `drills.stages`. `preceded_by`:
+    the job that the fault needs. `settling_steps`: the run needs so many after the fault. `stage`:
+    what the drill builds around the run for it, by its name in `drills.stages`. `preceded_by`:
     classes of verdicts that come before the one that counts. `needs_saves`: the fault strikes after
     so many checkpoints; `lost_intervals`: how many intervals of them may be lost. `lasts_s`: the
     fault goes on for so long after it struck. `ranks_go_on`: they train on as if nothing had
@@ -72,7 +71,6 @@ class Expectation:
     lost_intervals: int = 1
     strikes_at_saves: bool = False
     settling_steps: int = 0
-    settling_s: float = 0.0
     lasts_s: float = 0.0
     ranks_go_on: bool = False
     says: str = ""

@@ -19,9 +19,6 @@ EXPECTATION = Expectation(
     overrides=("resilience.min_ranks=1", "observe.samples=true"),
     # For a checkpoint with fewer ranks, and steps with all of them.
     settling_steps=15,
-    # For that checkpoint to be written and seen: the supervisor looks twice a second, in which one
-    # rank does all the steps that are left of a short run.
-    settling_s=2.0,
     says="stopping after step \\d+: more ranks are started",
     samples=EACH_SAMPLE_ONCE,
     loss_difference=1e-4,
