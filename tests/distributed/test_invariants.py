@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ EXPERTS: dict[str, Any] = {
 }
 DDP4 = Case(4, {"dp_replicate": 4})
 NORM = "blocks.1.ffn_norm.weight"
+FIRST_OF_TIED = "blocks.1.attention_norm.weight"
 
 
 def told(folder: Path, ranks: int) -> list[InvariantChecked]:
@@ -172,15 +174,46 @@ def swap_in_evaluation(trainer: Trainer) -> None:
     norm.register_forward_hook(put_back)
 
 
-def replace_after_step_3(trainer: Trainer) -> None:
+def replace_in_update(trainer: Trainer, step: int) -> None:
     update, model = trainer.state.model.update, trainer.state.model
 
     def update_and_replace(optimizer: torch.optim.Optimizer) -> None:
         update(optimizer)
-        if trainer.state.step == 2:
+        if trainer.state.step == step - 1:
             find_norm(trainer).weight = nn.Parameter(torch.ones(32))
 
     model.update = update_and_replace  # type: ignore[method-assign]
+
+
+def replace_after_step_2(trainer: Trainer) -> None:
+    """It is checked, and an evaluation follows."""
+    replace_in_update(trainer, 2)
+
+
+def replace_after_step_3(trainer: Trainer) -> None:
+    replace_in_update(trainer, 3)
+
+
+def replace_after_step_4(trainer: Trainer) -> None:
+    replace_in_update(trainer, 4)
+
+
+def freeze_in_step_4(trainer: Trainer) -> None:
+    update, model = trainer.state.model.update, trainer.state.model
+
+    def update_and_freeze(optimizer: torch.optim.Optimizer) -> None:
+        update(optimizer)
+        if trainer.state.step == 3:
+            for part in (find_norm(trainer), dict(model.module.named_modules())["norm"]):
+                part.weight = nn.Parameter(torch.ones(32), requires_grad=False)
+
+    model.update = update_and_freeze  # type: ignore[method-assign]
+
+
+def tie_norms(module: nn.Module) -> None:
+    """NORM becomes the second name of another."""
+    first = module.get_submodule(FIRST_OF_TIED.removesuffix(".weight"))
+    module.get_submodule(NORM.removesuffix(".weight")).weight = first.weight
 
 
 def replace_in_forward(trainer: Trainer) -> None:
@@ -350,56 +383,85 @@ def test_state_that_was_never_equal_hides_nothing(tmp_path: Path) -> None:
     assert "the optimizer's state of 1 block, which was not equal" in summary.not_looked_at[-1]
 
 
-# Layout, bug, and the invariant that fails on both ranks, if any.
-SAME_ON_ALL_RANKS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "ddp, evaluation writes": ({"dp_replicate": 2}, write_in_evaluation, "unchanged_by_evaluation"),
-    "ddp, evaluation writes data": (
-        {"dp_replicate": 2},
-        write_data_in_evaluation,
-        "unchanged_by_evaluation",
+@dataclass(frozen=True)
+class OnAllRanks:
+    """A bug that both ranks have, and the invariant that fails on both, if any: first in `step`, of
+    the tensor `name`, in words that contain `says`."""
+
+    parallel: dict[str, Any]
+    bug: Any = lambda trainer: None
+    failing: str = ""
+    step: int = 2
+    says: str = ""
+    name: str = NORM
+    prepare: Any = lambda module: None
+
+
+DDP2, ZERO3 = {"dp_replicate": 2}, {"dp_shard": 2}
+CHANGED = ("unchanged_by_evaluation", 2, "the evaluation after it changed {}")
+MISSING = ("optimizer_parameters", 2, "the optimizer does not update {}, on ranks 0, 1")
+MISSING_AT_4 = (MISSING[0], 4, MISSING[2])
+REPLACED = ("optimizer_parameters", 4, "{} was replaced in its module since the last check")
+SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {
+    "ddp, evaluation writes": OnAllRanks(DDP2, write_in_evaluation, *CHANGED),
+    "ddp, evaluation writes data": OnAllRanks(DDP2, write_data_in_evaluation, *CHANGED),
+    "ddp, evaluation swaps": OnAllRanks(DDP2, swap_in_evaluation),
+    "ddp, a tied one replaced": OnAllRanks(
+        DDP2, replace_after_step_4, *MISSING_AT_4, prepare=tie_norms
     ),
-    "ddp, evaluation swaps": ({"dp_replicate": 2}, swap_in_evaluation, ""),
-    # What is written is gathered, and freed after the forward.
-    "zero3, evaluation writes": ({"dp_shard": 2}, write_in_evaluation, ""),
-    "zero2, replaced": (
-        {"dp_shard": 2, "zero_stage": 2},
-        replace_after_step_3,
+    "ddp, frozen in a checked update": OnAllRanks(
+        DDP2,
+        freeze_in_step_4,
         "optimizer_parameters",
+        4,
+        "it has 4 parameters that the model does not",
+        name="",
     ),
-    "zero3, replaced": ({"dp_shard": 2}, replace_after_step_3, "optimizer_parameters"),
-    "zero3, replaced in a forward": ({"dp_shard": 2}, replace_in_forward, "optimizer_parameters"),
-    "zero3": ({"dp_shard": 2}, lambda trainer: None, ""),
+    "zero1, replaced in a checked update": OnAllRanks(
+        {"dp_shard": 2, "zero_stage": 1}, replace_after_step_4, *MISSING_AT_4
+    ),
+    # What is written is gathered, and freed after the forward.
+    "zero3, evaluation writes": OnAllRanks(ZERO3, write_in_evaluation),
+    "zero2, replaced": OnAllRanks(
+        {"dp_shard": 2, "zero_stage": 2}, replace_after_step_3, *REPLACED
+    ),
+    "zero3, replaced": OnAllRanks(ZERO3, replace_after_step_3, *REPLACED),
+    "zero3, replaced before an evaluation": OnAllRanks(ZERO3, replace_after_step_2, *MISSING),
+    "zero3, replaced in a forward": OnAllRanks(ZERO3, replace_in_forward, *REPLACED),
+    "zero3, a tied one replaced": OnAllRanks(
+        ZERO3, replace_after_step_3, *REPLACED, name=FIRST_OF_TIED, prepare=tie_norms
+    ),
+    "zero3": OnAllRanks(ZERO3),
 }
 
 
 def train_all_same(rank: int, folder: Path) -> None:
-    for name, (layout, bug, _) in SAME_ON_ALL_RANKS.items():
-        case = Case(2, layout, {}, {"eval": {"every_steps": 2}})
-        train_case(rank, case, folder / name, change=bug, evaluates=True)
+    for name, each in SAME_ON_ALL_RANKS.items():
+        case = Case(2, each.parallel, {}, {"eval": {"every_steps": 2}})
+        train_case(rank, case, folder / name, change=each.bug, evaluates=True, prepare=each.prepare)
 
 
 def test_bugs_that_all_ranks_share(tmp_path: Path) -> None:
     """Replicas are equal with them."""
     run_ranks(2, train_all_same, tmp_path)
-    for name, (_, _, invariant) in SAME_ON_ALL_RANKS.items():
+    for name, each in SAME_ON_ALL_RANKS.items():
         failed, events = failures(tmp_path / name, 2), told(tmp_path / name, 2)
-        assert set(failed) == ({invariant} if invariant else set()), name
+        assert set(failed) == ({each.failing} if each.failing else set()), name
         of_evaluations = [
             event
             for event in events
             if event.is_summary and event.name == "unchanged_by_evaluation"
         ]
-        num_failed = 2 * (invariant == "unchanged_by_evaluation")
+        num_failed = 2 * (each.failing == "unchanged_by_evaluation")
         assert (of_evaluations[-1].num_checks, of_evaluations[-1].num_failed) == (2, num_failed)
+        is_gathered = each.parallel.get("dp_shard") == 2 and each.parallel.get("zero_stage") != 1
+        assert [text.split()[0] for text in of_evaluations[-1].not_looked_at] == (
+            ["gathered"] if is_gathered else []
+        ), name
         for wrong in failed.values():
-            assert (wrong.ranks, wrong.num_tensors) == ([0, 1], 1), name
-            if num_failed:
-                assert (wrong.step, wrong.tensors) == (2, [NORM]), name
-                assert f"the evaluation after it changed {NORM} on" in describe_failed_check(wrong)
-            else:
-                (tensor,) = wrong.tensors
-                assert (wrong.step, tensor.split()[0]) == (4, NORM), name
-                assert "(as it was replaced; FSDP has put its own back)" in tensor
+            assert (wrong.step, wrong.ranks) == (each.step, [0, 1]), name
+            assert each.says.format(each.name) in describe_failed_check(wrong), name
+            assert wrong.tensors == ([each.name] if each.name else []), name
 
 
 def test_a_rank_that_drops_targets(tmp_path: Path) -> None:

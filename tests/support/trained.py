@@ -98,8 +98,10 @@ def train_case(
     change: Callable[[Trainer], None] = lambda trainer: None,
     device: torch.device | None = None,
     evaluates: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
-    """Train STEPS steps with events in `folder`. `change` may spoil the trainer before it runs.
+    """Train STEPS steps with events in `folder`. `change` may spoil the trainer before it runs, and
+    `prepare` the module before it is made parallel.
 
     `evaluates`: the batch of the first step, as the job's [eval] says.
     """
@@ -108,6 +110,7 @@ def train_case(
     bus = Bus(rank=rank, run_dir=folder)
     module = Decoder(plan.model_shape)
     fill(module)
+    prepare(module)
     with open_mesh(plan.layout, device="cpu") as mesh:
         if device is not None:
             mesh = replace(mesh, device=device)

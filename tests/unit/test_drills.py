@@ -266,6 +266,7 @@ def test_what_holds_is_no_verdict() -> None:
     healthy = [
         events.InvariantChecked(7, "replicas_equal", ok=True),
         events.InvariantChecked(7, "replicas_equal", ok=False, is_summary=True),
+        events.InvariantChecked(7, "unchanged_by_evaluation", ok=False, ranks=[0, 1]),
         events.StepSkipped(7, "no_targets", 0.0, 0, 8),
     ]
     assert find_verdicts([said(event, 1.0) for event in healthy]) == []

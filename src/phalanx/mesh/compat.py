@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d
@@ -130,48 +130,112 @@ def watch_fsdp_places_of_parameters(
     root: torch.nn.Module, note: Callable[[torch.nn.Module, str], None]
 ) -> None:
     """Call `note(module, name)` for each trained parameter below `root` that is not FSDP2's own
-    when FSDP2 sets it in its module, as it does before and after each use.
+    where FSDP2 sets it in its module, as it does before and after each use.
 
-    The method of a parameter that does so, private in torch (2.11 to 2.13).
+    The methods of a unit's parameters that do so, private in torch (2.11 to 2.13).
     """
-    for parameter in list_fsdp_parameters(root):
+    for group in _list_fsdp_groups_below(root):
+        _FsdpPlaces(group, note).watch()
+
+
+def list_fsdp_places_of_others(root: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """(module, name in it) of trained parameters below `root` that are not FSDP2's own now."""
+    return [
+        (module, name)
+        for group in _list_fsdp_groups_below(root)
+        for _, module, name in _list_foreign_places(_list_fsdp_places(group))
+    ]
+
+
+# One of FSDP's parameters, and a place of it: (module, name in it). Tied ones have several.
+_FsdpPlace: TypeAlias = tuple[Any, torch.nn.Module, str]
+
+
+class _FsdpPlaces:
+    """The places of the parameters of FSDP2's `group`, looked at when it sets others in them:
+    several times a step, for each parameter."""
+
+    def __init__(self, group: Any, note: Callable[[torch.nn.Module, str], None]) -> None:
+        self._group, self._note = group, note
+        self._places = _list_fsdp_places(group)
+        self._set_unsharded, self._set_sharded = group._to_unsharded, group._to_sharded
+
+    def watch(self) -> None:
+        self._group._to_unsharded = self._look_and_set_unsharded
+        self._group._to_sharded = self._look_and_set_sharded
+
+    def _look_and_set_unsharded(self) -> None:
+        suspects: list[_FsdpPlace] = []
+        # What a user's module makes of this is no reason to end a training.
+        with contextlib.suppress(Exception):
+            if not self._group.is_unsharded:
+                suspects = [
+                    place
+                    for place in self._places
+                    if place[1]._parameters.get(place[2]) is not place[0].sharded_param
+                ]
+        self._set_and_note(self._set_unsharded, suspects)
+
+    def _look_and_set_sharded(self) -> None:
+        suspects: list[_FsdpPlace] = []
+        with contextlib.suppress(Exception):
+            if not self._group.is_sharded:
+                suspects = [
+                    place
+                    for place in self._places
+                    if place[1]._parameters.get(place[2]) is not place[0]._unsharded_param
+                ]
+        self._set_and_note(self._set_sharded, suspects)
+
+    def _set_and_note(self, set_in_modules: Any, suspects: list[_FsdpPlace]) -> None:
+        if not suspects:
+            set_in_modules()
+            return
+        foreign = _list_foreign_places(suspects)
+        set_in_modules()
+        for parameter, module, name in foreign:
+            # A module with its own way to set attributes may keep FSDP's elsewhere: what was found
+            # has then taken the place of nothing.
+            if _is_set_by_fsdp(parameter, _find_attribute(module, name)):
+                self._note(module, name)
+
+
+def _list_fsdp_places(group: Any) -> list[_FsdpPlace]:
+    """All places of the parameters of a group, without those in modules of torch.jit, which keep
+    parameters outside of Python."""
+    places = []
+    for parameter in group.fsdp_params:
         info = parameter._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        parameter._setattr_on_modules = functools.partial(
-            _note_replaced_and_set,
-            parameter,
-            [(info.module, info.param_name), *shared],
-            parameter._setattr_on_modules,
-            note,
+        for module, name in [(info.module, info.param_name), *shared]:
+            if isinstance(vars(module).get("_parameters"), dict):
+                places.append((parameter, module, name))
+    return places
+
+
+def _list_foreign_places(places: list[_FsdpPlace]) -> list[_FsdpPlace]:
+    """Those in which something else than FSDP's own is, where either is trained."""
+    foreign = []
+    for parameter, module, name in places:
+        found = _find_attribute(module, name)
+        is_trained = parameter.sharded_param.requires_grad or (
+            isinstance(found, torch.Tensor) and found.requires_grad
         )
+        if is_trained and not _is_set_by_fsdp(parameter, found):
+            foreign.append((parameter, module, name))
+    return foreign
 
 
-def _note_replaced_and_set(
-    parameter: Any,
-    places: Sequence[tuple[torch.nn.Module, str]],
-    set_in_modules: Any,
-    note: Callable[[torch.nn.Module, str], None],
-    new: Any,
-) -> None:
-    for module, name in places:
-        found = module._parameters.get(name)
-        # FSDP makes the whole one when it first gathers. Several times a step, for each parameter.
-        if found is parameter.sharded_param or (
-            found is getattr(parameter, "_unsharded_param", parameter)
-        ):
-            continue
-        if _is_foreign_and_trained(parameter, getattr(module, name, None)):
-            note(module, name)
-    set_in_modules(new)
+def _find_attribute(module: torch.nn.Module, name: str) -> Any:
+    """What a module has under `name`, without computing a property. None if that is not known."""
+    table = vars(module).get("_parameters")
+    return vars(module).get(name, table.get(name) if isinstance(table, dict) else None)
 
 
-def _is_foreign_and_trained(parameter: Any, found: Any) -> bool:
-    """True for what is not FSDP's. A module with its own way to set attributes may keep FSDP's
-    elsewhere than others do."""
+def _is_set_by_fsdp(parameter: Any, found: Any) -> bool:
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    if any(found is getattr(parameter, name, parameter) for name in names):
-        return False
-    return bool(parameter.sharded_param.requires_grad or getattr(found, "requires_grad", False))
+    # Some are made when they are needed first.
+    return any(found is getattr(parameter, name, parameter) for name in names)
 
 
 def get_fsdp_communication_classes() -> tuple[type, type]:

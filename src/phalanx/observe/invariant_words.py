@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.core.printable import printable
 from phalanx.core.units import plural
 from phalanx.observe.events import InvariantChecked
@@ -65,18 +67,35 @@ def describe_failed_check(event: InvariantChecked) -> str:
 
 
 def _describe_optimizer(event: InvariantChecked) -> str:
-    problems = []
-    if event.tensors:
-        problems.append(f"the optimizer does not update {_describe_failed_tensors(event)}")
+    problems, sentences = [], []
+    ranks = _describe_failed_ranks(event)
+    # They stand before those that were replaced.
+    missing = [name for name in event.tensors if name not in event.replaced]
+    num_replaced = len(event.replaced) if missing else int(event.num_tensors)
+    num_missing = int(event.num_tensors) - num_replaced
+    if missing:
+        problems.append(f"the optimizer does not update {_describe_names(missing, num_missing)}")
     if event.actual > 0:
         foreign = plural(int(event.actual), "parameter")
         problems.append(f"it has {foreign} that the model does not have")
-    return f"{' and '.join(problems)}, on {_describe_failed_ranks(event)}"
+    if problems:
+        sentences.append(f"{' and '.join(problems)}, on {ranks}")
+    if event.replaced:
+        sentences.append(
+            f"{_describe_names(event.replaced, num_replaced)} was replaced in its module since the"
+            f" last check, on {ranks}: FSDP has put its own back, so what was put there trains no"
+            " more"
+        )
+    return "; ".join(sentences)
 
 
 def _describe_failed_tensors(event: InvariantChecked) -> str:
-    shown = [printable(name, 120) for name in event.tensors[:MAX_SHOWN_FAILURES]]
-    num_more = int(event.num_tensors) - len(shown)
+    return _describe_names(event.tensors, int(event.num_tensors))
+
+
+def _describe_names(names: Sequence[str], num_names: int) -> str:
+    shown = [printable(name, 120) for name in names[:MAX_SHOWN_FAILURES]]
+    num_more = num_names - len(shown)
     if num_more > 0:
         return f"{', '.join(shown)} and {num_more} more"
     return ", ".join(shown) or "a tensor"

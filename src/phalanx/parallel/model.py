@@ -162,10 +162,22 @@ class ParallelModel:
 
     def take_replaced_parameters(self) -> list[str]:
         """Full names of trained parameters of which FSDP has found others in their place since the
-        last call, and has put its own back. Elsewhere a replaced parameter stays where it is
-        seen."""
+        last call, and has put its own back; tied ones may go by an alias. Elsewhere a replaced
+        parameter stays where it is seen."""
         replaced = self._context.axes.find(ReplacedParameters)
         return [] if replaced is None else replaced.take_names()
+
+    def list_replaced_parameters(self) -> list[str]:
+        """What `take_replaced_parameters` would give, and those in whose place others are now,
+        which FSDP will take out again."""
+        replaced = self._context.axes.find(ReplacedParameters)
+        return [] if replaced is None else replaced.list_names()
+
+    @property
+    def gathers_weights(self) -> bool:
+        """True if forwards read copies of weights that are gathered for them and freed afterwards
+        (ZeRO-2 and 3)."""
+        return self._context.axes.find(ReplacedParameters) is not None
 
     @property
     def plain_bytes(self) -> int:

@@ -201,6 +201,7 @@ class RunInvariants:
                 looked_at="the weights that each rank trains"
                 f" ({plural(self._evaluations.num_digested, 'tensor')} on rank 0), before and after"
                 " an evaluation",
+                not_looked_at=self._evaluations.not_looked_at,
             )
         )
 
@@ -246,13 +247,15 @@ class RunInvariants:
             )
         )
         foreign = sum(findings.num_foreign.values())
-        ranks = sorted({*findings.missing.ranks, *findings.num_foreign})
+        missing, replaced = findings.missing, findings.replaced
+        ranks = sorted({*missing.ranks, *replaced.ranks, *findings.num_foreign})
         self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="optimizer_parameters",
                 ok=not ranks,
-                tensors=findings.missing.names,
+                tensors=[*missing.names, *replaced.names],
+                replaced=replaced.names,
                 ranks=ranks,
                 expected=0.0,
                 actual=float(foreign),

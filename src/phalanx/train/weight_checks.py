@@ -8,7 +8,7 @@ Nothing here waits for the device: what is found there is read when a later step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.phases import WORLD_AXIS
+from phalanx.core.units import plural
 from phalanx.mesh.bit_digest import compute_bit_digest
 from phalanx.mesh.logical import full_name, get_local_tensor
 from phalanx.mesh.transfer import create_fp64_on_device, start_copy_of_numbers_to_host
@@ -43,6 +44,9 @@ NUM_SAMPLED_ELEMENTS = 1024
 """Elements of a tensor that are asked whether the update must change one of them."""
 MIN_UPDATE_PER_ROUNDING = 64.0
 """So many times the rounding of a weight its update must be before it is missed."""
+NUM_GATHERED_COUNTS = 2
+"""Numbers of a rank in what ranks gather: parameters of the optimizer that the model has not, and
+of the model that it had not when the checks began."""
 # Flags of a tensor on a rank, in what ranks gather.
 _STUCK, _MISSING, _MUST_MOVE, _REPLACED = 1, 2, 4, 8
 
@@ -52,11 +56,11 @@ class WeightFindings:
     """Result of the checks of one step over all ranks.
 
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
-    trained, and the optimizer does not update, with what somebody has put in the place of a
-    parameter since the last check, and FSDP has taken out again; `num_foreign`: by rank, parameters
-    of the optimizer that are none of the model's. `num_moving` tensors had to move, of
-    `num_trained`. `digests`: [ranks, blocks], of the blocks of each rank, those of the optimizer's
-    state among them.
+    trained, and the optimizer does not update; `replaced`: where else somebody has put something in
+    the place of a parameter since the last check, which FSDP has taken out again; `num_foreign`: by
+    rank, parameters of the optimizer that are none of the model's. `num_moving` tensors had to
+    move, of `num_trained`. `digests`: [ranks, blocks], of the blocks of each rank, those of the
+    optimizer's state among them.
     """
 
     step: int
@@ -64,6 +68,7 @@ class WeightFindings:
     unequal: TensorsOnRanks
     stuck: TensorsOnRanks
     missing: TensorsOnRanks
+    replaced: TensorsOnRanks
     num_foreign: dict[int, int]
     num_moving: int
     num_trained: int
@@ -85,13 +90,15 @@ class WeightChecks:
         self._columns: dict[str, list[int]] = defaultdict(list)
         for column, block in enumerate(self._blocks):
             self._columns[block.name].append(column)
-        self._names = list(tensors)
+        self._names, self._aliases = list(tensors), model.aliases()
         self.state_blocks = OptimizerStateBlocks((), 0, ())
         self._gathered: GatheredBlocks | None = None
         self._was_state_compared = False
         # Of the update that is being checked: what must move, and digests before it.
         self._must_move: dict[str, torch.Tensor] = {}
         self._before: dict[str, list[torch.Tensor]] = {}
+        # Names of what this rank trains since the checks began, at the last of them.
+        self._added: list[str] = []
         self._pending: tuple[int, bool, Callable[[], list[float]]] | None = None
 
     @torch.no_grad()
@@ -132,15 +139,22 @@ class WeightChecks:
         ]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
+            if name not in updated:
+                continue
             after = [digests[column] for column in self._columns[name]]
             after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
-            movements[name] = self._build_movement_flags(name, before, after)
+            # Else something was put in its place within the update: it is `missing`.
+            if len(after) == len(before):
+                movements[name] = self._build_movement_flags(name, before, after)
         flags = dict.fromkeys(missing, _MISSING)
-        for name in self._model.take_replaced_parameters():
+        for place in self._model.take_replaced_parameters():
+            name = self._aliases.get(place, place)
             flags[name] = flags.get(name, 0) | _REPLACED
+        self._added = [name for name in flags if name not in self._names]
+        counts = num_foreign, len(self._added)
         row = torch.cat(
             (
-                self._build_gathered_row(gathered, digests, movements, flags, num_foreign),
+                self._build_gathered_row(gathered, digests, movements, flags, counts),
                 self._pad_columns(digests_of_state, gathered.num_state_columns),
             )
         )
@@ -162,9 +176,10 @@ class WeightChecks:
         rows = np.array(read(), dtype=np.int64).reshape(self._mesh.world_size, -1)
         width = gathered.num_weight_columns
         blocks, blocks_of_state = gathered.held.weights, gathered.held.state
-        digests, flags, foreign, digests_of_state = np.split(
-            rows, [width, 2 * width, 2 * width + 1], axis=1
+        digests, flags, counts, digests_of_state = np.split(
+            rows, [width, 2 * width, 2 * width + NUM_GATHERED_COUNTS], axis=1
         )
+        num_foreign, num_added = counts.T.tolist()
         unequal = blocks.find_tensors_unequal_on_ranks(digests)
         state = blocks_of_state.find_tensors_unequal_on_ranks(digests_of_state)
         if not self._was_state_compared:
@@ -173,7 +188,7 @@ class WeightChecks:
             blocks_of_state.leave_out_unequal(digests_of_state)
             self._was_state_compared = True
         missing = blocks.find_tensors_on_ranks(flags & _MISSING != 0)
-        replaced = blocks.find_tensors_on_ranks(flags & _REPLACED != 0)
+        is_replaced = (flags & _REPLACED != 0) & (flags & _MISSING == 0)
         return WeightFindings(
             step,
             is_applied,
@@ -182,15 +197,22 @@ class WeightChecks:
                 sorted({*unequal.ranks, *state.ranks}),
             ),
             blocks.find_tensors_on_ranks(flags & _STUCK != 0),
-            TensorsOnRanks(
-                [*missing.names, *map(_name_replaced, replaced.names)],
-                sorted({*missing.ranks, *replaced.ranks}),
-            ),
-            {rank: int(count) for rank, count in enumerate(foreign[:, 0]) if count},
+            self._add_to_missing(missing, num_added),
+            blocks.find_tensors_on_ranks(is_replaced),
+            {rank: count for rank, count in enumerate(num_foreign) if count},
             len(blocks.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
             blocks.num_trained,
             np.hstack((digests, blocks_of_state.clear_left_out(digests_of_state))),
         )
+
+    def _add_to_missing(self, missing: TensorsOnRanks, num_added: Sequence[int]) -> TensorsOnRanks:
+        """`missing` with what ranks train since the checks began, `num_added` by rank. This rank
+        has names of its own alone."""
+        ranks = [rank for rank, count in enumerate(num_added) if count]
+        if not ranks:
+            return missing
+        added = self._added or [plural(max(num_added), "new parameter")]
+        return TensorsOnRanks([*missing.names, *added], sorted({*missing.ranks, *ranks}))
 
     @property
     def held(self) -> HeldBlocks | None:
@@ -287,13 +309,15 @@ class WeightChecks:
         digests: list[torch.Tensor],
         movements: dict[str, torch.Tensor],
         flags_by_name: dict[str, int],
-        num_foreign: int,
+        counts: Sequence[int],
     ) -> torch.Tensor:
         """The row that this rank hands in: a digest of each block, flags of each (of a tensor with
-        the first of its blocks), and a number. int64 [2 x columns + 1]."""
+        the first of its blocks), and `counts`. int64 [2 x columns + NUM_GATHERED_COUNTS]."""
         width, num_blocks = gathered.num_weight_columns, len(self._blocks)
-        row = torch.zeros(2 * width + 1, dtype=torch.int64, device=self._mesh.device)
-        flags = row[width:-1]
+        row = torch.zeros(
+            2 * width + NUM_GATHERED_COUNTS, dtype=torch.int64, device=self._mesh.device
+        )
+        flags = row[width : 2 * width]
         if digests:
             row[:num_blocks] = torch.stack(digests)
             none = row.new_zeros(())
@@ -304,13 +328,10 @@ class WeightChecks:
         for name, number in flags_by_name.items():
             if name in self._columns:
                 flags[self._columns[name][0]] += number
-        if num_foreign:
-            row[-1].fill_(num_foreign)
+        for place, count in enumerate(counts, 2 * width):
+            if count:
+                row[place].fill_(count)
         return row
-
-
-def _name_replaced(name: str) -> str:
-    return f"{name} (as it was replaced; FSDP has put its own back)"
 
 
 def _select_trainable_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -27,8 +27,8 @@ class Observe(Section):
     """Steps between checks of what must hold in any training: replicas have the same bits, the
     optimizer has the model's parameters, and each that has a gradient moves.
 
-    The first step and the last are checked, too, and sums of targets and of experts' loads in
-    every step. 0 checks nothing.
+    The first step and the last are checked, too, sums of targets and of experts' loads in every
+    step, and that each evaluation leaves the weights as they were. 0 checks nothing.
     """
     norms_every: Count = 100
     """Steps between measurements of the norms of gradients, updates and weights by block of the

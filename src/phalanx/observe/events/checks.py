@@ -21,7 +21,8 @@ class InvariantChecked(Event):
     `first_failed_step`. From rank 0; of experts' loads from the first rank of each stage of a
     pipeline.
 
-    `tensors`: names of those that failed, at most 20 of `num_tensors`; `ranks`: those that hold
+    `tensors`: names of those that failed, at most 20 of `num_tensors`; `replaced`: the last of
+    these, in whose place something was put that FSDP has taken out again; `ranks`: those that hold
     them otherwise than most, all holders where there is no majority. `expected` and `actual`: sums
     over all ranks where sums are compared. `looked_at`: in words, what the last check compared;
     `not_looked_at`: what it did not, and why.
@@ -36,6 +37,7 @@ class InvariantChecked(Event):
     first_failed_step: int = 0
     tensors: list[str] = field(default_factory=list)
     num_tensors: int = 0
+    replaced: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     expected: float = math.nan
     actual: float = math.nan

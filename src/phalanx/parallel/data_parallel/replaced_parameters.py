@@ -3,9 +3,11 @@ its own before and after each use, so whoever looks at the module between steps 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
-from phalanx.mesh.compat import watch_fsdp_places_of_parameters
+from phalanx.mesh.compat import list_fsdp_places_of_others, watch_fsdp_places_of_parameters
 from phalanx.mesh.logical import full_name
 
 
@@ -26,8 +28,15 @@ class ReplacedParameters:
         )
 
     def take_names(self) -> list[str]:
-        """Full names, of a tied parameter all that were replaced, once."""
+        """Full names of the places, of a tied parameter of each that was replaced; once."""
         places, self._places = self._places, set()
+        return self._name_places(places)
+
+    def list_names(self) -> list[str]:
+        """What `take_names` would give, and the places in which others are now."""
+        return self._name_places({*self._places, *list_fsdp_places_of_others(self._root)})
+
+    def _name_places(self, places: Collection[tuple[nn.Module, str]]) -> list[str]:
         if not places:
             return []
         return [

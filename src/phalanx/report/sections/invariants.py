@@ -22,7 +22,7 @@ def render_invariants(facts: RunFacts) -> Html | None:
     rows = [_render_invariant_row(invariant) for invariant in facts.invariants]
     note = (
         "Weights are checked at the first step, at each observe.invariants_every-th and at the"
-        " last; targets and loads in every step."
+        " last, and before and after each evaluation; targets and loads in every step."
     )
     return build_tag(
         "section",

@@ -1,0 +1,73 @@
+"""Failed checks in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.observe.events import InvariantChecked
+from phalanx.observe.invariant_words import describe_failed_check
+
+BACK = "FSDP has put its own back, so what was put there trains no more"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "num_tensors", "replaced", "foreign", "sentence"),
+    [
+        (["a"], 1, [], 0.0, "the optimizer does not update a, on rank 1"),
+        (
+            ["a", "b", "c"],
+            5,
+            [],
+            2.0,
+            "the optimizer does not update a, b, c and 2 more and it has 2 parameters that the model"
+            " does not have, on rank 1",
+        ),
+        (
+            ["a"],
+            1,
+            ["a"],
+            0.0,
+            f"a was replaced in its module since the last check, on rank 1: {BACK}",
+        ),
+        (
+            ["a", "b"],
+            2,
+            ["b"],
+            0.0,
+            "the optimizer does not update a, on rank 1; b was replaced in its module since the last"
+            f" check, on rank 1: {BACK}",
+        ),
+        # Names are cut at 20.
+        (
+            ["a"] * 20,
+            30,
+            ["a"] * 20,
+            0.0,
+            f"a, a, a and 27 more was replaced in its module since the last check, on rank 1: {BACK}",
+        ),
+        (
+            ["long." * 30],
+            1,
+            ["long." * 30],
+            0.0,
+            f" was replaced in its module since the last check, on rank 1: {BACK}",
+        ),
+    ],
+)
+def test_parameters_that_are_not_updated_or_were_replaced(
+    tensors: list[str], num_tensors: int, replaced: list[str], foreign: float, sentence: str
+) -> None:
+    event = InvariantChecked(
+        7,
+        "optimizer_parameters",
+        ok=False,
+        tensors=tensors,
+        num_tensors=num_tensors,
+        replaced=replaced,
+        ranks=[1],
+        expected=0.0,
+        actual=foreign,
+    )
+    described = describe_failed_check(event)
+    assert described.startswith("step 7: ")
+    assert described.endswith(sentence)
