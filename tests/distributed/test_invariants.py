@@ -399,7 +399,7 @@ class OnAllRanks:
 
 DDP2, ZERO3 = {"dp_replicate": 2}, {"dp_shard": 2}
 CHANGED = ("unchanged_by_evaluation", 2, "the evaluation after it changed {}")
-MISSING = ("optimizer_parameters", 2, "the optimizer does not update {}, on ranks 0, 1")
+MISSING = ("optimizer_parameters", 2, "the optimizer does not update {}")
 MISSING_AT_4 = (MISSING[0], 4, MISSING[2])
 REPLACED = ("optimizer_parameters", 4, "{} was replaced in its module since the last check")
 SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {

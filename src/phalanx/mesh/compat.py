@@ -166,25 +166,29 @@ class _FsdpPlaces:
 
     def _look_and_set_unsharded(self) -> None:
         suspects: list[_FsdpPlace] = []
-        # What a user's module makes of this is no reason to end a training.
-        with contextlib.suppress(Exception):
+        try:
             if not self._group.is_unsharded:
                 suspects = [
-                    place
-                    for place in self._places
-                    if place[1]._parameters.get(place[2]) is not place[0].sharded_param
+                    (parameter, module, name)
+                    for parameter, module, name in self._places
+                    if module._parameters.get(name) is not parameter.sharded_param
                 ]
+        except Exception:
+            # What a user's module makes of its table is no reason to end a training.
+            pass
         self._set_and_note(self._set_unsharded, suspects)
 
     def _look_and_set_sharded(self) -> None:
         suspects: list[_FsdpPlace] = []
-        with contextlib.suppress(Exception):
+        try:
             if not self._group.is_sharded:
                 suspects = [
-                    place
-                    for place in self._places
-                    if place[1]._parameters.get(place[2]) is not place[0]._unsharded_param
+                    (parameter, module, name)
+                    for parameter, module, name in self._places
+                    if module._parameters.get(name) is not parameter._unsharded_param
                 ]
+        except Exception:
+            pass
         self._set_and_note(self._set_sharded, suspects)
 
     def _set_and_note(self, set_in_modules: Any, suspects: list[_FsdpPlace]) -> None:
