@@ -51,7 +51,7 @@ from phalanx.report.reduce import collect_run_facts
 
 PROBE_STEPS = 40
 # With a fault each 30 s, and steps that wait some milliseconds for a save, one each second or less
-# loses least (Young/Daly). Where no rank is left, what is done again must fit a restart of 5 s, too.
+# loses least (Young/Daly). Where no rank is left, what is done again must fit the bar of 5 s, too.
 SAVE_EVERY_S = 2.0
 _MIN_SAVE_STEPS = 10
 # With the small job's own batch a soak of half an hour has steps by the hundred thousand.
