@@ -13,6 +13,7 @@ from phalanx.plan.accelerators import list_accelerators
 from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.search import build_search_task, search_layouts
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["plan", "--model", "gpt2", "--gpu", "h100-sxm", "--seq-len", "1024"]
@@ -118,3 +119,43 @@ def test_the_page_of_the_verb_names_every_gpu_and_machine() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     for name in (*list_accelerators(), *list_instance_types()):
         assert f"| `{name}` |" in page
+
+
+def test_a_winner_that_fills_its_memory_names_what_needs_less_and_how_much_a_plan_may_fill(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "llama2-13b", "--gpu", "a100-sxm", "--nodes", "2"]
+    question += ["--seq-len", "2048", "--global-batch", "64"]
+    assert _app.run_command_line(question) == 0
+    text = capsys.readouterr().out
+    assert "of 70.8 GiB that a plan may fill" in text
+    assert "90% of a GPU's 80.0 GiB" in text
+    [room] = [line for line in text.splitlines() if line.startswith("room")]
+    words, _, keys = room.partition(" of the step: ")
+    assert "fills 95% of what a plan may fill; 4 (zero3) needs 12.1 GiB less, for +0.1%" in words
+    # They give the plan that the line promises.
+    assert _app.run_command_line([*question, *keys.split()]) == 0
+    text = capsys.readouterr().out
+    assert "peak 54.9 GiB of" in text
+    assert "room" not in text
+
+
+def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
+    job = load_job(
+        None,
+        [
+            "model.preset=llama2-13b",
+            "cluster.gpu=a100-sxm",
+            "cluster.nodes=2",
+            "data.seq_len=2048",
+            "train.global_batch_size=64",
+        ],
+    )
+    result = search_layouts(build_search_task(job))
+    winner, faster = result.winner, result.runners_up[0]
+    assert winner is not None
+    assert winner.step_s is not None
+    assert faster.step_s is not None
+    assert faster.step_s < winner.step_s
+    assert faster.num_mechanisms == winner.num_mechanisms
+    assert faster.why_not == "0.5% faster, which is a tie; a copy spread over 16 ranks, not 8"

@@ -60,13 +60,16 @@ def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> Non
 def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
     """Print the waterfall, the memory bars and the rules under a plan's answer."""
     from phalanx.core.terminal import print_coloured
+    from phalanx.core.units import format_bytes
     from phalanx.plan.advice.terminal import (
         draw_memory_bars,
         draw_waterfall,
         format_rule_verdicts,
         format_table_answers,
+        wrap_lines,
     )
     from phalanx.plan.advice.waterfall import build_waterfall
+    from phalanx.plan.notes import list_headroom_notes
 
     style = detect_terminal_style()
     advice, plan = advised.advice, advised.plan
@@ -75,9 +78,15 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
         rows = build_waterfall(advice.time.terms, advice.facts.goodput)
         lines += ["", "time    of a step (--explain TERM prints a formula with its numbers)"]
         lines += draw_waterfall(rows, style)
-    lines += ["", "memory  by phase, on the rank that needs most"]
+    budget = format_bytes(plan.capacity_bytes)
+    lines += [
+        "",
+        f"memory  by phase, on the rank that needs most, of {budget} that a plan may fill",
+    ]
     chosen = plan.chosen
     lines += draw_memory_bars(chosen.predicted_bytes, plan.capacity_bytes, style, chosen.phases)
+    for note in list_headroom_notes(advised.job, advised.cluster, plan.world_size):
+        lines += wrap_lines(note.removeprefix("memory: "), "  ", style)
     lines += ["", "rules   of thumb, with this plan's numbers"]
     lines += format_rule_verdicts(advice.verdicts, style, shows_all=all_rules)
     if all_rules:

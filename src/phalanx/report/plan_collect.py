@@ -15,6 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.search.describe import (
     describe_counted_amount,
+    describe_leaner_runner_up,
     describe_nearest_fit,
     explain_why_winner,
     find_counted_unit,
@@ -68,14 +69,18 @@ def collect_page_facts(
         timeline = plan.pipeline.timeline()
     layouts, economics = list_alternative_rows(plan, cluster, advice), []
     refused: Mapping[str, int] = {}
+    verdict = describe_plan_verdict(plan, advice)
     if result is not None:
+        leaner = describe_leaner_runner_up(result)
+        if leaner:
+            verdict += f" {leaner[:1].upper()}{leaner[1:]}."
         layouts, economics = list_ranked_layout_rows(result), list_economics_rows(result)
         refused = result.refused
     return PlanPageFacts(
         model=advice.facts.model.name,
         cluster=format_cluster_of_plan(cluster, plan),
         fits=plan.chosen.fits,
-        verdict=describe_plan_verdict(plan, advice),
+        verdict=verdict,
         tiles=(*list_answer_tiles(plan, advice), *economics),
         layouts=layouts,
         refused=refused,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,18 @@ from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel
+from phalanx.plan.search.overrides import format_overrides
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
 
 if TYPE_CHECKING:
     from phalanx.plan.search.scaling import DeviceCountResult
 
 MAX_REASONS = 3
+# Plans of memory are wrong by several percent. Beside a winner that fills more than the first of
+# these, a runner-up is named that leaves the second free, for at most the third of the step.
+FULL_SHARE_OF_MEMORY = 0.9
+LEANER_SHARE_OF_MEMORY = 0.1
+LONGER_SHARE_OF_STEP = 0.1
 UNKNOWN_PRICE = "no price is known: set cluster.instance or cluster.price_per_hour"
 
 
@@ -29,6 +36,9 @@ def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
             "",
             *format_ranking([result.winner, *result.runners_up]),
         ]
+        leaner = describe_leaner_runner_up(result)
+        if leaner:
+            lines += ["", f"room    {leaner}"]
     else:
         lines += ["", *_describe_nearest_fits(result)]
     return [*lines, "", *_describe_considered_layouts(result), *result.remarks]
@@ -189,6 +199,28 @@ def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> 
         return "the fastest"
     # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
     return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
+
+
+def describe_leaner_runner_up(result: SearchResult) -> str:
+    """Where the winner leaves little of its memory: the fastest runner-up that needs a good deal
+    less for a little more time, and the keys that choose it; "" where there is none."""
+    winner = result.winner
+    if winner is None or winner.step_s is None:
+        return ""
+    capacity = winner.memory.capacity_bytes
+    if winner.memory.total_bytes < FULL_SHARE_OF_MEMORY * capacity:
+        return ""
+    for number, ranked in enumerate(result.runners_up, start=2):
+        change = (ranked.step_s or math.inf) / winner.step_s - 1
+        saved = winner.memory.total_bytes - ranked.memory.total_bytes
+        if change <= LONGER_SHARE_OF_STEP and saved >= LEANER_SHARE_OF_MEMORY * capacity:
+            keys = {key: ranked.job_keys[key] for key in ranked.job_keys if key != "parallel.ranks"}
+            return (
+                f"the winner fills {winner.memory.total_bytes / capacity:.0%} of what a plan may"
+                f" fill; {number} ({ranked.family}) needs {format_bytes(saved)} less, for"
+                f" {change:+.1%} of the step: {format_overrides(keys)}"
+            )
+    return ""
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:

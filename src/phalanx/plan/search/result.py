@@ -210,7 +210,7 @@ class SearchResult:
         if self.smallest_bytes:
             return (
                 f"{self._least_of_planned} needs {format_bytes(self.smallest_bytes)} per rank, and"
-                f" {format_bytes(self.capacity_bytes)} are there"
+                f" a plan may fill {format_bytes(self.capacity_bytes)}"
             )
         if not self.refused:
             return "no layout of the job can be planned"

@@ -17,6 +17,7 @@ from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import SampleForm, TellProgress, measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
+from phalanx.plan.advice.waterfall import TERM_LABELS
 from phalanx.plan.cluster import Cluster, choose_headroom, rank_memory_bytes
 from phalanx.plan.degree_checks import (
     check_context_parallel,
@@ -376,15 +377,23 @@ def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
         term: seconds - winner.time.terms[term] for term, seconds in other.time.terms.items()
     }
     term = max(differences, key=lambda name: differences[name])
+    # As where the winner's time goes.
+    label = TERM_LABELS.get(term, term)
+    if slower_s < 0:
+        faster = f"{-slower_s / winner.time.total_s:.1%} faster, which is a tie"
+        return f"{faster}; {_explain_why_less_simple(other, winner)}"
     if slower_s <= TIE_SHARE_OF_STEP * winner.time.total_s:
-        extra = other.num_mechanisms - winner.num_mechanisms
-        if extra > 0:
-            return (
-                f"no faster by more than {TIE_SHARE_OF_STEP:.0%}, for {plural(extra, 'mechanism')}"
-                " more"
-            )
-        return f"{slower_s / winner.time.total_s:+.1%} of the step, most of it {term}"
-    return f"{term}: {format_seconds(differences[term])} more"
+        return f"{slower_s / winner.time.total_s:+.1%} of the step, most of it {label}"
+    return f"{label}: {format_seconds(differences[term])} more"
+
+
+def _explain_why_less_simple(other: RankedLayout, winner: RankedLayout) -> str:
+    """What the winner of a tie has fewer of than `other`, which is faster."""
+    extra = other.num_mechanisms - winner.num_mechanisms
+    if extra > 0:
+        return f"{plural(extra, 'mechanism')} more"
+    (_, spread), (_, spread_of_winner) = map(_simplicity_sort_key, (other, winner))
+    return f"a copy spread over {plural(spread, 'rank')}, not {spread_of_winner}"
 
 
 def estimate_economics(task: SearchTask, winner: RankedLayout) -> dict[str, Any]:
