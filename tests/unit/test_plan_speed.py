@@ -4,11 +4,15 @@ blocks between stages that are not rated."""
 from __future__ import annotations
 
 import gc
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from phalanx.core.blas_threads import import_numpy_without_threads
 from phalanx.core.garbage import pausing_garbage_collection
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
@@ -87,3 +91,33 @@ def test_collections_pause_and_go_on() -> None:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def run_plan_and_print_threads() -> list[str]:
+    """What a process says after a search: its threads, and the variable that OpenBLAS reads."""
+    program = (
+        "import os, sys; from phalanx.cli._app import run_command_line;"
+        "run_command_line(['plan', '--model=gpt2', '--gpu=h100-sxm', '--nodes=1']);"
+        "print(len(os.listdir('/proc/self/task')), os.environ.get('OPENBLAS_NUM_THREADS'))"
+    )
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_search_starts_no_threads_and_hands_on_no_number_of_them() -> None:
+    assert run_plan_and_print_threads() == ["1", "None"]
+
+
+def test_threads_that_the_user_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    import_numpy_without_threads()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "3"

@@ -308,7 +308,10 @@ def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
 
     Raises UsageError for options that only a search reads where they are not.
     """
+    from phalanx.core.blas_threads import import_numpy_without_threads
     from phalanx.core.errors import UsageError
+
+    import_numpy_without_threads()  # before a search does, which multiplies no matrices
     from phalanx.run.search_job import can_predict_step_times
 
     if can_predict_step_times(job):
