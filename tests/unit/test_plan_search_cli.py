@@ -159,3 +159,23 @@ def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
     assert faster.step_s < winner.step_s
     assert faster.num_mechanisms == winner.num_mechanisms
     assert faster.why_not == "0.5% faster, which is a tie; a copy spread over 16 ranks, not 8"
+
+
+def test_a_length_that_no_ranks_can_share_is_named_where_nothing_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "qwen2.5-32b", "--gpu", "h200-sxm", "--nodes", "1"]
+    assert _app.run_command_line([*question, "--seq-len", "1000003", "--global-batch", "8"]) == 3
+    text = capsys.readouterr().out
+    assert "data.seq_len 1,000,003 divides into no equal parts" in text
+    assert "as they could --seq-len 999936" in text
+
+
+def test_advice_of_rules_beside_a_search_says_what_the_search_has_weighed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "llama3-8b", "--gpu", "l40s", "--nodes", "3"]
+    assert _app.run_command_line([*question, "--seq-len", "3000", "--global-batch", "72"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("try" in text) == ("the search has weighed it" in text)
+    assert "try" in text

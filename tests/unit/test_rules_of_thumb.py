@@ -265,3 +265,28 @@ def test_decision_tables_with_experts_and_small_models() -> None:
     experts = look_up_decision_tables(make_facts(TP8, model=MIXTRAL))
     assert experts[0].says.startswith("tensor, pipeline and expert")
     assert experts[0].differences == "the table has ep, pp"
+
+
+def test_a_value_that_is_shown_as_its_limit_says_on_which_side_it_is() -> None:
+    verdict = judge("stage-balance", make_facts(PP4, busiest_stage_ratio=1.0502))
+    assert verdict is not None
+    assert verdict.state == "fails"
+    assert verdict.comparison == "just above 5.0 %, at most 5.0 %"
+
+
+def test_a_pipeline_keeps_the_zero_stage_that_fits_or_is_faster() -> None:
+    facts = make_facts(
+        PP4,
+        zero_stage=2,
+        terms_s={"ideal": 4.0},
+        peak_bytes=36 * GIB,
+        capacity_bytes=41 * GIB,
+        stage_1_bytes=40 * GIB,
+        stage_1_step_s=4.0,
+    )
+    verdict = judge("zero-in-pipeline", facts)
+    assert verdict is not None
+    assert verdict.state == "fails"
+    assert "40.0 GiB per rank with stage 1 and 36.0 GiB with 2" in verdict.consequence
+    assert judge("zero-in-pipeline", replace(facts, stage_1_bytes=43 * GIB)) is None
+    assert judge("zero-in-pipeline", replace(facts, stage_1_step_s=4.2)) is None

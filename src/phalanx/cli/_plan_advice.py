@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from phalanx.run.search_job import JobSearch
 
 
+SEARCHED_REMEDIES = (
+    "where these name another layout or micro-batch that the job leaves open, the search has"
+    " weighed it, within its limits: by its predictions it is slower, a tie, or does not fit. New"
+    " is what it does not vary: the batch of a step, nodes and links, the blocks of a stage, keys"
+    " that the job fixes"
+)
+
+
 def split_explained_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without the term of `--explain`, and the term: a word that is neither a job
     file nor an override. Raises UsageError for a second one."""
@@ -89,6 +97,8 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
         lines += wrap_lines(note.removeprefix("memory: "), "  ", style)
     lines += ["", "rules   of thumb, with this plan's numbers"]
     lines += format_rule_verdicts(advice.verdicts, style, shows_all=all_rules)
+    if advised.result is not None and any(rule.state == "fails" for rule in advice.verdicts):
+        lines += wrap_lines(SEARCHED_REMEDIES, "  ", style)
     if all_rules:
         lines += ["", *format_table_answers(advice.answers, style)]
     # Not print, whose filter would take our colours out.

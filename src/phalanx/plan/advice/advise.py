@@ -117,8 +117,11 @@ def collect_plan_facts(
         capacity_bytes=plan.capacity_bytes,
     )
     data_parallel_bytes, data_parallel_step_s = _predict_zero3_bytes_and_seconds(job, plan, cluster)
+    stage_1_bytes, stage_1_step_s = _predict_zero1_bytes_and_seconds(job, plan, cluster)
     return replace(
         facts,
+        stage_1_bytes=stage_1_bytes,
+        stage_1_step_s=stage_1_step_s,
         bubble=_predict_pipeline_bubble(plan),
         busiest_stage_ratio=_compute_busiest_rank_ratio(job, plan),
         wave_loss=_estimate_wave_quantization_loss(plan, cluster, setup),
@@ -243,6 +246,22 @@ def _predict_zero3_bytes_and_seconds(
          "sequence_parallel", "stages_per_rank")
     )  # fmt: skip
     changes = {"parallel": {**alone, "zero_stage": 3, "stage_blocks": ()}}
+    return _predict_bytes_and_seconds(job, plan, cluster, changes)
+
+
+def _predict_zero1_bytes_and_seconds(
+    job: Job, plan: Plan, cluster: Cluster
+) -> tuple[int | None, float | None]:
+    """(bytes per rank, seconds of a step) of a pipeline of a higher ZeRO stage with stage 1, like
+    `_predict_zero3_bytes_and_seconds`."""
+    if plan.layout.pp == 1 or plan.chosen.zero_stage <= 1:
+        return None, None
+    return _predict_bytes_and_seconds(job, plan, cluster, {"parallel": {"zero_stage": 1}})
+
+
+def _predict_bytes_and_seconds(
+    job: Job, plan: Plan, cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]
+) -> tuple[int | None, float | None]:
     other = plan_changed_job(job, plan, cluster, changes)
     if other is None:
         return None, None

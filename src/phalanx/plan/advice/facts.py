@@ -106,6 +106,10 @@ class PlanFacts:
     """Bytes per rank of the largest ZeRO stage over all ranks, without tp, pp, cp and ep."""
     data_parallel_step_s: float | None = None
     """Seconds of a step of that."""
+    stage_1_bytes: int | None = None
+    """Bytes per rank of ZeRO stage 1, for a pipeline of a higher stage."""
+    stage_1_step_s: float | None = None
+    """Seconds of a step of that."""
     smaller_zero_bytes: int | None = None
     """Bytes per rank of the next smaller ZeRO stage in the same layout."""
     plain_bytes: int | None = None

@@ -51,10 +51,16 @@ class RuleVerdict:
         unit = self.unit
         if self.value is not None and unit != "%":
             unit = ""
+        limit_text = format_measured_value(self.limit, self.unit)
         limit = f"{self.bound} {format_measured_value(self.limit, unit)}"
         if self.value is None:
             return f"not judged, {limit}"
-        return f"{format_measured_value(self.value, self.unit)}, {limit}"
+        value = format_measured_value(self.value, self.unit)
+        if self.state == "fails" and value == limit_text:
+            # Else "5.0 %, at most 5.0 %" would say that the rule holds.
+            side = "above" if self.bound == "at most" else "below"
+            value = f"just {side} {value}"
+        return f"{value}, {limit}"
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {"comparison": self.comparison}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from phalanx.core.units import format_bytes
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
@@ -72,15 +75,27 @@ def measure_pipeline_imbalance(facts: PlanFacts) -> RuleMeasurement | None:
 
 
 def measure_zero_stage_in_pipeline(facts: PlanFacts) -> RuleMeasurement | None:
-    """The ZeRO stage of a pipeline: its weights and gradients stay whole during a step."""
+    """The ZeRO stage of a pipeline: its weights and gradients stay whole during a step.
+
+    None where a higher stage earns its place: stage 1 needs more than there is, or is slower.
+    """
     if facts.layout.pp == 1 or facts.zero_stage == 0:
         return None
+    size = ""
+    if facts.zero_stage > 1 and facts.stage_1_bytes is not None:
+        if facts.capacity_bytes is not None and facts.stage_1_bytes > facts.capacity_bytes:
+            return None
+        if (facts.stage_1_step_s or 0.0) > (facts.step_s or math.inf):
+            return None
+        size = f", {format_bytes(facts.stage_1_bytes)} per rank with stage 1"
+        if facts.peak_bytes is not None:
+            size += f" and {format_bytes(facts.peak_bytes)} with {facts.zero_stage}"
     return RuleMeasurement(
         facts.zero_stage,
         1,
         consequence=(
-            "above stage 1 little is saved: a pipeline's weights are gathered once and stay whole"
-            " until the end of the step, as its gradients do"
+            "a pipeline's weights are gathered once and stay whole until the end of the step, as"
+            f" its gradients do{size}"
         ),
         remedy="parallel.zero_stage=1",
     )

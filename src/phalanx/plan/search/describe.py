@@ -23,6 +23,8 @@ MAX_REASONS = 3
 FULL_SHARE_OF_MEMORY = 0.9
 LEANER_SHARE_OF_MEMORY = 0.1
 LONGER_SHARE_OF_STEP = 0.1
+# Lengths of its multiples are cut into as many parts as axes of usual degrees ask for.
+EVEN_LENGTH = 128
 UNKNOWN_PRICE = "no price is known: set cluster.instance or cluster.price_per_hour"
 
 
@@ -234,10 +236,24 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _describe_nearest_fits(result: SearchResult) -> list[str]:
     if not result.nearest:
-        return ["nothing that was tried along any axis fits: a smaller model or larger devices"]
+        return [f"nothing that was tried along any axis fits: {_suggest_smaller_step(result)}"]
     lines = ["what would fit (each planned by itself, as for a run):"]
     lines += [f"  {line}" for line in map(describe_nearest_fit, result.nearest)]
     return lines
+
+
+def _suggest_smaller_step(result: SearchResult) -> str:
+    """What is left where no axis helps: something smaller, or a length that ranks can share."""
+    text = "a shorter sequence, a smaller model or larger devices"
+    length = result.seq_len
+    cut = EVEN_LENGTH * (length // EVEN_LENGTH)
+    if result.sample_noun == "images" or length % EVEN_LENGTH == 0 or cut < EVEN_LENGTH**2:
+        return text
+    parts = math.gcd(length, EVEN_LENGTH)
+    reason = f"data.seq_len {length:,} divides into {parts} equal parts"
+    if parts == 1:
+        reason = f"data.seq_len {length:,} divides into no equal parts"
+    return f"{text}; {reason}, so that cp and tp cannot share it as they could --seq-len {cut}"
 
 
 def describe_nearest_fit(fit: NearestFit) -> str:
