@@ -12,6 +12,7 @@ from phalanx.job.load import load_job
 from phalanx.plan.accelerators import list_accelerators
 from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.describe import format_goodput
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import build_search_task, search_layouts
 
@@ -179,3 +180,28 @@ def test_advice_of_rules_beside_a_search_says_what_the_search_has_weighed(
     text = " ".join(capsys.readouterr().out.split())
     assert ("try" in text) == ("the search has weighed it" in text)
     assert "try" in text
+
+
+def test_a_network_that_is_assumed_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
+    question = [*small, "--instance", "gpu-l40s-a_1gpu-8vcpu-32gb"]
+    assumed = "the network of gpu-l40s-a_1gpu-8vcpu-32gb is not known: 12.5 GB/s per GPU"
+    assert _app.run_command_line([*question, "--nodes", "4"]) == 0
+    assert f"remark  {assumed}" in capsys.readouterr().out
+    assert _app.run_command_line([*question, "--nodes", "1"]) == 0
+    assert assumed not in capsys.readouterr().out
+
+
+def test_steps_that_the_job_names_have_a_cost_of_their_own_and_goodput_is_not_100(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = [*QUESTION, "--instance", "p5.48xlarge"]
+    assert _app.run_command_line([*question, "train.steps=20000"]) == 0
+    text = capsys.readouterr().out
+    assert "goodput 99.9" in text
+    [line] = [line for line in text.splitlines() if line.startswith("        20,000 steps: ")]
+    assert " h, $" in line
+    assert _app.run_command_line(question) == 0
+    assert "steps:" not in capsys.readouterr().out
+    assert format_goodput(0.99999999) == "99.99%"
+    assert format_goodput(0.984) == "98.4%"

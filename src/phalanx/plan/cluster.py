@@ -56,6 +56,7 @@ class Cluster:
     watts: float | None = None  # of one device at work
     price_note: str = ""  # where the prices are from, and whether somebody compared them
     is_described: bool = False  # by the job, rather than found here
+    network_note: str = ""  # where nobody says how fast the network is, and a speed is assumed
 
     @property
     def num_nodes(self) -> int:

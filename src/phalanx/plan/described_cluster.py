@@ -177,6 +177,20 @@ def _build_cluster_from_section(
         section.watts or accelerator.watts or None,
         _describe_price_source(section, instance),
         is_described=True,
+        network_note=_describe_assumed_network(section, instance, accelerator),
+    )
+
+
+def _describe_assumed_network(
+    section: ClusterSection, instance: InstanceType | None, accelerator: Accelerator
+) -> str:
+    """A line where the table does not know the network of a machine, and that which its GPUs are
+    usually sold with stands in; "" elsewhere."""
+    if instance is None or instance.network_gbit is not None or section.links:
+        return ""
+    return (
+        f"the network of {instance.name} is not known: {accelerator.nic_gb_s:g} GB/s per GPU, which"
+        f" {accelerator.name} are usually sold with, is assumed; say yours in cluster.links"
     )
 
 

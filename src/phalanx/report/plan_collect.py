@@ -20,6 +20,7 @@ from phalanx.plan.search.describe import (
     explain_why_winner,
     find_counted_unit,
     format_amount,
+    format_goodput,
 )
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.step_times import build_machine_rates
@@ -157,8 +158,8 @@ def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
     tiles = []
     goodput = result.economics.get("goodput")
     if goodput is not None:
-        detail = f"a failure every {goodput['mtbf_hours']:,.3g} h expected"
-        tiles.append(AnswerTile("Goodput", f"{100 * goodput['value']:.1f} %", detail))
+        detail = f"a failure every {format_amount(goodput['mtbf_hours'])} h expected"
+        tiles.append(AnswerTile("Goodput", format_goodput(goodput["value"], " %"), detail))
     cost = result.economics.get("cost")
     if cost is None:
         return tiles

@@ -32,7 +32,7 @@ TERM_MEANINGS = {
     "tp": "collectives of tensor parallelism that nothing hides",
     "cp": "keys and values on their way between ranks that share sequences",
     "ep": "tokens on their way to experts and back",
-    "bubble": "ranks of the pipeline wait for each other",
+    "bubble": "ranks of the pipeline wait for each other, and for messages between stages",
     "dp exposed": "gradients and weights that travel beside no computation",
     "optimizer": "the update of the weights",
     "offload": "copies to and from host memory that nothing hides",

@@ -108,7 +108,7 @@ RULES = (
         "at most",
         "%",
         measure_pipeline_bubble,
-        evidence="simulated with this plan's schedule and stages",
+        evidence="simulated with this plan's schedule and stages, without messages between stages",
         correction=(
             "(p-1)/m is idle time over ideal time; as a part of the step it is (p-1)/(m+p-1) (E25)."
             " One-forward-one-backward has the same bubble as GPipe and holds fewer activations;"

@@ -61,8 +61,15 @@ def _describe_verdict(result: SearchResult) -> str:
     parts.append(f"peak {describe_peak_memory(winner.memory)}")
     goodput = result.economics.get("goodput")
     if goodput is not None:
-        parts.append(f"goodput {goodput['value']:.1%}")
+        parts.append(f"goodput {format_goodput(goodput['value'])}")
     return " · ".join(parts)
+
+
+def format_goodput(value: float, percent: str = "%") -> str:
+    """'98.4%'; near 1 with another digit, and never 100: something is always lost."""
+    if value < 0.9995:
+        return f"{100 * value:.1f}{percent}"
+    return f"{min(100 * value, 99.99):.2f}{percent}"
 
 
 def describe_peak_memory(memory: PeakMemory) -> str:
@@ -136,6 +143,12 @@ def _describe_economics(result: SearchResult) -> list[str]:
     else:
         parts.append(f"{format_amount(share * kwh)} kWh")
     lines = [f"cost    {amount}: {', '.join(parts)}"]
+    steps = result.economics.get("job_steps")
+    if steps is not None:
+        text = f"        {plural(steps, 'step')}: {cost['job_hours']:,.3g} h"
+        if cost["job_dollars"] is not None:
+            text += f", ${format_amount(cost['job_dollars'])} on demand"
+        lines.append(text)
     if cost["dollars_per_billion_tokens"] is None:
         lines.append(f"        {UNKNOWN_PRICE}")
     elif cost.get("price_note"):
@@ -334,4 +347,7 @@ def _list_scaling_notes(
         notes.append(f"cost: {cluster.price_note}")
     elif cluster.price_per_hour is None:
         notes.append(f"cost: {UNKNOWN_PRICE}")
+    if cluster.network_note:
+        notes.append(f"network: {cluster.network_note}")
+    notes.append("efficiency: tokens/s of a GPU beside those of the smallest number that fits")
     return notes

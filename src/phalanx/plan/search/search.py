@@ -419,7 +419,13 @@ def estimate_economics(task: SearchTask, winner: RankedLayout) -> dict[str, Any]
         goodput=goodput.value,
         spot_goodput=spot.value,
     )
-    return {"goodput": goodput.to_json(), "spot_goodput": spot.to_json(), "cost": cost.to_json()}
+    return {
+        "goodput": goodput.to_json(),
+        "spot_goodput": spot.to_json(),
+        "cost": cost.to_json(),
+        # None: the default of a job, whose cost nobody asked for.
+        "job_steps": job.train.steps if "steps" in job.train.model_fields_set else None,
+    }
 
 
 def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchResult:
@@ -439,12 +445,20 @@ def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchR
         sample_noun=task.shape.get_sample_noun(of_own_data=is_own_dataset(job.data.source)),
         num_fitting=len(screened.rows),
         remarks=(
+            *_describe_assumed_network(task),
             *_describe_unused_nodes(task),
             *_describe_slow_precision(task),
             *_describe_wide_products(task),
         ),
         precision=job.precision.compute,
     )
+
+
+def _describe_assumed_network(task: SearchTask) -> tuple[str, ...]:
+    """A line where messages between machines are timed by a speed that nobody knows."""
+    if task.cluster.num_nodes == 1 or not task.cluster.network_note:
+        return ()
+    return (f"remark  {task.cluster.network_note}",)
 
 
 def _describe_unused_nodes(task: SearchTask) -> tuple[str, ...]:
