@@ -41,6 +41,7 @@ NOT_FITTED = (
     "host_gb_s",
     "host_adam_gb_s",
     "graph_gap_s",
+    "launch_ordered",
     "link_hop_s",
     "small_head_efficiency_cudnn",
     "fp8_attention_speedup",

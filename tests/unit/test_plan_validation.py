@@ -275,6 +275,10 @@ def test_what_a_row_says_of_its_experts_decides_before_its_release() -> None:
     assert (stack.launch, stack.overlaps_experts, stack.fuses_experts) == ("eager", False, False)
     assert stack.launch_weight == 0.5
     assert build_row_stack(row | {"cuda_graph": "none"}).launch_weight == 1.0
+    assert not stack.launches_in_order
+    ordered = row | {"moe_dispatcher": "hybridep"}
+    assert build_row_stack(ordered).launches_in_order
+    assert not build_row_stack(ordered | {"cuda_graph": None}).launches_in_order
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 LAYOUT = Layout(pp=2, dp_shard=4, tp=4)
 BY_RANK = replace(MEGATRON_STACK, expert_dispatch="by rank")
+IN_ORDER = replace(MEGATRON_STACK, expert_dispatch="by rank in order", launches_in_order=True)
 
 
 def build_builtin_shape(name: str = "llama3-8b") -> BuiltInShape:
@@ -152,6 +153,7 @@ def test_every_constant_moves_some_output() -> None:
         "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
         "by rank": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=BY_RANK)),
+        "in order": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=IN_ORDER)),
         "8 bits": (dense, setup_of(precision="fp8")),
         "attention in 8 bits": (
             dense,

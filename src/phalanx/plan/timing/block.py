@@ -332,8 +332,11 @@ class BlockTimeEstimator:
         worth of kernels."""
         columns, constants = self.columns, self.constants
         base = np.where(columns.is_eager, constants.launch_eager_s, constants.launch_fused_s)
+        weight = columns.launch_weight * np.where(
+            columns.launches_in_order, constants.launch_ordered, 1.0
+        )
         # Ranks of tp wait for each other twice a block: for the slowest CPU of all.
-        weight = columns.launch_weight * (1.0 + constants.launch_tp * (columns.tp - 1) / 3)
+        weight = weight * (1.0 + constants.launch_tp * (columns.tp - 1) / 3)
         weight = weight * (1.0 + constants.launch_experts * (block.num_experts > 0))
         cpu = np.where(columns.launches_graphs, 0.0, base * weight * launches)
         busy = times.total - times.launch

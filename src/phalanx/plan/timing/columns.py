@@ -63,6 +63,7 @@ class SetupColumns:
     is_ring: Flag
     is_gathered_cp: Flag
     launches_graphs: Flag
+    launches_in_order: Flag
     overlaps_reduce: Flag
     overlaps_gather: Flag
     overlaps_tp: Flag
@@ -179,6 +180,7 @@ def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
         "is_unfused_attention": stack.attention == "unfused",
         "is_cudnn_attention": stack.attention == "cudnn",
         "launches_graphs": stack.launch == "graph",
+        "launches_in_order": stack.launches_in_order,
         "overlaps_reduce": stack.overlaps_reduce,
         "overlaps_gather": stack.overlaps_gather,
         "overlaps_tp": stack.overlaps_tp,

@@ -60,6 +60,7 @@ class TimingConstants:
     launch_eager_s: float
     launch_tp: float
     launch_experts: float
+    launch_ordered: float
     expert_sync_s: float
     kernel_gap_s: float
     graph_gap_s: float

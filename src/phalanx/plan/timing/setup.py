@@ -33,6 +33,8 @@ class SoftwareStack:
     """Whether the CPU starts every kernel, or a graph of them ("graph": CUDA graphs, XLA)."""
     launch_weight: float = 1.0
     """CPU time of one block, as a multiple of a plain one's."""
+    launches_in_order: bool = False
+    """A block starts fewer kernels, for tokens arrive in the experts' order."""
     overlaps_reduce: bool = True
     """Gradients are reduced beside the backward."""
     overlaps_gather: bool = True

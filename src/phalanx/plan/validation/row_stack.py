@@ -32,9 +32,6 @@ FIRST_GRAPHED_ROUTERS = (26, 2, 1)
 FIRST_GRAPHED_EXPERTS = (26, 6, 0)
 # CPU time of a block whose attention and router a graph starts, as a part of what it is without.
 GRAPHED_ROUTER_LAUNCHES = 0.5
-# CPU time of a block whose tokens arrive in the experts' order, as a part of it without: of about
-# 60 launches (attention 15, router 10, counting, permuting and exchanging 25, experts 10) 17 fewer.
-ORDERED_DISPATCH_LAUNCHES = 0.7
 SHARDED_PATTERN = re.compile(r"fsdp|zero-?3|fully")
 
 
@@ -137,6 +134,9 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         attention=attention,
         launch=_parse_launch(row, framework),
         launch_weight=_get_launch_weight(row, framework.is_megatron),
+        # Where a row says nothing of graphs, its release alone decides what the CPU starts.
+        launches_in_order=_parse_graphed_part(row) is not None
+        and _parse_expert_dispatch(row) == "by rank in order",
         overlaps_reduce=overlaps_dp,
         # InternEvo's configurations leave overlap_sync_param off, and send each parameter alone.
         overlaps_gather=overlaps_dp and not framework.is_internevo,
@@ -297,9 +297,7 @@ def _get_launch_weight(row: Mapping[str, Any], is_megatron: bool) -> float:
     whose experts have sizes that the CPU waits for."""
     graphed = _parse_graphed_part(row)
     if graphed is not None:
-        weight = GRAPHED_ROUTER_LAUNCHES if graphed == "router" or _drops_tokens(row) else 1.0
-        is_ordered = _parse_expert_dispatch(row) == "by rank in order"
-        return weight * (ORDERED_DISPATCH_LAUNCHES if is_ordered else 1.0)
+        return GRAPHED_ROUTER_LAUNCHES if graphed == "router" or _drops_tokens(row) else 1.0
     has_small_types = parse_row_precision(row) in ("fp8", "mxfp8", "fp4")
     if has_small_types and _has_experts_of(row, is_megatron, FIRST_GRAPHED_ROUTERS):
         return GRAPHED_ROUTER_LAUNCHES
