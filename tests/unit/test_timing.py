@@ -24,6 +24,7 @@ from phalanx.plan.pipeline.generate import (
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.timing.attention import estimate_attention_times
+from phalanx.plan.timing.block import BLOCK_TIME_PARTS, BlockTimeEstimator
 from phalanx.plan.timing.collectives import all_to_all_s, build_group_links
 from phalanx.plan.timing.columns import build_setup_columns
 from phalanx.plan.timing.constants import (
@@ -116,6 +117,25 @@ def test_many_setups_take_as_long_as_each_alone(machine: MachineRates) -> None:
         alone = estimate_step_times(build_builtin_shape(), machine, setup)
         assert together.take(row).terms == pytest.approx(alone.terms)
     assert np.all(together.total_s > 0)
+
+
+def test_blocks_that_take_equal_times_are_timed_once(machine: MachineRates) -> None:
+    layouts = [Layout(dp_shard=16), Layout(pp=2, dp_shard=8), Layout(dp_shard=8, tp=2)]
+    layouts.append(Layout(dp_replicate=4, dp_shard=4))
+    setups = [setup_of(layout=layout, zero_stage=3 - row) for row, layout in enumerate(layouts)]
+    setups.append(setup_of(recompute="full"))
+    columns = build_setup_columns(setups)
+    different, index = columns.group_by_block_times()
+    assert (len(different.tp), len(different.pp)) == (3, 0)
+    assert index[0] == index[1] == index[3]
+    work = build_builtin_shape().work(4096)
+    timer = BlockTimeEstimator(machine, "bf16", columns, load_timing_constants(), work.num_tokens)
+    [(block, _)] = work.block_kinds
+    expected = timer.estimate_block_times(block)
+    found = replace(timer, columns=different).estimate_block_times(block).take(index)
+    for part in BLOCK_TIME_PARTS:
+        assert np.array_equal(getattr(found.forward, part), getattr(expected.forward, part))
+        assert np.array_equal(getattr(found.backward, part), getattr(expected.backward, part))
 
 
 def build_moved_constants(

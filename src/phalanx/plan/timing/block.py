@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.job.work import BlockWork, Matmul
 from phalanx.plan.timing import collectives
@@ -31,6 +32,13 @@ BACKWARD_LAUNCH_RATIO = 1.15
 LAUNCH_OVERLAP_NORM = 6.0
 
 
+def take_rows(column: Column, rows: npt.NDArray[np.intp]) -> Column:
+    """The values of `column` at `rows`; one value that all setups share stays one."""
+    if column.shape[-1] == 1:
+        return column
+    return np.asarray(column[..., rows])
+
+
 @dataclass(frozen=True)
 class BlockPassTimes:
     """Seconds of one pass through a block, by part."""
@@ -52,6 +60,10 @@ class BlockPassTimes:
         """Seconds in which the GPU computes."""
         return self.matmul + self.attention + self.elementwise
 
+    def take(self, rows: npt.NDArray[np.intp]) -> BlockPassTimes:
+        """The times of the setups at `rows`."""
+        return BlockPassTimes(*(take_rows(getattr(self, part), rows) for part in BLOCK_TIME_PARTS))
+
 
 @dataclass(frozen=True)
 class BlockTimes:
@@ -61,6 +73,11 @@ class BlockTimes:
     backward: BlockPassTimes
     weight_gradients: Column
     """The part of the backward that zero-bubble schedules can do later."""
+
+    def take(self, rows: npt.NDArray[np.intp]) -> BlockTimes:
+        """The times of the setups at `rows`."""
+        weight_gradients = take_rows(self.weight_gradients, rows)
+        return BlockTimes(self.forward.take(rows), self.backward.take(rows), weight_gradients)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,21 @@ RECOMPUTED_SHARES = {
 # arXiv 2401.10241.
 DEFERRED_WEIGHT_GRADS = {"interleaved-zero-bubble": 2.0, "zb-h1": 2.0, "zb-h2": 3.0}
 
+# Larger codes of setups are numbered anew: counting them takes memory in proportion to the largest.
+MAX_COUNTED_CODE = 1 << 20
+
+# What neither a block's time for a microbatch nor that of the model's ends depends on.
+KEYS_BESIDE_BLOCKS = frozenset(
+    [
+        *("pp", "dp_replicate", "dp_shard", "zero_stage", "num_microbatches", "stages_per_rank"),
+        *("last_stage_blocks", "deferred_weights", "grad_bytes", "gather_bytes"),
+        *("accumulates_sharded", "offloads_optimizer", "offloads_parameters"),
+        *("overlaps_reduce", "overlaps_gather", "overlaps_p2p", "reduces_each_microbatch"),
+        *("keeps_gathered", "gathers_each_tensor", "balances_stages"),
+        *("is_gpipe", "is_interleaved", "is_v_shaped"),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class SetupColumns:
@@ -107,6 +122,38 @@ class SetupColumns:
     def take(self, rows: npt.NDArray[np.intp]) -> SetupColumns:
         """The setups at `rows`, in this order."""
         return SetupColumns(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
+
+    def group_by_block_times(self) -> tuple[SetupColumns, npt.NDArray[np.intp]]:
+        """The setups whose blocks take different times, and the index of each setup's among them.
+
+        Keys that blocks have no use for are empty columns, so that a formula which reads one fails.
+        """
+        names = [key.name for key in fields(self) if key.name not in KEYS_BESIDE_BLOCKS]
+        first, index = _group_equal_setups([getattr(self, name) for name in names])
+        empty = np.zeros(0)
+        columns: dict[str, Any] = dict.fromkeys(KEYS_BESIDE_BLOCKS, empty)
+        columns |= {name: getattr(self, name)[first] for name in names}
+        return SetupColumns(**columns), index
+
+
+def _group_equal_setups(
+    columns: Sequence[Column],
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """A row of each different setup, and the index of each row's setup among these."""
+    code = np.zeros(columns[0].shape[-1], dtype=np.intp)
+    for column in columns:
+        if (column == column[0]).all():
+            continue
+        # A column has few different values: to find and to look them up is faster than to sort it.
+        values = np.array(sorted(set(column.tolist())))
+        code = code * len(values) + np.searchsorted(values, column)
+        if code.max() >= MAX_COUNTED_CODE:
+            code = np.unique(code, return_inverse=True)[1]
+    is_there = np.bincount(code) > 0
+    index = (np.cumsum(is_there) - 1)[code]
+    first = np.zeros(np.count_nonzero(is_there), dtype=np.intp)
+    first[index] = np.arange(len(code))
+    return first, index
 
 
 def build_setup_columns(setups: Sequence[StepSetup]) -> SetupColumns:

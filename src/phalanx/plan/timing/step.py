@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -128,10 +128,7 @@ class _StepTimeEstimator:
         timer = BlockTimeEstimator(
             self.machine, self.precision, columns, constants, self.work.num_tokens
         )
-        kinds = []
-        for block, count in self.work.block_kinds:
-            kinds.append((count, timer.estimate_block_times(block)))
-        ends = self._estimate_embedding_and_head(timer)
+        kinds, ends = self._estimate_microbatch(timer)
         terms = self._sum_block_parts(kinds, ends)
         units = self._list_shard_units(timer, kinds, ends)
         groups = build_data_parallel_links(columns, self.machine, constants)
@@ -150,6 +147,25 @@ class _StepTimeEstimator:
         in_order = {term: np.broadcast_to(terms[term], shape) for term in STEP_TERMS}
         return StepTimeColumns(
             in_order, np.broadcast_to(self._interval_half_width(in_order), shape)
+        )
+
+    def _estimate_microbatch(
+        self, timer: BlockTimeEstimator
+    ) -> tuple[list[tuple[int, BlockTimes]], _EmbeddingAndHeadTimes]:
+        """Seconds of one microbatch in each kind of blocks, of which there are so many, and in what
+        is beside them: computed once for the setups in which they are equal."""
+        if len(self.columns) == 1:
+            kinds = [(n, timer.estimate_block_times(block)) for block, n in self.work.block_kinds]
+            return kinds, self._estimate_embedding_and_head(timer)
+        columns, rows = self.columns.group_by_block_times()
+        timer = replace(timer, columns=columns)
+        kinds = [
+            (count, timer.estimate_block_times(block).take(rows))
+            for block, count in self.work.block_kinds
+        ]
+        ends = self._estimate_embedding_and_head(timer)
+        return kinds, _EmbeddingAndHeadTimes(
+            ends.first.take(rows), ends.last_forward.take(rows), ends.last_backward.take(rows)
         )
 
     def _interval_half_width(self, terms: dict[str, Column]) -> Column:
@@ -196,7 +212,7 @@ class _StepTimeEstimator:
         return terms
 
     def _estimate_embedding_and_head(self, timer: BlockTimeEstimator) -> _EmbeddingAndHeadTimes:
-        columns, constants, work = self.columns, self.constants, self.work
+        columns, constants, work = timer.columns, self.constants, self.work
         share = work.num_head_tokens / work.num_tokens
         head = timer.estimate_matmul_times(work.head, in_blocks=False)
         logits = timer.tokens * share * work.head.outputs
