@@ -205,3 +205,21 @@ def test_steps_that_the_job_names_have_a_cost_of_their_own_and_goodput_is_not_10
     assert "steps:" not in capsys.readouterr().out
     assert format_goodput(0.99999999) == "99.99%"
     assert format_goodput(0.984) == "98.4%"
+
+
+def test_a_winner_that_leaves_nothing_and_has_no_leaner_rival_names_the_key_that_leaves_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ["plan", "--model", "llama2-13b", "--gpu", "a100-sxm-40", "--nodes", "2"]
+    question += ["--seq-len", "4096", "--global-batch", "512"]
+    # Of one family there is no runner-up.
+    question += ["parallel.dp_shard=16", "parallel.zero_stage=3", "parallel.tp=1"]
+    question += ["parallel.pp=1", "parallel.cp=1"]
+    assert _app.run_command_line(question) == 0
+    text = capsys.readouterr().out
+    [room] = [line for line in text.splitlines() if line.startswith("room")]
+    assert "fills 99.0% of what a plan may fill, and no runner-up" in room
+    before = float(text.partition("peak ")[2].split()[0])
+    assert _app.run_command_line([*question, room.split()[-1]]) == 0
+    after = float(capsys.readouterr().out.partition("peak ")[2].split()[0])
+    assert after <= 0.96 * before

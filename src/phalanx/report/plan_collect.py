@@ -72,7 +72,7 @@ def collect_page_facts(
     refused: Mapping[str, int] = {}
     verdict = describe_plan_verdict(plan, advice)
     if result is not None:
-        leaner = describe_leaner_runner_up(result)
+        leaner = describe_leaner_runner_up(result, cluster)
         if leaner:
             verdict += f" {leaner[:1].upper()}{leaner[1:]}."
         layouts, economics = list_ranked_layout_rows(result), list_economics_rows(result)

@@ -10,7 +10,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds, plura
 from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
-from phalanx.plan.cluster import Cluster, LinkLevel
+from phalanx.plan.cluster import Cluster, LinkLevel, choose_headroom
 from phalanx.plan.search.overrides import format_overrides
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
 
@@ -21,6 +21,7 @@ MAX_REASONS = 3
 # Plans of memory are wrong by several percent. Beside a winner that fills more than the first of
 # these, a runner-up is named that leaves the second free, for at most the third of the step.
 FULL_SHARE_OF_MEMORY = 0.9
+TIGHT_SHARE_OF_MEMORY = 0.97
 LEANER_SHARE_OF_MEMORY = 0.1
 LONGER_SHARE_OF_STEP = 0.1
 # Lengths of its multiples are cut into as many parts as axes of usual degrees ask for.
@@ -38,7 +39,7 @@ def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
             "",
             *format_ranking([result.winner, *result.runners_up]),
         ]
-        leaner = describe_leaner_runner_up(result)
+        leaner = describe_leaner_runner_up(result, cluster)
         if leaner:
             lines += ["", f"room    {leaner}"]
     else:
@@ -216,9 +217,10 @@ def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> 
     return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
 
 
-def describe_leaner_runner_up(result: SearchResult) -> str:
+def describe_leaner_runner_up(result: SearchResult, cluster: Cluster) -> str:
     """Where the winner leaves little of its memory: the fastest runner-up that needs a good deal
-    less for a little more time, and the keys that choose it; "" where there is none."""
+    less for a little more time, and the keys that choose it. Where there is none, and next to
+    nothing is left, the key that plans with less; "" elsewhere."""
     winner = result.winner
     if winner is None or winner.step_s is None:
         return ""
@@ -235,7 +237,19 @@ def describe_leaner_runner_up(result: SearchResult) -> str:
                 f" fill; {number} ({ranked.family}) needs {format_bytes(saved)} less, for"
                 f" {change:+.1%} of the step: {format_overrides(keys)}"
             )
-    return ""
+    if winner.memory.total_bytes < TIGHT_SHARE_OF_MEMORY * capacity:
+        return ""
+    return (
+        f"the winner fills {winner.memory.total_bytes / capacity:.1%} of what a plan may fill, and"
+        " no runner-up of nearly its time needs much less; to leave about 5% of it free, add"
+        f" cluster.memory_gib={_shrink_memory_gib(capacity, cluster, result.num_ranks):.1f}"
+    )
+
+
+def _shrink_memory_gib(capacity_bytes: float, cluster: Cluster, num_ranks: int) -> float:
+    """The memory of a rank with which a plan may fill 5 % less."""
+    less = 0.05 * capacity_bytes / choose_headroom(cluster.device).share
+    return (cluster.memory_per_rank(num_ranks) - less) / 2**30
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
