@@ -290,3 +290,26 @@ def test_a_pipeline_keeps_the_zero_stage_that_fits_or_is_faster() -> None:
     assert "40.0 GiB per rank with stage 1 and 36.0 GiB with 2" in verdict.consequence
     assert judge("zero-in-pipeline", replace(facts, stage_1_bytes=43 * GIB)) is None
     assert judge("zero-in-pipeline", replace(facts, stage_1_step_s=4.2)) is None
+
+
+def test_remedies_name_no_change_that_the_plan_has_already() -> None:
+    waves = [judge("matmul-waves", make_facts(layout, wave_loss=0.2)) for layout in (TP8, PP4)]
+    assert ["smaller parallel.tp" in verdict.remedy for verdict in waves if verdict] == [
+        True,
+        False,
+    ]
+    bubbles = [
+        judge("pipeline-bubble", make_facts(PP4, bubble=0.3, stages_per_rank=stages))
+        for stages in (1, 2)
+    ]
+    assert ["stages_per_rank=2" in verdict.remedy for verdict in bubbles if verdict] == [
+        True,
+        False,
+    ]
+    exposed = [
+        judge(
+            "exposed-communication", make_facts(terms_s={"ideal": 1, "dp exposed": 1}, zero_stage=s)
+        )
+        for s in (0, 1)
+    ]
+    assert ["lower ZeRO stage" in verdict.remedy for verdict in exposed if verdict] == [False, True]

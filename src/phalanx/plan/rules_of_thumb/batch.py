@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.core.units import format_count
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
+from phalanx.plan.rules_of_thumb.tensor_parallel import suggest_smaller_tp
 
 # Kaplan et al. 2020, equation 1.4: B_crit(L) = 2e8 tokens / L^(1/0.21).
 CRITICAL_TOKENS_AT_1, CRITICAL_EXPONENT = 2e8, 1 / 0.21
@@ -82,7 +83,7 @@ def measure_arithmetic_intensity(facts: PlanFacts) -> RuleMeasurement | None:
             "below the ridge (FLOP/s over bytes/s of the device's memory) a product waits for"
             " memory, not for arithmetic"
         ),
-        remedy="more tokens per micro-batch (train.micro_batch_size), or a smaller parallel.tp",
+        remedy=f"more tokens per micro-batch (train.micro_batch_size){suggest_smaller_tp(facts)}",
     )
 
 

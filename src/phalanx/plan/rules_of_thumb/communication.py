@@ -24,12 +24,12 @@ def measure_exposed_communication(facts: PlanFacts) -> RuleMeasurement | None:
         facts.step_share_of_terms(*COMMUNICATION_TERMS),
         MAX_EXPOSED_SHARE,
         consequence=f"nothing hides it; the largest part is {TERM_LABELS[largest]}",
-        remedy=_suggest_remedy_of_term(largest),
+        remedy=_suggest_remedy_of_term(largest, facts.zero_stage),
         missing="the time of a step",
     )
 
 
-def _suggest_remedy_of_term(term: str) -> str:
+def _suggest_remedy_of_term(term: str, zero_stage: int) -> str:
     remedies = {
         "tp": "a smaller parallel.tp, with pp or a higher ZeRO stage for the memory",
         "cp": "a smaller parallel.cp, with recomputation for the memory",
@@ -37,6 +37,8 @@ def _suggest_remedy_of_term(term: str) -> str:
         "dp exposed": (
             "a larger micro-batch or more accumulation, a lower ZeRO stage, or shards inside a node"
             " (parallel.dp_shard)"
+            if zero_stage > 0
+            else "a larger micro-batch or more accumulation"
         ),
     }
     return remedies[term]

@@ -20,7 +20,10 @@ def measure_peak_memory(facts: PlanFacts) -> RuleMeasurement | None:
     return RuleMeasurement(
         share,
         MAX_MEMORY_SHARE,
-        consequence="fragments, libraries and longer samples need the rest",
+        consequence=(
+            f"of all {format_bytes(facts.hardware.memory_bytes)} of a device: fragments, libraries"
+            " and longer samples need the rest"
+        ),
         remedy=(
             "train.recompute=full, a smaller train.micro_batch_size, or a higher ZeRO stage"
             if facts.recompute == "none"

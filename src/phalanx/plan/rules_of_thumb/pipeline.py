@@ -34,7 +34,7 @@ def measure_pipeline_bubble(facts: PlanFacts) -> RuleMeasurement | None:
         ),
         remedy=(
             "more micro-batches (a larger train.global_batch_size or fewer data-parallel ranks),"
-            " parallel.stages_per_rank=2, or a smaller parallel.pp"
+            f"{' parallel.stages_per_rank=2,' if v == 1 else ''} or a smaller parallel.pp"
         ),
         missing="the pipeline's simulated step",
     )

@@ -49,6 +49,11 @@ def measure_hidden_features_per_rank(facts: PlanFacts) -> RuleMeasurement | None
     )
 
 
+def suggest_smaller_tp(facts: PlanFacts) -> str:
+    """The rest of a remedy; "" for a plan that has no tp to make smaller."""
+    return ", or a smaller parallel.tp" if facts.layout.tp > 1 else ""
+
+
 def measure_wave_quantization(facts: PlanFacts) -> RuleMeasurement | None:
     """Time of matrix products that partly filled waves of tiles lose."""
     if facts.layout.tp == 1 and facts.wave_loss is None:
@@ -57,7 +62,7 @@ def measure_wave_quantization(facts: PlanFacts) -> RuleMeasurement | None:
         facts.wave_loss,
         MAX_WAVE_LOSS,
         consequence="in the last wave of tiles some multiprocessors have nothing to do",
-        remedy="a larger train.micro_batch_size, or a smaller parallel.tp",
+        remedy=f"a larger train.micro_batch_size{suggest_smaller_tp(facts)}",
         missing="the tiles of this device's matrix products",
     )
 
