@@ -170,6 +170,7 @@ def test_a_length_that_no_ranks_can_share_is_named_where_nothing_fits(
     text = capsys.readouterr().out
     assert "data.seq_len 1,000,003 divides into no equal parts" in text
     assert "as they could --seq-len 999936" in text
+    assert "none fits by formulas in bulk" in text
 
 
 def test_advice_of_rules_beside_a_search_says_what_the_search_has_weighed(

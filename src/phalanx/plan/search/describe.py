@@ -300,8 +300,9 @@ def describe_nearest_fit(fit: NearestFit) -> str:
 
 def _describe_considered_layouts(result: SearchResult) -> list[str]:
     text = (
-        f"looked  at {result.num_considered:,} layouts: {result.num_fitting:,} fit with the least"
-        " recomputation that does, by formulas in bulk; those named here were planned by"
+        f"looked  at {result.num_considered:,} layouts:"
+        f" {f'{result.num_fitting:,} fit' if result.num_fitting else 'none fits'} by formulas in"
+        " bulk (each with the least recomputation that it needs); those named here were planned by"
         " themselves, as for a run"
     )
     lines = [text]
