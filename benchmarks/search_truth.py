@@ -30,13 +30,10 @@ from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.plan.search.finalists import FinalistPlanner, list_job_keys_of_row
 from phalanx.plan.search.result import RankedLayout
-from phalanx.plan.search.search import (
-    SearchTask,
-    build_search_task,
-    estimate_row_bytes,
-    search_layouts,
-)
+from phalanx.plan.search.screening import estimate_row_bytes
+from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.space import LayoutRows, enumerate_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 
 GIB = 2**30
 # (preset, lengths of sequences)

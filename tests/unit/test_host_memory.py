@@ -14,7 +14,8 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.finalists import TOO_MUCH_HOST_MEMORY_REASON
-from phalanx.plan.search.search import build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 
 KEYS = [
     "model.preset=llama3-8b",

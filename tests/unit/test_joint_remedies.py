@@ -9,7 +9,8 @@ from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.nearest import find_nearest_fits
-from phalanx.plan.search.search import build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 
 GIB = 2**30
 KEYS = (

@@ -25,19 +25,15 @@ from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
+from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.scaling import parse_device_counts
-from phalanx.plan.search.screen import MemoryScreen
-from phalanx.plan.search.search import (
-    SearchTask,
-    build_search_task,
-    count_communicators_by_row,
-    screen_layouts,
-    search_layouts,
-)
+from phalanx.plan.search.screening import count_communicators_by_row, screen_layouts
+from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.simulated_bubble import add_simulated_bubble
 from phalanx.plan.search.space import enumerate_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 from phalanx.plan.workload import build_workload
 

@@ -31,7 +31,8 @@ from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes, count_segment_bytes
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.search import build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 from phalanx.plan.workload import Workload
 from phalanx.run.search_job import search_layouts_of_job
 

@@ -19,7 +19,8 @@ from phalanx.plan.described_cluster import choose_cluster_of_job, list_instance_
 from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.overrides import format_overrides, list_changed_keys
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 
 LLAMA = ["model.preset=llama3-8b", "cluster.gpu=h100-sxm", "data.seq_len=8192"]
 PLAN = ["plan", "--model", "llama3-8b", "--gpu", "h100-sxm", "--seq-len", "8192"]

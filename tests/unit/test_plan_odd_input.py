@@ -21,7 +21,9 @@ from phalanx.plan.advice.explain_term import parse_term_name
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.scaling import parse_device_counts
-from phalanx.plan.search.search import NoLayoutError, build_search_task, search_layouts
+from phalanx.plan.search.screening import NoLayoutError
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 
 LLAMA = ["plan", "--model", "llama3-8b", "--gpu", "h100-sxm", "--seq-len", "4096"]
 GPT2 = ["model.preset=gpt2", "cluster.gpu=h100-sxm", "data.seq_len=1024"]

@@ -14,7 +14,8 @@ from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.describe import format_goodput
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.search import build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["plan", "--model", "gpt2", "--gpu", "h100-sxm", "--seq-len", "1024"]

@@ -8,9 +8,9 @@ import pytest
 from phalanx.job.load import load_job
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.simulate import compute_peak_activation_bytes
-from phalanx.plan.search.screen import MemoryScreen
-from phalanx.plan.search.search import build_search_task
+from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.space import SEARCHED_SCHEDULES, enumerate_layouts
+from phalanx.plan.search.task import build_search_task
 from phalanx.plan.workload import build_workload
 
 

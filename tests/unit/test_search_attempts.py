@@ -10,8 +10,9 @@ from phalanx.job.load import load_job
 from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.finalists import FinalistPlanner, list_job_keys_of_row
 from phalanx.plan.search.result import RankedLayout, SearchResult
-from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.space import enumerate_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 
 MIXTURE = ("model.preset=deepseek-moe-16b", "cluster.gpu=h100-sxm", "data.seq_len=2048")
 PIPELINE = ("train.global_batch_size=64", "parallel.pp=4", "train.micro_batch_size=1")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from phalanx.job.load import load_job
-from phalanx.plan.search import attempts, search
+from phalanx.plan.search import attempts, comparison
 from phalanx.plan.search.attempts import TIE_SHARE_OF_STEP
-from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.space import OFFLOAD_CHOICES, LayoutRows, enumerate_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 from search_truth import Finding, Space, draw_spaces, examine_space
 
 NUM_SPACES, MAX_LAYOUTS = 32, 300
@@ -95,7 +96,7 @@ def test_the_answer_is_the_fastest_of_all_layouts_or_a_tie() -> None:
 def test_without_ties_the_answer_is_the_fastest_of_all_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (attempts, search):
+    for module in (attempts, comparison):
         monkeypatch.setattr(module, "TIE_SHARE_OF_STEP", 0.0)
     for finding in examine_drawn_spaces(2):
         # Schedules of a pipeline are told apart by a closed form, which is a few per cent wrong.

@@ -22,14 +22,9 @@ from phalanx.plan.search.overrides import (
     get_default_of_key,
     passes_job_checks,
 )
-from phalanx.plan.search.search import (
-    NoLayoutError,
-    SearchTask,
-    build_search_task,
-    require_possible_degrees,
-    screen_layouts,
-)
+from phalanx.plan.search.screening import NoLayoutError, screen_layouts
 from phalanx.plan.search.space import ModelParallelBase, enumerate_layouts, list_shardings
+from phalanx.plan.search.task import SearchTask, build_search_task, require_possible_degrees
 
 RANK_AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 LAYOUT_KEYS = (*RANK_AXES, "ep", "zero_stage", "schedule", "stages_per_rank")

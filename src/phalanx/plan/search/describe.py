@@ -11,6 +11,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel, choose_headroom
+from phalanx.plan.search.comparison import explain_why_winner
 from phalanx.plan.search.overrides import format_overrides
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
 
@@ -203,18 +204,6 @@ def format_ranking(ranked: Sequence[RankedLayout]) -> list[str]:
             )
         )
     return _align_columns(rows)
-
-
-def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> str:
-    """Why `winner` is the first of `ranked`: it is the fastest, or a tie with it and simpler."""
-    times = [layout.step_s for layout in ranked if layout.step_s is not None]
-    if winner.step_s is None:
-        return "the fewest mechanisms"
-    behind = winner.step_s / min(times) - 1
-    if behind <= 0:
-        return "the fastest"
-    # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
-    return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
 
 
 def describe_leaner_runner_up(result: SearchResult, cluster: Cluster) -> str:

@@ -26,12 +26,9 @@ from phalanx.plan.search.overrides import (
     passes_job_checks,
 )
 from phalanx.plan.search.result import NearestFit, RankedLayout
-from phalanx.plan.search.search import (
-    SearchTask,
-    build_search_task,
-    find_winner,
-    screen_layouts,
-)
+from phalanx.plan.search.screening import screen_layouts
+from phalanx.plan.search.search import find_winner
+from phalanx.plan.search.task import SearchTask, build_search_task
 
 MAX_DEVICE_MULTIPLE = 64
 MAX_PLANS_PER_CHANGE = 16

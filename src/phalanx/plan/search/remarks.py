@@ -1,0 +1,124 @@
+"""The remarks of a search: what its answer rests on, and what a reader might not expect of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.plan.host_memory import count_ranks_of_node
+from phalanx.plan.notes import describe_wide_products
+from phalanx.plan.search.attempts import (
+    count_mechanisms_by_row,
+    group_rows_by_family,
+    plan_rows,
+)
+from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, drop_job_keys
+from phalanx.plan.search.result import RankedLayout
+from phalanx.plan.search.screening import screen_layouts
+from phalanx.plan.search.task import SearchTask
+
+# What cuts a model, and what goes with it.
+MODEL_CUTTING_KEYS = (
+    *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.schedule"),
+    *("parallel.stages_per_rank", "parallel.dp_replicate", "parallel.dp_shard"),
+    *("parallel.sequence_parallel", "parallel.tp_chunks", "parallel.stage_blocks"),
+)
+
+
+def list_remarks_of_task(task: SearchTask) -> tuple[str, ...]:
+    """The remarks that hold whether or not something fits."""
+    remarks = (
+        _describe_assumed_network(task),
+        _describe_unused_nodes(task),
+        _describe_slow_precision(task),
+        _describe_wide_products(task),
+    )
+    return tuple(filter(None, remarks))
+
+
+def list_remarks_of_winner(task: SearchTask, winner: RankedLayout) -> tuple[str, ...]:
+    """The remarks on the layout that is proposed."""
+    remarks = (
+        _describe_uncut_alternative(task, winner),
+        _describe_unknown_host_memory(task, winner),
+    )
+    return tuple(filter(None, remarks))
+
+
+def _describe_assumed_network(task: SearchTask) -> str:
+    """A line where messages between machines are timed by a speed that nobody knows, or ""."""
+    if task.cluster.num_nodes == 1 or not task.cluster.network_note:
+        return ""
+    return f"remark  {task.cluster.network_note}"
+
+
+def _describe_unused_nodes(task: SearchTask) -> str:
+    """A line where the job asks for so few ranks that whole machines of its cluster have none; ""
+    elsewhere."""
+    per_node, unused = task.cluster.devices_per_node, task.num_unused_devices
+    if not per_node or unused < per_node:
+        return ""
+    return (
+        f"remark  {plural(unused, 'GPU')} of {task.num_ranks + unused:,} are left unused: the job"
+        f" asks for {plural(task.num_ranks, 'rank')} (parallel.ranks, or its degrees)"
+    )
+
+
+def _describe_slow_precision(task: SearchTask) -> str:
+    """A line where GPUs compute in fp32 because the job names no type: outside of tensor cores; ""
+    elsewhere."""
+    if task.cluster.device != "cuda" or task.job.precision.compute != "fp32":
+        return ""
+    if not task.precision_reason:
+        return ""
+    return f"remark  {task.precision_reason}"
+
+
+def _describe_wide_products(task: SearchTask) -> str:
+    """A line where sharded layouts keep less of a traced module than is counted; "" elsewhere."""
+    compute_bytes = 4 if task.job.precision.compute == "fp32" else 2
+    words = describe_wide_products(task.shape, compute_bytes)
+    return f"remark  {words}" if words else ""
+
+
+def _describe_uncut_alternative(task: SearchTask, winner: RankedLayout) -> str:
+    """A line where the job cuts the model and whole copies, or shards alone, would fit as well;
+    "" where they do not."""
+    fixed = task.job.parallel.degrees.degrees_above_one("tp", "pp", "cp", "ep")
+    if not fixed:
+        return ""
+    opened = drop_job_keys(task.job, *MODEL_CUTTING_KEYS)
+    opened = apply_job_keys(opened, {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")})
+    try:
+        screened = screen_layouts(replace(task, job=opened))
+    except LayoutError:
+        return ""  # so many data-parallel ranks do not divide the batch
+    planner = FinalistPlanner(opened, task.shape, task.cluster, task.vocab_size)
+    number = count_mechanisms_by_row(screened.rows)
+    # The simplest first: what is asked is whether the cut is needed at all.
+    firsts = sorted(
+        (int(family[0]) for family in group_rows_by_family(screened)), key=lambda row: number[row]
+    )
+    ranked = next(plan_rows(screened, planner, firsts), None)
+    if ranked is None:
+        return ""
+    words = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items())
+    text = f"remark  {words} is as the job says; {ranked.family} fits without it"
+    text += f" ({format_bytes(ranked.memory.total_bytes)} per rank"
+    if ranked.step_s is not None and winner.step_s is not None:
+        text += f", {format_seconds(ranked.step_s)} a step instead of"
+        text += f" {format_seconds(winner.step_s)}"
+    return f"{text})"
+
+
+def _describe_unknown_host_memory(task: SearchTask, winner: RankedLayout) -> str:
+    """A line where something is offloaded, and nobody says how much host memory a node has; ""
+    elsewhere."""
+    if not winner.memory.host_bytes or task.cluster.host_memory_bytes is not None:
+        return ""
+    needed = count_ranks_of_node(task.cluster, task.num_ranks) * winner.memory.host_bytes
+    return (
+        f"that a node's host memory holds what is offloaded is not known: {format_bytes(needed)}"
+        " are needed, set cluster.host_memory_gib"
+    )
