@@ -44,6 +44,18 @@ def test_an_instance_has_its_own_network_and_price():
     assert describe("cluster.instance=p4d.24xlarge", "cluster.price_per_hour=1").price_per_hour == 1
 
 
+def test_a_spot_price_says_whose_it_is():
+    note = describe("cluster.instance=gpu-h100-sxm_8gpu-128vcpu-1600gb").price_note
+    assert "$23.60 and $10.00 on spot machines a machine and hour of an unrecorded day" in note
+    said = ("cluster.instance=p4d.24xlarge", "cluster.spot_price_per_hour=9")
+    note = describe(*said).price_note
+    assert note.startswith("p4d.24xlarge $32.77 a machine and hour of an unrecorded day")
+    assert note.endswith("; $9.00 on spot machines a machine and hour, as the job says")
+    assert describe("cluster.gpu=t4", "cluster.spot_price_per_hour=9").price_note == (
+        "$9.00 on spot machines a machine and hour, as the job says"
+    )
+
+
 def test_every_instance_names_a_gpu_of_the_table_and_where_its_price_is_from():
     for instance in list_instance_types().values():
         assert instance.gpu in list_accelerators(), instance.name

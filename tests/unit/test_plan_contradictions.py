@@ -214,7 +214,7 @@ def test_a_range_names_the_steps_and_the_price_of_its_hours_and_costs(
     assert run(*PLAN, "--global-batch", "64", "--gpus", "8..16") == 0
     text = capsys.readouterr().out
     assert "of 500 steps, the default of train.steps" in text
-    assert "no price is known" in text
+    assert "no price on demand is known" in text
     assert run(*PLAN, "--global-batch", "64", "--gpus", "8..16", "train.steps=7") == 0
     assert "of 7 steps\n" in capsys.readouterr().out
 

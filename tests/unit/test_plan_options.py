@@ -75,3 +75,5 @@ def test_a_cost_says_what_its_price_is(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "unchecked" in printed
     assert f"of an unrecorded day in {priced[0].as_of}" in printed
+    assert command([*words, "cost"], instance=priced[0].name, nodes=2, explain=True) == 0
+    assert f"of an unrecorded day in {priced[0].as_of}" in capsys.readouterr().out

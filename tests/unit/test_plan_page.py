@@ -17,9 +17,10 @@ from phalanx.plan.advice import what_if
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.result import PeakMemory, RankedLayout, SearchResult
 from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
 from phalanx.plan.timing.step import estimate_step_times
 from phalanx.report.plan_collect import collect_page_facts, collect_unfit_facts
@@ -119,6 +120,30 @@ def test_the_page_has_the_numbers_of_the_json(page: str, planned: Any) -> None:
     for size in plan.chosen.predicted_bytes.values():
         if size > 2**30:
             assert f"{size / 2**30:.1f} GiB" in page
+
+
+def test_the_page_says_why_idle_time_and_bubble_are_two_numbers(page: str, planned: Any) -> None:
+    _, plan, _, advice = planned
+    assert plan.pipeline is not None
+    idle, shares = float(plan.pipeline.timeline().bubble), advice.time.terms
+    bubble = shares["bubble"] / sum(shares.values())
+    assert f"{idle:.3f}" != f"{bubble:.3f}"
+    text = Collector(page).text
+    assert f"So it is {100 * idle:.1f} % here" in text
+    assert f"the pipeline bubble under Time is {100 * bubble:.1f} %" in text
+
+
+def test_layouts_of_a_ranking_have_the_numbers_that_texts_name_them_by(planned: Any) -> None:
+    ranked = RankedLayout(
+        *("zero3", Layout(dp_shard=16), 3, 1, 1, "", 1, "none", "none", {}),
+        PeakMemory({"parameters": 2**30}, 2**36),
+        None,
+    )
+    others = (replace(ranked, family="tp + zero1"), replace(ranked, family="hsdp (zero2)"))
+    result = SearchResult("m", 1, "h100-sxm", 16, 4096, 64, ranked, others)
+    text = Collector(render_plan_page(collect_page_facts(*planned, None, result))).text
+    for words in ("1 · zero3", "2 · tp + zero1", "3 · hsdp (zero2)"):
+        assert words in text
 
 
 def test_text_of_strangers_is_escaped(planned: Any) -> None:

@@ -59,10 +59,17 @@ def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> Non
             fix="name GPUs, as in cluster.gpu=h100-sxm, or explain a category of memory",
         )
     explained, total = explanation
+    # A price is a sample of some day, and stands nowhere without saying so.
+    price_note = advised.cluster.price_note if explained.unit == "$" else ""
     if as_json:
-        print_json("plan-term", explained.to_json() | {"total": total}, indent=1)
+        body = explained.to_json() | {"total": total}
+        if price_note:
+            body["price_note"] = price_note
+        print_json("plan-term", body, indent=1)
     else:
         print("\n".join(format_explained_term(explained, total)))
+        if price_note:
+            print(f"\n{price_note}")
 
 
 def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:

@@ -252,7 +252,13 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
         for row in search_per_device_count(task, counts)
     ]
     if options.as_json:
-        print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
+        body = {
+            "counts": [row.to_json() for row in rows],
+            "steps": task.job.train.steps,
+            "precision": task.job.precision.compute,
+            "price_note": task.cluster.price_note,
+        }
+        print_json("plan-scaling", body, indent=1)
     else:
         print("\n".join(format_scaling_table(rows, task.job, task.cluster)))
     if all(row.winner is None for row in rows):

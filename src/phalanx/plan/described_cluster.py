@@ -195,20 +195,37 @@ def _describe_assumed_network(
 
 
 def _describe_price_source(section: ClusterSection, instance: InstanceType | None) -> str:
-    """The source of the price of a machine and hour, how old it is, and whether somebody compared
-    it with its source; "" where there is none."""
-    if section.price_per_hour is not None:
-        return f"${section.price_per_hour:,.2f} a machine and hour, as the job says"
-    if instance is None or instance.on_demand_per_hour is None:
-        return ""
+    """The prices of a machine and hour, their source, how old they are, and whether somebody
+    compared them with it; "" where there are none."""
+    of_job, of_table = [], []
+    prices = (
+        (section.price_per_hour, instance and instance.on_demand_per_hour, ""),
+        (section.spot_price_per_hour, instance and instance.spot_per_hour, " on spot machines"),
+    )
+    for said, listed, which in prices:
+        if said is not None:
+            of_job.append(f"${said:,.2f}{which}")
+        elif listed is not None:
+            of_table.append(f"${listed:,.2f}{which}")
+    notes = []
+    if of_table:
+        assert instance is not None
+        notes.append(
+            f"{instance.name} {' and '.join(of_table)} a machine and hour"
+            f" {_describe_price_age(instance)}"
+        )
+    if of_job:
+        notes.append(f"{' and '.join(of_job)} a machine and hour, as the job says")
+    return "; ".join(notes)
+
+
+def _describe_price_age(instance: InstanceType) -> str:
+    """How old the prices of a machine are, whether somebody compared them, and their source."""
     checked = "compared with its source" if instance.is_checked else "unchecked"
     age = f"as of {instance.as_of}" if instance.as_of else "of unknown date"
     if " to " in instance.as_of:
         age = f"of an unrecorded day in {instance.as_of}"
-    return (
-        f"{instance.name} ${instance.on_demand_per_hour:,.2f} a machine and hour {age}"
-        f" ({checked}: {instance.source})"
-    )
+    return f"{age} ({checked}: {instance.source})"
 
 
 def _build_link_levels(

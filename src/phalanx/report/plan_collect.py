@@ -121,14 +121,14 @@ def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
 
 
 def list_ranked_layout_rows(result: SearchResult) -> list[LayoutRow]:
-    """The winner and the runners-up of a search."""
+    """The winner and the runners-up of a search, numbered as in the terminal."""
     rows = []
     if result.winner is not None:
         row = _build_ranked_layout_row(result.winner, is_winner=True)
         why = explain_why_winner(result.winner, [result.winner, *result.runners_up])
-        rows.append(replace(row, why=why))
-    for ranked in result.runners_up:
-        rows.append(_build_ranked_layout_row(ranked, is_winner=False))
+        rows.append(replace(row, why=why, number=1))
+    for number, ranked in enumerate(result.runners_up, start=2):
+        rows.append(replace(_build_ranked_layout_row(ranked, is_winner=False), number=number))
     return rows
 
 
@@ -170,12 +170,10 @@ def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
     if dollars is not None:
         value = f"${format_amount(share * dollars)}"
         details.append("on demand")
-        if spot is not None:
-            details.append(
-                f"${format_amount(share * spot)} on spot machines with their pre-emptions"
-            )
-        if cost.get("price_note"):
-            details.append(cost["price_note"])
+    if spot is not None:
+        details.append(f"${format_amount(share * spot)} on spot machines with their pre-emptions")
+    if cost.get("price_note"):
+        details.append(cost["price_note"])
     if cost["kwh_per_billion_tokens"] is not None:
         details.append(f"{format_amount(share * cost['kwh_per_billion_tokens'])} kWh")
     tiles.append(AnswerTile(amount.capitalize(), value, "; ".join(details)))

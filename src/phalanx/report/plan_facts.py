@@ -31,6 +31,8 @@ class LayoutRow:
     why: str
     parts: Mapping[str, float] = field(default_factory=dict)
     is_winner: bool = False
+    number: int = 0
+    """Its place in the ranking, by which texts name it; 0 in no ranking."""
 
 
 @dataclass(frozen=True)

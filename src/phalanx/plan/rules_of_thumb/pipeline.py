@@ -29,7 +29,8 @@ def measure_pipeline_bubble(facts: PlanFacts) -> RuleMeasurement | None:
         MAX_BUBBLE,
         comfortable=GOOD_BUBBLE,
         consequence=(
-            "ranks wait for each other for that part of a step (equal stages in"
+            "ranks wait for each other for that part of the microbatches' time, messages between"
+            " stages not counted (equal stages in"
             f" {order} would wait for {100 * equal_stages_bubble:.1f} % of it)"
         ),
         remedy=(

@@ -11,6 +11,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel, choose_headroom
+from phalanx.plan.rules_of_thumb.memory import MAX_MEMORY_SHARE
 from phalanx.plan.search.comparison import explain_why_winner
 from phalanx.plan.search.overrides import format_overrides
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
@@ -22,12 +23,11 @@ MAX_REASONS = 3
 # Plans of memory are wrong by several percent. Beside a winner that fills more than the first of
 # these, a runner-up is named that leaves the second free, for at most the third of the step.
 FULL_SHARE_OF_MEMORY = 0.9
-TIGHT_SHARE_OF_MEMORY = 0.97
 LEANER_SHARE_OF_MEMORY = 0.1
 LONGER_SHARE_OF_STEP = 0.1
 # Lengths of its multiples are cut into as many parts as axes of usual degrees ask for.
 EVEN_LENGTH = 128
-UNKNOWN_PRICE = "no price is known: set cluster.instance or cluster.price_per_hour"
+UNKNOWN_PRICE = "no price on demand is known: set cluster.instance or cluster.price_per_hour"
 
 
 def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
@@ -153,7 +153,7 @@ def _describe_economics(result: SearchResult) -> list[str]:
         lines.append(text)
     if cost["dollars_per_billion_tokens"] is None:
         lines.append(f"        {UNKNOWN_PRICE}")
-    elif cost.get("price_note"):
+    if cost.get("price_note"):
         lines.append(f"        {cost['price_note']}")
     return lines
 
@@ -226,7 +226,7 @@ def describe_leaner_runner_up(result: SearchResult, cluster: Cluster) -> str:
                 f" fill; {number} ({ranked.family}) needs {format_bytes(saved)} less, for"
                 f" {change:+.1%} of the step: {format_overrides(keys)}"
             )
-    if winner.memory.total_bytes < TIGHT_SHARE_OF_MEMORY * capacity:
+    if winner.memory.total_bytes < MAX_MEMORY_SHARE * capacity:
         return ""
     return (
         f"the winner fills {winner.memory.total_bytes / capacity:.1%} of what a plan may fill, and"
@@ -347,10 +347,10 @@ def _list_scaling_notes(
         steps += ", the default of train.steps"
     notes.append(f"products in {job.precision.compute}")
     notes.append(f"hours and cost: of {steps}")
-    if cluster.price_note:
-        notes.append(f"cost: {cluster.price_note}")
-    elif cluster.price_per_hour is None:
+    if cluster.price_per_hour is None:
         notes.append(f"cost: {UNKNOWN_PRICE}")
+    elif cluster.price_note:
+        notes.append(f"cost: {cluster.price_note}")
     if cluster.network_note:
         notes.append(f"network: {cluster.network_note}")
     notes.append("efficiency: tokens/s of a GPU beside those of the smallest number that fits")

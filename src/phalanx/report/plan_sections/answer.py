@@ -86,8 +86,9 @@ def _render_layout_row(
     bar: Html | str = ""
     if row.parts:
         bar = draw_memory_bar(dict(row.parts), full_bytes, colour)
+    family = f"{row.number} · {row.family}" if row.number else row.family
     return [
-        build_tag("span", row.family, class_=css_class),
+        build_tag("span", family, class_=css_class),
         build_tag("span", row.layout, build_small_text(row.settings), class_="two wraps"),
         build_tag(
             "span",

@@ -81,5 +81,22 @@ def render_planned_pipeline(facts: PlanPageFacts) -> Html | None:
         "section",
         build_tag("h2", "The pipeline"),
         draw_timeline_chart(facts.timeline, title="One step, simulated", in_seconds=False),
+        build_note(_compare_idle_with_bubble(facts, float(facts.timeline.bubble))),
         id="pipeline",
+    )
+
+
+def _compare_idle_with_bubble(facts: PlanPageFacts, idle: float) -> str:
+    """What ranks' idle time is a part of, and why the step's bubble is another number."""
+    text = (
+        "Idle time is a part of what is drawn: the microbatches alone, with messages between ranks"
+        " that take no time."
+    )
+    shares = [row.share for row in facts.waterfall if row.term == "bubble"]
+    if not shares:
+        return text
+    return (
+        f"{text} So it is {formats.format_percent(idle, 1.0)} here, and the pipeline bubble under"
+        f" Time is {formats.format_percent(shares[0], 1.0)}: a part of the whole step, in which"
+        " those messages, the optimizer and data parallelism take time, too."
     )
