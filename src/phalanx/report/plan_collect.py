@@ -13,11 +13,11 @@ from phalanx.plan.advice.waterfall import build_waterfall
 from phalanx.plan.advice.what_if import WhatIfGrid
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.search.comparison import explain_why_winner
 from phalanx.plan.search.describe import (
     describe_counted_amount,
     describe_leaner_runner_up,
     describe_nearest_fit,
-    explain_why_winner,
     find_counted_unit,
     format_amount,
     format_goodput,
