@@ -8,16 +8,26 @@ from typing import Any
 import pytest
 from support.recorded_steps import write_run
 
-from phalanx.observe.events import EvalFinished, Event, OperatorsCounted
+from phalanx.observe.events import (
+    EvalFinished,
+    Event,
+    OperatorsCounted,
+    RunStarted,
+    StepFinished,
+    wrap_event_in_envelope,
+)
 from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.bottleneck.describe import (
+    describe_basis,
     describe_bottleneck,
     describe_utilization,
     list_verdict_lines,
 )
 from phalanx.report.bottleneck.of_run import judge_run
+from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.self_time import build_self_time_map
 
 PLAN = {"layout": {"dp_replicate": 4, "tp": 1}, "device": "cpu", "flops_per_token": 5e6}
 
@@ -287,6 +297,92 @@ def test_ranks_of_a_pipeline_are_compared_within_their_stage(tmp_path: Path) -> 
     assert (main.kind, main.rank) == ("straggler", 3)
 
 
+def test_ranks_whose_files_are_lost_change_neither_stages_nor_rates(tmp_path: Path) -> None:
+    """Stage 1 has more to do by its cut; of its ranks only 4 has a file."""
+    plan = {**PLAN, "layout": {"pp": 2, "dp_replicate": 4}, "world_size": 8}
+    delays = {rank: {"forward": 0.05} for rank in (4, 5, 6, 7)}
+    counted = OperatorsCounted(3, 1, 1, 1e-6, 5e10)
+    whole = write_run(tmp_path / "whole", delays, num_ranks=8, more=(counted,))
+    lost = write_run(tmp_path / "lost", delays, num_ranks=8, more=(counted,))
+    for rank in (5, 6, 7):
+        (lost / "events" / f"rank-{rank:04}-attempt-00.jsonl").unlink()
+    verdict = judge(lost, plan)
+    assert [cause.kind for cause in verdict.causes if cause.rank is not None] == []
+    assert verdict.model_flops_utilization == judge(whole, plan).model_flops_utilization > 0
+    times = build_self_time_map(read_step_table(lost), 2, num_ranks=8)
+    assert times is not None
+    assert max(map(max, times.rows)) < 0.01
+
+
+def test_the_layout_is_that_with_which_the_attempt_began(tmp_path: Path) -> None:
+    """Of a run that goes on with fewer ranks plan.json is that of all of them."""
+    plan = {**PLAN, "layout": {"pp": 2, "dp_replicate": 4}, "world_size": 8}
+    began = RunStarted("run", "", 4, 0, 40, "cpu", {"pp": 1, "dp_replicate": 4})
+    run = write_run(tmp_path / "run", {3: {"forward": 0.05}}, more=(began,))
+    main = judge(run, plan).main
+    assert main is not None
+    assert (main.kind, main.rank) == ("straggler", 3)
+    assert "others" in main.evidence[0]
+
+
+def test_one_long_step_of_a_rank_is_no_straggler(tmp_path: Path) -> None:
+    """Two seconds in one step of 37, a third of all of them: that tells nothing of the rank."""
+    once = write_run(
+        tmp_path / "once",
+        {},
+        delays_of_step=lambda rank, step: {"forward": 2.0 if (rank, step) == (1, 17) else 0},
+    )
+    verdict = judge(once)
+    assert [(cause.kind, cause.rank) for cause in verdict.causes] == [("uneven steps", None)]
+    lines = list_verdict_lines(verdict)
+    assert any("is in step 17 alone" in line for line in lines)
+    assert "in step 17 rank 1 was 2,00" in " ".join(lines)
+    assert any("--since step:17" in line for line in lines)
+    thrice = write_run(
+        tmp_path / "thrice",
+        {},
+        delays_of_step=lambda rank, step: {"forward": 2.0 if rank == 1 and step % 12 == 5 else 0},
+    )
+    main = judge(thrice).main
+    assert main is not None
+    assert (main.kind, main.rank) == ("straggler", 1)
+
+
+def test_what_one_step_has_alone_is_said_of_every_shared_cause(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", {}, delays_of_step=lambda rank, step: {"data": 2.0 if step == 17 else 0}
+    )
+    main = judge(run).main
+    assert main is not None
+    assert main.kind == "data"
+    assert main.evidence[1].endswith("% of that is in step 17 alone")
+    always = judge(write_run(tmp_path / "always", {-1: {"data": 0.05}})).main
+    assert always is not None
+    assert len(always.evidence) == 1
+
+
+def test_waiting_in_turn_within_a_step_is_no_transfer(tmp_path: Path) -> None:
+    """Rank 0 is late before one collective, rank 1 before the next: each waits for the other."""
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    for rank in range(2):
+        late = ("backward", "optimizer")[rank]
+        waits = ("world: all_reduce step facts", "dp: all_reduce gradients")
+        lines = []
+        for step in range(1, 41):
+            communication_s = {waits[rank]: 0.102, waits[1 - rank]: 0.002}
+            phases_s = {"forward": 0.1, late: 0.1, "collective": 0.104}
+            event = StepFinished(
+                step, 2.0, 2048, 2048 * step, 1e-3, 1.0, 0.304, 1.0, phases_s, 0.0, 1,
+                cpu_s=0.304, communication_s=communication_s,
+            )  # fmt: skip
+            lines.append(wrap_event_in_envelope(event, rank=rank, attempt=0, seq=step).to_line())
+        path = tmp_path / "run" / "events" / f"rank-{rank:04}-attempt-00.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+    (cause,) = judge(tmp_path / "run").causes
+    assert (cause.kind, cause.share) == ("uneven steps", pytest.approx(0.1 / 0.304, abs=0.01))
+    assert "one rank is late before one of them, another before the next" in cause.evidence[0]
+
+
 def test_too_few_steps_do_not_suffice(tmp_path: Path) -> None:
     verdict = judge(write_run(tmp_path / "run", {2: {"forward": 1.0}}, num_steps=12))
     assert not verdict.causes
@@ -306,6 +402,7 @@ def test_the_end_of_a_short_run_says_that_the_evidence_does_not_suffice(tmp_path
 def test_one_rank_alone_has_no_straggler_and_no_communication(tmp_path: Path) -> None:
     verdict = judge(write_run(tmp_path / "run", {0: {"forward": 0.5}}, num_ranks=1), {})
     assert [cause.kind for cause in verdict.causes] == ["compute"]
+    assert describe_basis(verdict).startswith("steps 4 to 40 of 1 rank, ")
 
 
 def test_what_no_phase_times_is_said(tmp_path: Path) -> None:

@@ -293,6 +293,14 @@ def judge_computation(tmp_path: Path, products_share: float, between_share: floa
     return verdict
 
 
+def test_what_is_between_products_is_no_more_than_the_step(tmp_path: Path) -> None:
+    """A roofline may explain a fifth more than there is."""
+    main = judge_computation(tmp_path, 0.01, 1.19).main
+    assert main is not None
+    assert main.kind == "memory bandwidth"
+    assert main.share <= 1
+
+
 def test_what_is_between_products_is_bound_by_memory_where_both_explain_the_step(
     tmp_path: Path,
 ) -> None:

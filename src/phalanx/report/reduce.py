@@ -149,7 +149,9 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
             *list_ledger_warnings(rank_ledgers),
         ],
         reading_gaps=reading_gaps,
-        self_times=build_self_time_map(table, int(identity.layout.get("pp", 1))),
+        self_times=build_self_time_map(
+            table, int(identity.layout.get("pp", 1)), _int_or_none(identity.world_size) or 0
+        ),
     )
 
 

@@ -3,6 +3,7 @@ themselves, with waiting for others removed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class SelfTimeMap:
     mean_excess_s: dict[int, float]
     step_s: float
     steps_per_value: float = 1.0
+    has_stages_of_one_rank: bool = False
+    """True where each rank is a pipeline stage of its own: no two of them have the same work."""
 
     @property
     def first_step(self) -> int:
@@ -56,14 +59,22 @@ class SelfTimeMap:
         return max(self.steps[0][0] - round(self.steps_per_value) + 1, 1)
 
 
-def build_self_time_map(table: StepTable | None, num_stages: int) -> SelfTimeMap | None:
-    """The map of a table of steps; peers are the ranks of one of `num_stages` pipeline stages.
+def build_self_time_map(
+    table: StepTable | None, num_stages: int, num_ranks: int = 0
+) -> SelfTimeMap | None:
+    """The map of a table of steps; peers are the ranks of one of `num_stages` pipeline stages, or
+    all of them where each is a stage of its own. `num_ranks`: of the run, of which files may be
+    missing (0: those of the table).
 
     None without steps, or of one rank alone.
     """
     if table is None or not table.num_steps or len(table.ranks) < 2:
         return None
-    excess = _compute_excess(table, num_stages)
+    peers = split_into_peers(table.ranks, num_stages, num_ranks)
+    has_stages_of_one_rank = all(len(ranks) == 1 for ranks in peers)
+    if has_stages_of_one_rank:
+        peers = [table.ranks]
+    excess = _compute_excess(table, peers)
     means = {rank: sum(values) / len(values) for rank, values in excess.items()}
     columns = split_into_buckets(table.num_steps, MAX_MAP_COLUMNS)
     by_rank = {
@@ -87,13 +98,14 @@ def build_self_time_map(table: StepTable | None, num_stages: int) -> SelfTimeMap
         mean_excess_s=means,
         step_s=median(row.step_s for row in lead),
         steps_per_value=table.steps_per_row,
+        has_stages_of_one_rank=has_stages_of_one_rank,
     )
 
 
-def _compute_excess(table: StepTable, num_stages: int) -> dict[int, list[float]]:
+def _compute_excess(table: StepTable, groups: Sequence[tuple[int, ...]]) -> dict[int, list[float]]:
     """By rank, for each step: its own seconds beyond the median of its peers, itself included."""
     excess: dict[int, list[float]] = {}
-    for peers in _split_into_peers(table.ranks, num_stages):
+    for peers in groups:
         self_s = {rank: [row.self_s for row in table.rows[rank]] for rank in peers}
         usual_s = [median(column) for column in zip(*self_s.values(), strict=True)]
         for rank, values in self_s.items():
@@ -101,12 +113,18 @@ def _compute_excess(table: StepTable, num_stages: int) -> dict[int, list[float]]
     return {rank: excess[rank] for rank in table.ranks}
 
 
-def _split_into_peers(ranks: tuple[int, ...], num_stages: int) -> list[tuple[int, ...]]:
-    """Ranks with the same work: the outermost axis is that of the pipeline."""
-    if num_stages <= 1 or len(ranks) % num_stages or len(ranks) == num_stages:
+def split_into_peers(
+    ranks: tuple[int, ...], num_stages: int, num_ranks: int = 0
+) -> list[tuple[int, ...]]:
+    """Those of `ranks` that have the same work, by pipeline stage. The outermost axis is that of
+    the pipeline, so a stage has a run of the `num_ranks` numbers (0: `ranks` are all)."""
+    num_ranks = max(num_ranks, ranks[-1] + 1)
+    if num_stages <= 1 or num_ranks % num_stages:
         return [ranks]
-    size = len(ranks) // num_stages
-    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    by_stage: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_stage.setdefault(rank * num_stages // num_ranks, []).append(rank)
+    return [tuple(of_stage) for of_stage in by_stage.values()]
 
 
 def _list_slowest_ranks(

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from phalanx.core.phases import WORLD_AXIS
 from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
+from phalanx.report.bottleneck.few_steps import describe_few_steps
+from phalanx.report.bottleneck.step_table import RankStep
 from phalanx.report.bottleneck.study import StepStudy
 from phalanx.report.bottleneck.what_if import calculate_speedup, calculate_speedup_without
 from phalanx.report.formats import format_milliseconds, format_percent
 
+_KNOWN_SHARE = 0.95
+
 
 @dataclass(frozen=True)
 class StepTransfer:
-    """Seconds that even the rank that comes last spends in collectives, over all steps; `by_call`:
-    those that are known by "axis: operation"."""
+    """Seconds that collectives take even of the rank that comes last, by step; `by_call`: over all
+    steps, those that are known by "axis: operation". `waited_by_step`: what each rank spends there
+    beyond it, as one rank is late before one operation and another before the next."""
 
-    seconds: float
+    by_step: Sequence[float]
+    waited_by_step: Sequence[float]
     by_call: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by_step)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(self.waited_by_step)
 
     @property
     def by_axis(self) -> dict[str, float]:
@@ -31,10 +46,17 @@ class StepTransfer:
 
 
 def find_communication(study: StepStudy) -> None:
-    """The rank that waits least in collectives waits for nobody: its seconds are transfer."""
+    """The rank that waits least in a collective waits for nobody: its seconds are transfer."""
+    if len(study.table.ranks) < 2:
+        return
     transfer = measure_transfer(study)
+    _charge_transfer(study, transfer)
+    _charge_waiting_in_turn(study, transfer)
+
+
+def _charge_transfer(study: StepStudy, transfer: StepTransfer) -> None:
     share = transfer.seconds / study.total_s
-    if len(study.table.ranks) < 2 or share < MIN_SHARE:
+    if share < MIN_SHARE:
         return
     axis, how = _find_slowest_axis(study, transfer)
     evidence = [
@@ -43,6 +65,7 @@ def find_communication(study: StepStudy) -> None:
     ]
     if how:
         evidence.append(how)
+    evidence += describe_few_steps(study.table, transfer.by_step)
     study.causes.append(
         Cause(
             "communication",
@@ -57,6 +80,29 @@ def find_communication(study: StepStudy) -> None:
     )
 
 
+def _charge_waiting_in_turn(study: StepStudy, transfer: StepTransfer) -> None:
+    """Ranks that have as much of their own each, but in other parts of a step."""
+    share = transfer.waited_s / study.total_s
+    if share < MIN_SHARE:
+        return
+    study.causes.append(
+        Cause(
+            "uneven steps",
+            share,
+            calculate_speedup(study.table, study.total_s - transfer.waited_s),
+            "ranks that wait for each other in turn within a step",
+            (
+                f"each rank waits {format_percent(share, 1)} of a step in collectives, beyond what"
+                " these take: one rank is late before one of them, another before the next",
+                *describe_few_steps(study.table, transfer.waited_by_step),
+            ),
+            "compare the phases of ranks: the page of the run has them side by side, a trace"
+            " (phalanx trace RUN) each collective",
+            is_upper_bound=True,
+        )
+    )
+
+
 def _name_communication(axis: str) -> str:
     if not axis:
         return "communication"
@@ -66,15 +112,35 @@ def _name_communication(axis: str) -> str:
 
 
 def measure_transfer(study: StepStudy) -> StepTransfer:
-    """The transfer of all steps, in the mean as the rank that comes last has it."""
-    seconds, by_call = 0.0, dict[str, float]()
+    """The transfer of all steps: of each operation as the rank that comes last has it, which may be
+    another one in each of them; of a run that did not record them, of all together."""
+    by_step, waited_by_step, by_call = list[float](), list[float](), dict[str, float]()
     for index in range(study.table.num_steps):
         steps = [rows[index] for rows in study.table.rows.values()]
-        last = min(steps, key=lambda step: step.seconds.get("collective", 0.0))
-        seconds += last.seconds.get("collective", 0.0)
-        for name, call_s in last.communication_s.items():
-            by_call[name] = by_call.get(name, 0.0) + max(call_s, 0.0)
-    return StepTransfer(seconds, by_call)
+        least_s = min(step.seconds.get("collective", 0.0) for step in steps)
+        transfer_s, of_step = least_s, _find_least_by_call(steps)
+        if all(_knows_calls(step) for step in steps):
+            transfer_s = min(least_s, sum(of_step.values()))
+        by_step.append(transfer_s)
+        waited_by_step.append(least_s - transfer_s)
+        for name, call_s in of_step.items():
+            by_call[name] = by_call.get(name, 0.0) + call_s
+    return StepTransfer(by_step, waited_by_step, by_call)
+
+
+def _knows_calls(step: RankStep) -> bool:
+    """True where the seconds in collectives are nearly all known by operation."""
+    known_s = sum(step.communication_s.values())
+    return known_s > _KNOWN_SHARE * step.seconds.get("collective", 0.0)
+
+
+def _find_least_by_call(steps: Sequence[RankStep]) -> dict[str, float]:
+    """By "axis: operation" the seconds of the rank that has fewest, of those that have it."""
+    least: dict[str, float] = {}
+    for step in steps:
+        for name, call_s in step.communication_s.items():
+            least[name] = min(least.get(name, math.inf), max(call_s, 0.0))
+    return least
 
 
 def _find_slowest_axis(study: StepStudy, transfer: StepTransfer) -> tuple[str, str]:

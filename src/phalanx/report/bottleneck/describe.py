@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.core.units import format_seconds
+from phalanx.core.units import format_seconds, plural
 from phalanx.report.bottleneck.cause import CLEAR_SHARE, BottleneckVerdict, Cause
 from phalanx.report.formats import format_percent
 
@@ -71,7 +71,8 @@ def describe_utilization(verdict: BottleneckVerdict) -> str:
 def describe_basis(verdict: BottleneckVerdict) -> str:
     """ "steps 4 to 60 of 2 ranks, 92 ms each in the mean"; without the mean where no step was
     looked at."""
-    text = f"steps {verdict.first_step:,} to {verdict.last_step:,} of {verdict.num_ranks} ranks"
+    ranks = plural(verdict.num_ranks, "rank")
+    text = f"steps {verdict.first_step:,} to {verdict.last_step:,} of {ranks}"
     if not verdict.mean_step_s > 0:
         return text
     return f"{text}, {format_seconds(verdict.mean_step_s)} each in the mean"

@@ -23,11 +23,11 @@ from phalanx.report.bottleneck.shared import (
     find_missing_processor_time,
     find_shared_cause,
     find_small_operators,
-    find_uneven_steps,
 )
 from phalanx.report.bottleneck.step_table import StepTable
 from phalanx.report.bottleneck.straggler import find_straggler
 from phalanx.report.bottleneck.study import COMPUTE_GROUPS, RunOutline, StepStudy, sum_groups
+from phalanx.report.bottleneck.uneven_steps import find_uneven_steps
 from phalanx.report.formats import format_percent
 
 LOW_UTILIZATION = 0.20
@@ -82,8 +82,8 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         tuple(causes),
         study.share_by_group(),
         not_judged=_list_not_judged(study, causes),
-        model_flops_utilization=outline.model_flops_utilization(len(table.ranks)),
-        hardware_flops_utilization=outline.hardware_flops_utilization(len(table.ranks)),
+        model_flops_utilization=outline.model_flops_utilization(study.num_ranks),
+        hardware_flops_utilization=outline.hardware_flops_utilization(study.num_ranks),
         is_utilization_of_data_sheet=not outline.has_measured_reference,
     )
 
@@ -94,7 +94,7 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
     if share < COMPUTE_SHARE:
         return []
     evidence = [f"forward, backward and optimizer take {format_percent(share, 1)} of a step"]
-    num_ranks, utilization = len(study.table.ranks), 0.0
+    num_ranks, utilization = study.num_ranks, 0.0
     if study.outline.model_flops_per_s(num_ranks) > 0:
         flops_per_s = study.outline.model_flops_per_s(num_ranks)
         utilization = study.outline.model_flops_utilization(num_ranks)

@@ -82,13 +82,15 @@ def find_traffic_between_products(study: StepStudy) -> None:
     if any(cause.kind == "host overhead" for cause in study.causes):
         return
     measured_s = study.typical_share(("forward", "backward")) * study.mean_step_s
-    share = roofline.between_s / study.mean_step_s
+    # The roofline may explain more than there is.
+    between_s = min(roofline.between_s, measured_s)
+    share = between_s / study.mean_step_s
     roof_s = roofline.products_s + roofline.between_s
     if share < CLEAR_SHARE or not (
         MIN_EXPLAINED_SHARE * measured_s <= roof_s <= MAX_RATE_SHARE * measured_s
     ):
         return
-    between_steps = [min(roofline.between_s, measured_s)] * study.table.num_steps
+    between_steps = [between_s] * study.table.num_steps
     speedup = study.take_out(dict.fromkeys(study.table.ranks, between_steps))
     gains: tuple[ExpectedGain, ...] = ()
     action = (

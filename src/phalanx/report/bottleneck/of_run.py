@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.observe.events import CheckpointSaved, EvalFinished, OperatorsCounted, PipelineMeasured
+from phalanx.observe.events import (
+    CheckpointSaved,
+    EvalFinished,
+    OperatorsCounted,
+    PipelineMeasured,
+    RunStarted,
+)
 from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.calibrated.roofline import Roofline, estimate_roofline
 from phalanx.plan.memory_rates import MemoryRates, find_memory_rates
@@ -37,16 +43,17 @@ def judge_step_table(
     if table is None:
         return None
     outline = _outline_run(run_dir, plan, table)
-    return find_bottleneck(table, _add_memory_facts(outline, plan, job, len(table.ranks)))
+    return find_bottleneck(table, _add_memory_facts(outline, plan, job))
 
 
-def _add_memory_facts(
-    outline: RunOutline, plan: dict[str, Any], job: dict[str, Any], num_ranks: int
-) -> RunOutline:
+def _add_memory_facts(outline: RunOutline, plan: dict[str, Any], job: dict[str, Any]) -> RunOutline:
     """The outline with what is known of memory bandwidth, on this machine."""
+    if outline.degrees != _parse_degrees(dict_or_empty(plan.get("layout"))):
+        # The plan's bytes and work are those of a rank in another layout.
+        return outline
     memory = None
     if outline.device in ("cpu", "cuda"):
-        memory = find_memory_rates(outline.device, num_ranks)
+        memory = find_memory_rates(outline.device, outline.num_ranks)
     return replace(
         outline,
         update=count_update_traffic(plan, job),
@@ -77,11 +84,7 @@ def _draw_roofline(
 
 
 def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOutline:
-    degrees = {
-        str(axis): int(number_or_nan(degree))
-        for axis, degree in dict_or_empty(plan.get("layout")).items()
-        if math.isfinite(number_or_nan(degree))
-    }
+    num_ranks, degrees = _find_size_of_attempt(run_dir, plan, table)
     first, last = (table.steps[0], table.steps[-1]) if table.steps else (0, 0)
     evaluations = [
         event
@@ -101,6 +104,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         newest = event
     return RunOutline(
         device=str(plan.get("device", "")),
+        num_ranks=num_ranks,
         num_stages=degrees.get("pp", 1),
         zero_stage=int(finite_or_zero(number_or_nan(plan.get("zero_stage")))),
         is_compiled=plan.get("compile") is True,
@@ -120,6 +124,27 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
         tokens_per_s=_measure_tokens_per_s(table),
         global_batch_size=int(finite_or_zero(number_or_nan(plan.get("global_batch_size")))),
     )
+
+
+def _find_size_of_attempt(
+    run_dir: Path, plan: dict[str, Any], table: StepTable
+) -> tuple[int, dict[str, int]]:
+    """The number of ranks and the degrees by axis with which the attempt began, which may be fewer
+    than those of the plan; those of the plan where no rank said so."""
+    num_ranks, layout = plan.get("world_size"), dict_or_empty(plan.get("layout"))
+    for envelope in read_recorded_events(run_dir, RunStarted):
+        if envelope.attempt == table.attempt:
+            num_ranks, layout = envelope.event.world_size, envelope.event.layout
+    known = int(finite_or_zero(number_or_nan(num_ranks)))
+    return max(known, table.ranks[-1] + 1), _parse_degrees(layout)
+
+
+def _parse_degrees(layout: dict[str, Any]) -> dict[str, int]:
+    return {
+        str(axis): int(number_or_nan(degree))
+        for axis, degree in layout.items()
+        if math.isfinite(number_or_nan(degree))
+    }
 
 
 def _measure_tokens_per_s(table: StepTable) -> float:

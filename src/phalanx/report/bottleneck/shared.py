@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.report.bottleneck.cause import MIN_EXPLAINED_SHARE, MIN_SHARE, Cause
+from phalanx.core.units import plural
+from phalanx.report.bottleneck.cause import MIN_SHARE, Cause
+from phalanx.report.bottleneck.few_steps import describe_few_steps
 from phalanx.report.bottleneck.study import StepStudy, sum_compute_seconds
-from phalanx.report.bottleneck.what_if import calculate_speedup, calculate_speedup_without
+from phalanx.report.bottleneck.what_if import (
+    calculate_speedup_without,
+    select_phase_seconds,
+)
 from phalanx.report.formats import format_percent
 
 # Of a rank's own time, on a processor: below this it slept, waited, or had no turn.
 _MIN_PROCESSOR_SHARE = 0.7
-_MAX_NAMED_RANKS = 8
 MAX_OPERATOR_S = 200e-6
 
 
 @dataclass(frozen=True)
 class _SharedCause:
     """A cause that takes time groups out of the steps of all ranks; `evidence` has {share} and
-    {num_saves}."""
+    {saves}."""
 
     kind: str
     groups: tuple[str, ...]
@@ -40,7 +43,7 @@ SAVING = _SharedCause(
     "checkpoint",
     ("checkpoint",),
     "saving",
-    "training stands still for {share} of its time while {num_saves} checkpoints are saved",
+    "training stands still for {share} of its time in the phases of saves ({saves} on record)",
     'save less often (checkpoint.every="auto" finds the interval), or beside training'
     " (checkpoint.asynchronous)",
 )
@@ -61,15 +64,17 @@ def find_shared_cause(study: StepStudy, cause: _SharedCause) -> None:
     if share < MIN_SHARE:
         return
     evidence = cause.evidence.format(
-        share=format_percent(share, 1), num_saves=study.outline.num_saves
+        share=format_percent(share, 1), saves=plural(study.outline.num_saves, "save")
     )
+    by_rank = [select_phase_seconds(rows, cause.groups) for rows in study.table.rows.values()]
+    seconds = [median(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
     study.causes.append(
         Cause(
             cause.kind,
             share,
             speedup,
             cause.subject,
-            (evidence,),
+            (evidence, *describe_few_steps(study.table, seconds)),
             cause.action,
             phase=cause.groups[0],
         )
@@ -97,7 +102,7 @@ def find_small_operators(study: StepStudy) -> None:
         return
     # Around an operator stands more than its call (modules, hooks, contexts): at most all that the
     # model's products do not need.
-    products_s = study.outline.model_flops_utilization(len(study.table.ranks)) * study.mean_step_s
+    products_s = study.outline.model_flops_utilization(study.num_ranks) * study.mean_step_s
     saved_s, action = host_s, "larger layers, a larger batch, or train.compile"
     if products_s > 0:
         saved_s = max(host_s, forward_backward_s - products_s)
@@ -175,59 +180,3 @@ def find_missing_processor_time(study: StepStudy) -> None:
             is_upper_bound=True,
         )
     )
-
-
-def find_uneven_steps(study: StepStudy) -> None:
-    """Ranks that the others wait for, where it is no single one."""
-    if any(cause.kind == "straggler" for cause in study.causes) or len(study.table.ranks) < 2:
-        return
-    groups = study.group_comparable_ranks()
-    if any(len(group) < 2 for group in groups):
-        return
-    late_s = max((_sum_lateness(study, group) for group in groups), key=_sum_values)
-    total_late_s = _sum_values(late_s)
-    share = total_late_s / study.total_s
-    if share < MIN_SHARE:
-        return
-    subject, evidence = _describe_late_ranks(late_s, share)
-    study.causes.append(
-        Cause(
-            "uneven steps",
-            share,
-            calculate_speedup(study.table, study.total_s - total_late_s),
-            subject,
-            (evidence,),
-            "look for other processes on these machines, and for batches of uneven length",
-            is_upper_bound=True,
-        )
-    )
-
-
-def _describe_late_ranks(late_s: Mapping[int, float], share: float) -> tuple[str, str]:
-    """Words for the ranks that are late most, if they are less than half of all; else for all."""
-    ordered = sorted(late_s, key=late_s.__getitem__, reverse=True)
-    total_s, few, few_s = _sum_values(late_s), list[int](), 0.0
-    while few_s < MIN_EXPLAINED_SHARE * total_s and ordered:
-        few.append(ordered.pop(0))
-        few_s += late_s[few[-1]]
-    behind = f"the latest rank of a step is {format_percent(share, 1)} of it behind the median"
-    if 2 * len(few) <= len(late_s) and len(few) <= _MAX_NAMED_RANKS:
-        names = ", ".join(map(str, sorted(few)))
-        return f"ranks {names}, late in turn", (
-            f"{behind}; it is one of {names} in {format_percent(few_s, total_s)} of that time"
-        )
-    return "ranks that are late in turn", f"{behind}, and it is another one each time"
-
-
-def _sum_lateness(study: StepStudy, group: tuple[int, ...]) -> dict[int, float]:
-    """By rank the seconds that it is behind the median in the steps in which it is the latest."""
-    late_s = dict.fromkeys(group, 0.0)
-    for index in range(study.table.num_steps):
-        own_seconds = {rank: study.remaining_seconds(rank, index) for rank in group}
-        latest = max(own_seconds, key=own_seconds.__getitem__)
-        late_s[latest] += own_seconds[latest] - median(own_seconds.values())
-    return late_s
-
-
-def _sum_values(late_s: Mapping[int, float]) -> float:
-    return sum(late_s.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean, median
 
 from phalanx.report.bottleneck.cause import MIN_EXPLAINED_SHARE, MIN_SHARE, Cause
+from phalanx.report.bottleneck.few_steps import describe_few_steps, sum_beyond_few_steps
 from phalanx.report.bottleneck.study import StepStudy
 from phalanx.report.bottleneck.what_if import calculate_excess
 from phalanx.report.formats import format_milliseconds, format_percent
@@ -43,6 +44,8 @@ def find_straggler(study: StepStudy, group: tuple[int, ...]) -> None:
     share = sum(excess) / study.total_s
     if share < MIN_SHARE or explained < MIN_EXPLAINED_SHARE:
         return
+    if sum_beyond_few_steps(study.table, excess) < MIN_SHARE * study.total_s:
+        return
     phase, phase_s = _find_slow_phase(study, rank, peers)
     if phase == "data" and _wait_peers_for_data(study, peers):
         return
@@ -55,6 +58,7 @@ def find_straggler(study: StepStudy, group: tuple[int, ...]) -> None:
         f" others, and explains {format_percent(explained, 1)} of what ranks are apart",
         f"the others wait {format_milliseconds(waits)} of a step in collectives, rank {rank}"
         f" {format_milliseconds(own_waits)}",
+        *describe_few_steps(study.table, excess),
     ]
     action = _advise_on_straggler(study, rank, peers, phase, evidence)
     is_upper_bound = _gives_way_to_others(study, rank, peers)

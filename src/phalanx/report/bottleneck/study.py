@@ -18,6 +18,7 @@ from phalanx.report.bottleneck.what_if import (
     select_phase_seconds,
 )
 from phalanx.report.bubble import MeasuredPipeline
+from phalanx.report.self_time import split_into_peers
 
 COMPUTE_GROUPS = ("forward", "backward", "optimizer")
 
@@ -26,6 +27,7 @@ COMPUTE_GROUPS = ("forward", "backward", "optimizer")
 class RunOutline:
     """The facts that a verdict needs besides the steps.
 
+    `num_ranks` of the run, more than those in the table where files are missing (0: not known);
     `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
     ("dp", "tp", ...); `degrees` by axis of the layout; `allows_unused`: DDP may find parameters
@@ -35,6 +37,7 @@ class RunOutline:
     """
 
     device: str = ""
+    num_ranks: int = 0
     num_stages: int = 1
     zero_stage: int = 0
     is_compiled: bool = False
@@ -106,6 +109,11 @@ class StepStudy:
         return self.table.total_s
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the run, of which some may have left no file."""
+        return max(self.outline.num_ranks, self.table.ranks[-1] + 1)
+
+    @property
     def mean_step_s(self) -> float:
         return self.total_s / max(self.table.num_steps, 1)
 
@@ -129,14 +137,7 @@ class StepStudy:
 
     def group_comparable_ranks(self) -> list[tuple[int, ...]]:
         """Ranks that have the same work: those of one stage of a pipeline."""
-        ranks, num_stages = self.table.ranks, max(self.outline.num_stages, 1)
-        if num_stages == 1 or len(ranks) % num_stages:
-            return [ranks]
-        num_in_stage = len(ranks) // num_stages
-        groups = []
-        for start in range(0, len(ranks), num_in_stage):
-            groups.append(ranks[start : start + num_in_stage])
-        return groups
+        return split_into_peers(self.table.ranks, self.outline.num_stages, self.num_ranks)
 
     def typical_share(self, groups: Sequence[str]) -> float:
         """The share of the steps' time (0 to 1) of time groups, in the median over ranks that are

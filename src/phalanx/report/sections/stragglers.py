@@ -58,9 +58,13 @@ def _describe_slowest_rank(times: SelfTimeMap) -> str:
     if level <= 4:
         return "No rank takes clearly longer by itself than its peers."
     share = formats.format_percent(slow.excess_s, times.step_s)
+    peers, remark = "its peers", ""
+    if times.has_stages_of_one_rank:
+        peers = "all ranks"
+        remark = " Each rank is a pipeline stage of its own: the cut may give it more work."
     return (
         f"Rank {slow.rank} takes {formats.format_milliseconds(slow.excess_s)} longer by itself than"
-        f" the median of its peers, {share} of a step."
+        f" the median of {peers}, {share} of a step.{remark}"
     )
 
 
@@ -78,8 +82,8 @@ def _draw_map(times: SelfTimeMap) -> Html:
     note = (
         f"Across: steps {first:,} to {last:,} of the last attempt, its first ones left out. Own"
         " time is a step without the phases collective and pipeline, in which ranks wait for"
-        " others; colour: how much longer than the median of the ranks with the same work, as a"
-        " share of a step."
+        f" others; colour: how much longer than the median of {_name_peers(times)}, as a share of a"
+        " step."
     )
     if times.steps_per_value > 1:
         note += (
@@ -102,6 +106,12 @@ def _draw_map(times: SelfTimeMap) -> Html:
         build_tag("details", build_tag("summary", "Data table"), _build_map_table(times)),
         class_="chart",
     )
+
+
+def _name_peers(times: SelfTimeMap) -> str:
+    if times.has_stages_of_one_rank:
+        return "all ranks, of which no two have the same work"
+    return "the ranks with the same work"
 
 
 def _build_map_table(times: SelfTimeMap) -> Html:
