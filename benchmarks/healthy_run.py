@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
     CheckpointUnusable,
+    Envelope,
     Event,
     HangFound,
     InvariantChecked,
@@ -33,6 +36,8 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import read_recorded_events
 
+Kind = TypeVar("Kind", bound=Event)
+
 VERDICTS: tuple[type[Event], ...] = (
     *(HangFound, RankFailed, StoreLost, RestartScheduled, RolledBack, CheckpointUnusable),
     *(CheckpointFailed, NonFiniteFound, StepSkipped),
@@ -48,20 +53,39 @@ KINDS = (
 )
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """The events of KINDS of all ranks of a run and of its supervisor."""
+
+    envelopes: Sequence[Envelope]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunRecord:
+        num_ranks = len({path.name[:9] for path in (run_dir / "events").glob("rank-*")})
+        # -1: the supervisor.
+        return cls(
+            [
+                envelope
+                for rank in range(-1, num_ranks)
+                for envelope in read_recorded_events(run_dir, *KINDS, rank=rank)
+            ]
+        )
+
+    def select(self, kind: type[Kind]) -> list[Kind]:
+        """The events of a kind, in order of ranks."""
+        return [each.event for each in self.envelopes if isinstance(each.event, kind)]
+
+    def list_steps(self) -> list[int]:
+        """The steps that rank 0 has recorded, done again or not."""
+        of_rank_0 = RunRecord([each for each in self.envelopes if each.rank == 0])
+        return [event.step for event in of_rank_0.select(StepFinished)]
+
+
 def describe_run(run_dir: Path) -> dict[str, Any]:
     """The facts of one run."""
-    num_ranks = len({path.name[:9] for path in (run_dir / "events").glob("rank-*")})
-    # -1: the supervisor.
-    events = [
-        envelope
-        for rank in range(-1, num_ranks)
-        for envelope in read_recorded_events(run_dir, *KINDS, rank=rank)
-    ]
-    steps = [e.event.step for e in events if isinstance(e.event, StepFinished) and e.rank == 0]
-    times_s = [envelope.time_unix_s for envelope in events]
-    checks = [e.event for e in events if isinstance(e.event, InvariantChecked)]
-    started = next(e.event for e in events if isinstance(e.event, RunStarted))
-    slow = [e.event for e in events if isinstance(e.event, RankSlow)]
+    record = RunRecord.read(run_dir)
+    steps, started = record.list_steps(), record.select(RunStarted)[0]
+    times_s = [envelope.time_unix_s for envelope in record.envelopes]
     return {
         "run": run_dir.name,
         "layout": started.layout,
@@ -69,17 +93,27 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
         "seconds": round(max(times_s) - min(times_s)),
         "steps": max(steps),
         "steps_on_record_once": len(steps) == len(set(steps)) == max(steps),
-        "starts": sum(isinstance(e.event, RanksStarted) for e in events),
-        "verdicts": {
-            kind.__name__: sum(isinstance(e.event, kind) for e in events) for kind in VERDICTS
-        },
+        "starts": len(record.select(RanksStarted)),
+        "verdicts": {kind.__name__: len(record.select(kind)) for kind in VERDICTS},
+        **_describe_checks(record.select(InvariantChecked)),
+        "checkpoints": len(record.select(CheckpointSaved)),
+        **_describe_slow_ranks(record.select(RankSlow)),
+    }
+
+
+def _describe_checks(checks: Sequence[InvariantChecked]) -> dict[str, Any]:
+    return {
         "checks": {
             check.name: {"checks": check.num_checks, "failed": check.num_failed}
             for check in checks
             if check.is_summary
         },
         "checks_failed": sum(not check.ok for check in checks),
-        "checkpoints": sum(isinstance(e.event, CheckpointSaved) for e in events),
+    }
+
+
+def _describe_slow_ranks(slow: Sequence[RankSlow]) -> dict[str, Any]:
+    return {
         "slow": len(slow),
         "slow_by_steps": sum(not each.why for each in slow),
         "slow_by_share": sum(each.cpu_share < each.peers_cpu_share for each in slow),
