@@ -28,6 +28,7 @@ from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.self_time import build_self_time_map
+from phalanx.report.summary import build_run_json
 
 PLAN = {"layout": {"dp_replicate": 4, "tp": 1}, "device": "cpu", "flops_per_token": 5e6}
 
@@ -359,6 +360,20 @@ def test_what_one_step_has_alone_is_said_of_every_shared_cause(tmp_path: Path) -
     always = judge(write_run(tmp_path / "always", {-1: {"data": 0.05}})).main
     assert always is not None
     assert len(always.evidence) == 1
+
+
+def test_the_newest_steps_of_ranks_have_no_first_ones(tmp_path: Path) -> None:
+    """A first step that compiles is not what a plan's seconds are held beside."""
+    run = write_run(
+        tmp_path / "run", {}, delays_of_step=lambda rank, step: {"forward": 9.0 if step < 4 else 0}
+    )
+    facts = collect_run_facts(run)
+    assert [rank.rank for rank in facts.newest_ranks] == [rank.rank for rank in facts.ranks]
+    assert facts.ranks[0].mean_groups_s["forward"] > 0.5
+    assert facts.newest_ranks[0].mean_groups_s["forward"] == pytest.approx(0.1 / 3)
+    assert facts.newest_ranks[0].num_steps == 37
+    sentence = build_run_json(facts)["bottleneck"]["sentence"]
+    assert sentence.startswith("computation, ")
 
 
 def test_waiting_in_turn_within_a_step_is_no_transfer(tmp_path: Path) -> None:

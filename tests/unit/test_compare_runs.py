@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli._app import run_command_line
-from phalanx.observe.events import RunFinished, StepFinished, wrap_event_in_envelope
+from phalanx.observe.events import RunFinished, StepFinished, StepSkipped, wrap_event_in_envelope
 from phalanx.report.compare import RunComparison, compare_runs, list_comparison_lines
 from phalanx.report.reduce import collect_run_facts
 
@@ -93,6 +93,22 @@ def test_runs_whose_steps_vary_much_are_not_called_equally_fast(tmp_path: Path) 
     line = list_comparison_lines(comparison, ("a", "b"))[0]
     assert "cannot be told apart" in line
     assert "0.70 to 1.22" in line
+
+
+def test_the_last_loss_is_that_of_the_last_applied_step(tmp_path: Path) -> None:
+    """A step without targets has a loss of 0 that says nothing."""
+    run = write_run(tmp_path / "a", 0.06)
+    (path,) = (run / "events").iterdir()
+    skip = wrap_event_in_envelope(
+        StepSkipped(40, "no_targets", 0.0, 0, 1), rank=0, attempt=0, seq=99
+    )
+    path.write_text(path.read_text().replace('"step":40,"loss":2.0', '"step":40,"loss":0.0'))
+    path.write_text(path.read_text() + skip.to_line() + "\n")
+    facts = collect_run_facts(run)
+    assert facts.steps.loss[-1] == 0
+    assert facts.final_loss == (39, 2.0)
+    terms = {term.name: term.first for term in compare_runs(facts, facts).terms}
+    assert terms["last training loss"] == 2.0
 
 
 def test_runs_without_steps_are_not_compared_and_nothing_fails(tmp_path: Path) -> None:

@@ -405,6 +405,15 @@ def test_a_save_between_steps_is_not_taken_from_training(run: Run) -> None:
     assert parts["checkpoints"] == pytest.approx(0.05)
 
 
+def test_what_a_phase_has_in_the_next_step_is_counted_once(run: Run) -> None:
+    """A step is recorded before its last phase ends: seconds that are in the next one."""
+    run.start()
+    run.say(replace(step(1), phases_s={"forward": 0.1, "record": 0.05}, unaccounted_s=-0.05))
+    run.say(replace(step(2), phases_s={"forward": 0.05}, unaccounted_s=0.05))
+    parts = collect_run_facts(run.directory).ledger.parts_s
+    assert parts["training steps"] == pytest.approx(0.2)
+
+
 # --- restarts -------------------------------------------------------------------------------------
 
 
@@ -700,6 +709,9 @@ def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFi
     assert any("1 line of the event files could not be read" in text for text in warnings)
     assert run_command_line(["report", str(run.directory)]) == 0
     assert f"events/{of_rank_1.name} cannot be read" in capsys.readouterr().err
+    of_rank_1.rmdir()
+    warnings = collect_run_facts(run.directory).warnings
+    assert "no events of rank 1 are here (attempt 0): what they did is missing" in warnings
 
 
 def test_the_lines_of_a_run_that_met_failures_name_them_and_its_goodput(

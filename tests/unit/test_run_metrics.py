@@ -183,6 +183,17 @@ def test_seconds_of_ranks_are_told_apart() -> None:
     assert story.value("phalanx_steps_total") == 1, "a step is one, however many ranks do it"
 
 
+def test_what_no_phase_claims_is_the_sum_over_steps_though_one_has_less_than_nothing() -> None:
+    """A phase that ends after the record of its step is charged before its seconds are."""
+    story = Story()
+    story.start()
+    totals = []
+    for number, unaccounted_s in enumerate((0.25, -0.5, 0.125, 0.5, math.nan), 1):
+        story.tell(replace(STEP, step=number, unaccounted_s=unaccounted_s))
+        totals.append(story.value("phalanx_phase_seconds_total", "0", "unaccounted"))
+    assert totals == [0.25, 0.25, 0.25, 0.375, 0.375]
+
+
 def test_sums_of_steps_count_as_their_steps() -> None:
     """What ranks of a large run write: the same counters, and means of a step."""
     story, one_by_one = Story(), Story()

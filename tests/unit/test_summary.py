@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.checkpoint.best import record_best_step
 from phalanx.cli._app import run_command_line
+from phalanx.core.units import format_seconds
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     Envelope,
@@ -329,3 +330,27 @@ def test_skipped_steps_are_no_goodput(tmp_path: Path) -> None:
     assert ledger.parts_s["skipped steps"] == pytest.approx(3 * 0.4)
     assert sum(ledger.parts_s.values()) == pytest.approx(ledger.wall_s)
     assert "skipped steps" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_measured_step_is_that_of_the_newest_attempt_in_the_layout_of_the_plan(
+    tmp_path: Path,
+) -> None:
+    """A run that went on elsewhere, or with fewer ranks, has steps of several kinds."""
+    plan = {
+        "layout": {"dp_replicate": 2, "tp": 1},
+        "step_time": {"terms": {"ideal": 0.1}, "total_s": 0.1, "low_s": 0.05, "high_s": 0.2},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for attempt, (degree, step_s) in enumerate(((2, 9.0), (2, 0.1), (1, 0.4))):
+        bus = Bus(rank=0, run_dir=tmp_path, attempt=attempt)
+        bus.emit(RunStarted("r", "d", degree, 0, 99, "cpu", {"dp_replicate": degree, "tp": 1}))
+        for step in range(10 * attempt + 1, 10 * attempt + 11):
+            bus.emit(StepFinished(step, 3.0, 1, 1, 1e-3, 0.0, step_s, 1.0, {}, 0.0, 0))
+        bus.close()
+        lines = list_end_of_run_lines(collect_run_facts(tmp_path))
+        measured = [line for line in lines if line.startswith("time ")]
+        if degree == 2:
+            (line,) = measured
+            assert f"{format_seconds(step_s)} measured" in line
+        else:
+            assert not measured

@@ -127,9 +127,9 @@ def _peak_bytes(facts: RunFacts) -> float:
 
 
 def _last_loss(facts: RunFacts) -> float:
-    if not facts.steps.loss:
+    if facts.final_loss is None:
         return math.nan
-    return facts.steps.loss[-1]
+    return facts.final_loss[1]
 
 
 def _compare_step_seconds(first: RunFacts, second: RunFacts) -> tuple[float, float, float]:

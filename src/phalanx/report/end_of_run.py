@@ -17,6 +17,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
+    Envelope,
     EvalFinished,
     Event,
     InvariantChecked,
@@ -43,7 +44,7 @@ from phalanx.report.facts import (
     describe_sent_bytes,
     describe_skipped_steps,
 )
-from phalanx.report.formats import dict_or_empty
+from phalanx.report.formats import dict_or_empty, is_same_layout
 from phalanx.report.invariant_facts import InvariantLog
 
 Kind = TypeVar("Kind", bound=Event)
@@ -54,7 +55,8 @@ def list_end_of_run_lines(facts: RunFacts) -> list[str]:
     checkpoint and the best; and what the owner of the run whose `facts` were collected may regret:
     steps that were not applied, what drifts."""
     run_dir = facts.run_dir
-    events = [envelope.event for envelope in EventTail(run_dir).read_new_events()]
+    envelopes = EventTail(run_dir).read_new_events()
+    events = [envelope.event for envelope in envelopes]
     evaluation = _find_last_event(events, EvalFinished)
     baselines = {event.name: event for event in _select_events_of(events, BaselineMeasured)}
     sample = _find_last_event(events, TextGenerated)
@@ -68,7 +70,7 @@ def list_end_of_run_lines(facts: RunFacts) -> list[str]:
         lines += _list_evaluation_lines(evaluation, baselines, facts.units)
     lines += _list_sent_bytes_lines(events)
     lines += _list_pipeline_lines(events, run_dir)
-    lines += _list_time_lines(events, run_dir)
+    lines += _list_time_lines(envelopes, run_dir)
     lines += _list_bottleneck_lines(facts.bottleneck)
     lines += _list_memory_lines(facts)
     lines += _list_invariant_lines(run_dir)
@@ -217,10 +219,11 @@ def _list_pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
 
-def _list_time_lines(events: list[Event], run_dir: Path) -> list[str]:
+def _list_time_lines(envelopes: list[Envelope], run_dir: Path) -> list[str]:
     """A line about the time of a step, predicted and measured; none where it was not predicted."""
-    body = dict_or_empty(_read_json_object(run_dir / "plan.json").get("step_time"))
-    measured_s = _measure_step_s(events)
+    plan = _read_json_object(run_dir / "plan.json")
+    body = dict_or_empty(plan.get("step_time"))
+    measured_s = _measure_step_s(envelopes, dict_or_empty(plan.get("layout")))
     try:
         predicted = StepTime.from_json(body)
         predicted_s = predicted.total_s
@@ -251,12 +254,22 @@ def _name_error_direction(predicted_s: float, measured_s: float) -> str:
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
 
 
-def _measure_step_s(events: list[Event]) -> float | None:
-    """The median seconds of a step without the first ones; None where there are too few."""
-    steps = [event.step_s for event in _select_events_of(events, StepFinished)]
-    if len(steps) < 2 * WARM_UP_STEPS:
+def _measure_step_s(envelopes: list[Envelope], layout: dict[str, Any]) -> float | None:
+    """The median seconds of a step, without the first ones, of the newest attempt with enough of
+    them; None where there is none, or it had another layout than the plan's."""
+    step_s_of: dict[int, list[float]] = {}
+    layout_of: dict[int, dict[str, int]] = {}
+    for envelope in envelopes:
+        if isinstance(envelope.event, StepFinished):
+            step_s_of.setdefault(envelope.attempt, []).append(envelope.event.step_s)
+        elif isinstance(envelope.event, RunStarted):
+            layout_of[envelope.attempt] = envelope.event.layout
+    enough = [number for number, steps in step_s_of.items() if len(steps) >= 2 * WARM_UP_STEPS]
+    if not enough:
         return None
-    return median(steps[WARM_UP_STEPS:])
+    if not is_same_layout(layout_of.get(max(enough), layout), layout):
+        return None
+    return median(step_s_of[max(enough)][WARM_UP_STEPS:])
 
 
 def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:

@@ -182,6 +182,8 @@ class RunFacts:
     skipped: list[events.StepSkipped]
     attempts: list[RunAttempt]
     ranks: list[RankPhaseSeconds]
+    newest_ranks: list[RankPhaseSeconds]
+    """The same over the newest steps of the last attempt, without its first ones."""
     evals: list[events.EvalFinished]
     baselines: list[events.BaselineMeasured]
     memory: dict[int, events.MemoryMeasured]
@@ -227,6 +229,14 @@ class RunFacts:
     """None of one rank alone, or where no step was recorded."""
     raw: RawEvents = field(default_factory=RawEvents)
     """Lines of the event files; read only for a page."""
+
+    @property
+    def final_loss(self) -> tuple[int, float] | None:
+        """The last applied step and its loss: a step without targets has a loss of 0 that says
+        nothing. None where no step was applied."""
+        skipped = {int(event.step) for event in self.skipped}
+        rows = zip(reversed(self.steps.step), reversed(self.steps.loss), strict=True)
+        return next(((step, loss) for step, loss in rows if step not in skipped), None)
 
     @property
     def describe_sent_gradients(self) -> str:

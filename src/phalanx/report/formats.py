@@ -102,6 +102,15 @@ def format_timestamp(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def is_same_layout(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """True if both split the same axes alike; an axis of degree 1 may be left out."""
+    wide = [
+        {axis: degree for axis, degree in degrees.items() if degree != 1}
+        for degrees in (first, second)
+    ]
+    return wide[0] == wide[1]
+
+
 def format_layout(degrees: dict[str, Any]) -> str:
     """Only the axes that split something: 'dp_replicate=2 x tp=2'."""
     if not degrees:

@@ -6,6 +6,7 @@ counted as redone. Files are read line by line; of the steps only columns of num
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -19,10 +20,12 @@ from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
+from phalanx.observe.tail import RANK_FILE_PATTERN
 from phalanx.observe.units import choose_metric_units_of_job
+from phalanx.observe.where_words import format_rank_list
 from phalanx.observe.words import describe_lost_events
 from phalanx.report.bottleneck.of_run import judge_step_table
-from phalanx.report.bottleneck.step_table import read_step_table
+from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
     RankPhaseSeconds,
@@ -46,6 +49,8 @@ from phalanx.report.self_time import build_self_time_map
 from phalanx.report.timeline import RunTimeline
 
 NAN = math.nan
+
+_MAX_NAMED_RANKS = 8
 
 Kind = TypeVar("Kind", bound=events.Event)
 AtStep = TypeVar("AtStep", events.EvalFinished, events.PipelineMeasured, events.TextGenerated)
@@ -89,7 +94,11 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     identity = _identify_run(run_dir, job, plan, story)
     table = read_step_table(run_dir, log.tails or None)
     drifts = log.drift.find_drifts()
-    reading_gaps = [*list_reading_gaps(log), *_list_missing_last_steps(steps, finished)]
+    reading_gaps = [
+        *list_reading_gaps(log),
+        *_list_missing_ranks(log, plan),
+        *_list_missing_last_steps(steps, finished),
+    ]
     rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
         run_dir=run_dir,
@@ -111,6 +120,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         skipped=skipped,
         attempts=attempts,
         ranks=[_sum_rank_phase_seconds(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
+        newest_ranks=_sum_newest_steps(table),
         evals=sorted(_newest_event_by_step(story, events.EvalFinished), key=_get_step_of_event),
         baselines=_select_newest_baselines(story),
         memory=log.memory,
@@ -256,6 +266,17 @@ def _sum_rank_phase_seconds(rank: int, clock: RankStepTimes) -> RankPhaseSeconds
     )
 
 
+def _sum_newest_steps(table: StepTable | None) -> list[RankPhaseSeconds]:
+    ranks = []
+    if table is not None and table.num_steps:
+        for rank, rows in table.rows.items():
+            clock = RankStepTimes()
+            for row in rows:
+                clock.add_steps(row.step_s, 1, row.seconds)
+            ranks.append(_sum_rank_phase_seconds(rank, clock))
+    return ranks
+
+
 def _compute_weighted_percentile(ordered: list[tuple[float, int]], fraction: float) -> float:
     """The smallest of the sorted (value, count) that at least `fraction` of all counts do not
     exceed; NaN of none."""
@@ -299,8 +320,14 @@ def _charge_wall_time(
         event.wall_s for event in _select_events(story, events.EvalFinished)
     )
     # A save between two steps is charged to the next one's phases but not to its seconds:
-    # unaccounted is then negative.
-    between_s = _sum_positive(-finite_or_zero(value) for value in steps.groups_s["unaccounted"])
+    # unaccounted is then negative. No more than the save: what another phase has in the next step,
+    # as the record of a step, is in the seconds of that one.
+    between_s = _sum_positive(
+        min(-finite_or_zero(spare_s), save_s)
+        for spare_s, save_s in zip(
+            steps.groups_s["unaccounted"], steps.groups_s["checkpoint"], strict=True
+        )
+    )
     step_s = _sum_finite(steps.step_s) + between_s
     # What a step's own phases have is taken out of it: no second is charged twice.
     parts = {
@@ -412,6 +439,31 @@ def list_reading_gaps(log: EventLog) -> list[str]:
             " of another version of phalanx): what they say is missing here"
         )
     return gaps
+
+
+def _list_missing_ranks(log: EventLog, plan: dict[str, Any]) -> list[str]:
+    """A line about ranks of which no event is here, of the newest attempt with steps: files that
+    were lost, or lie on another machine."""
+    if not log.lead_steps:
+        return []
+    attempt, num_ranks = max(log.lead_steps), _int_or_none(plan.get("world_size")) or 0
+    for envelope in log.rest:
+        if isinstance(envelope.event, events.RunStarted) and envelope.attempt == attempt:
+            num_ranks = int(envelope.event.world_size)
+    there = {rank for number, rank in log.by_stream if number == attempt and rank >= 0}
+    # Those are said already.
+    for match in filter(None, map(RANK_FILE_PATTERN.fullmatch, log.unreadable_files)):
+        if int(match[2]) == attempt:
+            there.add(int(match[1]))
+    num_missing = num_ranks - len(there)
+    if num_missing <= 0:
+        return []
+    missing = (rank for rank in itertools.count() if rank not in there)
+    named = list(itertools.islice(missing, min(num_missing, _MAX_NAMED_RANKS)))
+    ranks = format_rank_list(named)
+    if num_missing > len(named):
+        ranks += f" and {num_missing - len(named):,} more"
+    return [f"no events of {ranks} are here (attempt {attempt}): what they did is missing"]
 
 
 def _list_missing_last_steps(steps: StepColumns, finished: events.RunFinished | None) -> list[str]:

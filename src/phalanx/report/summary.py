@@ -11,6 +11,8 @@ from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
+from phalanx.report.bottleneck.cause import BottleneckVerdict
+from phalanx.report.bottleneck.describe import describe_bottleneck
 from phalanx.report.expert_facts import compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
@@ -40,7 +42,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "num_steps_redone": facts.num_redone,
         "num_steps_skipped": len(facts.skipped),
         "loss_unit": facts.units.loss or None,
-        "final_loss": _find_final_loss(facts),
+        "final_loss": None if facts.final_loss is None else _number_or_none(facts.final_loss[1]),
         "evaluations": [_build_evaluation_json(event) for event in facts.evals],
         "best": _build_best_evaluation_json(facts),
         "baselines": list(map(_build_baseline_json, facts.baselines)),
@@ -74,20 +76,12 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "reliability": facts.reliability.to_json(),
         "ledger": [_build_ledger_json(ledger) for ledger in facts.rank_ledgers],
         "collectives": [caller.to_json() for caller in facts.callers],
-        "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
+        "bottleneck": _build_bottleneck_json(facts.bottleneck) if facts.bottleneck else None,
         "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],
         "checkpoints": _list_checkpoint_names(facts),
         "warnings": list(facts.warnings),
         "report": _find_report_path(facts),
     }
-
-
-def _find_final_loss(facts: RunFacts) -> float | None:
-    """The loss of the last applied step: a step without targets has a loss of 0 that says
-    nothing."""
-    skipped = {int(event.step) for event in facts.skipped}
-    rows = zip(reversed(facts.steps.step), reversed(facts.steps.loss), strict=True)
-    return next((_number_or_none(loss) for step, loss in rows if step not in skipped), None)
 
 
 def _build_evaluation_json(event: events.EvalFinished) -> dict[str, Any]:
@@ -185,6 +179,10 @@ def _build_experts_json(facts: RunFacts) -> dict[str, Any] | None:
         "max_over_mean": max(map(compute_max_over_mean_load, experts.tokens.values())),
         "dropped_share": experts.newest_dropped_share,
     }
+
+
+def _build_bottleneck_json(verdict: BottleneckVerdict) -> dict[str, Any]:
+    return {"sentence": describe_bottleneck(verdict), **verdict.to_json()}
 
 
 def _build_invariant_json(facts: InvariantFacts) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.report.bottleneck.study import RunOutline
 from phalanx.report.bottleneck.update_traffic import count_update_traffic
 from phalanx.report.bubble import MeasuredPipeline
-from phalanx.report.formats import dict_or_empty, finite_or_zero, number_or_nan
+from phalanx.report.formats import dict_or_empty, finite_or_zero, is_same_layout, number_or_nan
 
 
 def judge_run(
@@ -48,7 +48,7 @@ def judge_step_table(
 
 def _add_memory_facts(outline: RunOutline, plan: dict[str, Any], job: dict[str, Any]) -> RunOutline:
     """The outline with what is known of memory bandwidth, on this machine."""
-    if outline.degrees != _parse_degrees(dict_or_empty(plan.get("layout"))):
+    if not is_same_layout(dict(outline.degrees), _parse_degrees(dict_or_empty(plan.get("layout")))):
         # The plan's bytes and work are those of a rank in another layout.
         return outline
     memory = None
@@ -133,8 +133,9 @@ def _find_size_of_attempt(
     than those of the plan; those of the plan where no rank said so."""
     num_ranks, layout = plan.get("world_size"), dict_or_empty(plan.get("layout"))
     for envelope in read_recorded_events(run_dir, RunStarted):
-        if envelope.attempt == table.attempt:
-            num_ranks, layout = envelope.event.world_size, envelope.event.layout
+        event = envelope.event
+        if isinstance(event, RunStarted) and envelope.attempt == table.attempt:
+            num_ranks, layout = event.world_size, event.layout
     known = int(finite_or_zero(number_or_nan(num_ranks)))
     return max(known, table.ranks[-1] + 1), _parse_degrees(layout)
 

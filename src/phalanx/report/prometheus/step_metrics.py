@@ -83,7 +83,8 @@ class StepMetrics:
         values = self._values
         for phase, seconds in event.phases_s.items():
             values.add("phalanx_phase_seconds_total", seconds, rank, phase)
-        values.add("phalanx_phase_seconds_total", event.unaccounted_s, rank, "unaccounted")
+        # Less than nothing where a phase that ends after the record is charged to the next step.
+        values.add_net("phalanx_phase_seconds_total", event.unaccounted_s, rank, "unaccounted")
         for words, seconds in event.communication_s.items():
             axis = words.partition(":")[0]
             values.add("phalanx_communication_seconds_total", seconds, rank, axis)

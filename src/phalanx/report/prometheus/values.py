@@ -39,6 +39,7 @@ class MetricValues:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[LabelValues, float]] = {}
+        self._owed: dict[tuple[str, LabelValues], float] = {}
         self._bucket_counts = [0] * (len(STEP_SECONDS_BUCKETS) + 1)
         self._step_seconds_total = 0.0
 
@@ -48,6 +49,15 @@ class MetricValues:
         if not amount > 0:
             amount = 0.0
         of_name[labels] = of_name.get(labels, 0.0) + amount
+
+    def add_net(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter what may also be negative: it stands until later amounts make up for
+        that, so that in the long run it is their sum."""
+        if amount != amount:
+            amount = 0.0
+        net = amount - self._owed.get((name, labels), 0.0)
+        self._owed[name, labels] = max(-net, 0.0)
+        self.add(name, net, *labels)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         self._require_metric(name)[labels] = float(value)

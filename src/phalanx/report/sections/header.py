@@ -125,10 +125,12 @@ def _describe_start_and_duration(facts: RunFacts) -> str:
 
 
 def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
-    steps = facts.steps
     loss, of_step, median = math.nan, "", ""
-    if len(steps):
-        loss, of_step, median = steps.loss[-1], f"of step {steps.step[-1]:,}", "median over steps"
+    if facts.final_loss is not None:
+        last_step, loss = facts.final_loss
+        of_step = f"of step {last_step:,}"
+    if len(facts.steps):
+        median = "median over steps"
     redone, rolled_back = "", ""
     if facts.num_redone:
         redone = f"{plural(facts.num_redone, 'step')} done again"

@@ -46,14 +46,19 @@ def render_predicted_step(facts: RunFacts) -> Html | None:
         for name, value in formats.dict_or_empty(predicted.get("terms")).items()
     }
     total_s = sum(terms.values())
-    if not facts.ranks or not (math.isfinite(total_s) and total_s > 0):
+    # The first steps allocate and compile, and earlier attempts may have had another layout.
+    ranks = facts.newest_ranks or facts.ranks
+    planned = formats.dict_or_empty(facts.plan.get("layout"))
+    if not formats.is_same_layout(dict(facts.layout), planned):
+        return None
+    if not ranks or not (math.isfinite(total_s) and total_s > 0):
         return None
     low_s, high_s = (formats.number_or_nan(predicted.get(key)) for key in ("low_s", "high_s"))
-    median_s = facts.ranks[0].p50_s
+    median_s = ranks[0].p50_s
     rows = [_build_row("a whole step", total_s, median_s)]
     for part in _PARTS:
         part_s = sum(terms.get(term, 0.0) for term in part.terms)
-        measured_s = _measure(part, facts.ranks)
+        measured_s = _measure(part, ranks)
         if part_s > 0 or measured_s > 0:
             rows.append(_build_row(part.name, part_s, measured_s))
     inside = "inside" if low_s <= median_s <= high_s else "outside"
@@ -64,8 +69,9 @@ def render_predicted_step(facts: RunFacts) -> Html | None:
         build_table(["part", "predicted", "measured", "error of the plan"], rows, css_class="num"),
         build_tag(
             "p",
-            f"The whole step is rank {facts.ranks[0].rank}'s median, {inside} the plan's 80 %"
-            f" interval ({interval}). Parts are means over steps and ranks, communication that of"
+            f"The whole step is rank {ranks[0].rank}'s median, {inside} the plan's 80 %"
+            f" interval ({interval}). Parts are means over ranks and the newest steps, without the"
+            " first ones of an attempt, communication that of"
             " the rank which has least of it: the others wait for each other there, too. What the"
             " plan adds for jitter and offloading is in the whole step alone.",
             class_="note",
