@@ -714,6 +714,23 @@ def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFi
     assert "no events of rank 1 are here (attempt 0): what they did is missing" in warnings
 
 
+def test_a_file_that_was_cut_off_between_two_lines_is_said(run: Run) -> None:
+    """Of another rank than the first: nothing in it is damaged."""
+    run.start()
+    run.steps(range(1, 21))
+    of_rank_1 = build_event_file_path(run.directory, 1, 0)
+    whole = of_rank_1.read_bytes()
+    of_rank_1.write_bytes(b"".join(whole.splitlines(keepends=True)[:12]))
+    assert collect_run_facts(run.directory).warnings == []
+    run.say(events.RunFinished("finished", 0, 20, 9.0), rank=-1)
+    assert collect_run_facts(run.directory).warnings == [
+        "the events of rank 1 end at step 12, and the run finished at step 20: what they did after"
+        " it is missing"
+    ]
+    of_rank_1.write_bytes(whole)
+    assert collect_run_facts(run.directory).warnings == []
+
+
 def test_the_lines_of_a_run_that_met_failures_name_them_and_its_goodput(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

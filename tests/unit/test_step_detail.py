@@ -102,6 +102,27 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_below_200_mb() -> No
     assert len(written) > 30, "and something is said of it"
 
 
+def test_odd_steps_alone_are_no_picture_of_a_run(tmp_path: Path) -> None:
+    """Until its first window ends a rank has its first steps and those that took long."""
+    (tmp_path / "events").mkdir()
+    for rank in range(2):
+        detail = StepDetail(rank, Layout(dp_replicate=2_000), 0, 100_000)
+        events: list[Event] = []
+        for number in range(1, 400):
+            late_s = 0.4 if number > 200 and number % 20 == 0 else 0.0
+            events += detail.list_events(step_of(number, late_s=late_s))
+        lines = [
+            wrap_event_in_envelope(event, rank=rank, attempt=0, seq=seq).to_line()
+            for seq, event in enumerate(events)
+        ]
+        path = tmp_path / "events" / f"rank-{rank:04}-attempt-00.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+    assert len(lines) > 12
+    table = read_step_table(tmp_path)
+    assert table is not None
+    assert table.steps == tuple(range(4, detail.num_first_steps + 1))
+
+
 def test_sums_and_single_steps_are_all_steps() -> None:
     num_steps = 40_000
     odd = {5, 9_000, 9_001, 39_999}

@@ -87,6 +87,8 @@ class EventLog:
     ledger: LedgerBuilder = field(default_factory=lambda: LedgerBuilder({}))
     tails: dict[int, RankTail] = field(default_factory=dict)
     """By rank the newest steps of the newest attempt; empty unless they were asked for."""
+    # By (attempt, rank) the last step on record, by itself or in a sum.
+    last_steps: dict[tuple[int, int], int] = field(default_factory=dict)
     # First and last event of each (attempt, rank).
     by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)
 
@@ -106,6 +108,7 @@ class EventLog:
         else:
             ends[1] = envelope
         if isinstance(event, StepFinished):
+            self.last_steps[stream] = int(event.step)
             groups_s = _sum_phases_by_group(event)
             self._times_of(envelope.rank).add_steps(event.step_s, 1, groups_s)
             if envelope.rank == self.lead_rank:
@@ -113,6 +116,7 @@ class EventLog:
                     self.lead_steps.setdefault(envelope.attempt, StepColumns()), event, groups_s
                 )
         elif isinstance(event, StepsSummed):
+            self.last_steps[stream] = int(event.last_step)
             self._times_of(envelope.rank).add_steps(
                 event.step_s, int(event.num_steps), _sum_phases_by_group(event)
             )

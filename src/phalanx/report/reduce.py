@@ -98,6 +98,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         *list_reading_gaps(log),
         *_list_missing_ranks(log, plan),
         *_list_missing_last_steps(steps, finished),
+        *_list_ranks_that_end_early(log, finished),
     ]
     rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
@@ -476,6 +477,28 @@ def _list_missing_last_steps(steps: StepColumns, finished: events.RunFinished | 
         return []
     missing = f"steps {last + 1:,} to {end:,} are" if last + 1 < end else f"step {end:,} is"
     return [f"{missing} not on record: the run finished at step {end:,}, and its events end before"]
+
+
+def _list_ranks_that_end_early(log: EventLog, finished: events.RunFinished | None) -> list[str]:
+    """A line about the other ranks of a run that finished whose events end before its last step."""
+    if finished is None or finished.status != "finished" or not log.lead_steps:
+        return []
+    attempt = max(log.lead_steps)
+    early = {
+        rank: last
+        for (number, rank), last in sorted(log.last_steps.items())
+        if number == attempt and rank != log.lead_rank and last < finished.step
+    }
+    if not early:
+        return []
+    named = list(early)[:_MAX_NAMED_RANKS]
+    ranks = format_rank_list(named)
+    if len(early) > len(named):
+        ranks += f" and {len(early) - len(named):,} more"
+    return [
+        f"the events of {ranks} end at step {min(early.values()):,}, and the run finished at step"
+        f" {int(finished.step):,}: what they did after it is missing"
+    ]
 
 
 def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:

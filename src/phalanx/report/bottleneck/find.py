@@ -24,7 +24,7 @@ from phalanx.report.bottleneck.shared import (
     find_shared_cause,
     find_small_operators,
 )
-from phalanx.report.bottleneck.step_table import StepTable
+from phalanx.report.bottleneck.step_table import MIN_ROWS, StepTable
 from phalanx.report.bottleneck.straggler import find_straggler
 from phalanx.report.bottleneck.study import COMPUTE_GROUPS, RunOutline, StepStudy, sum_groups
 from phalanx.report.bottleneck.uneven_steps import find_uneven_steps
@@ -32,8 +32,6 @@ from phalanx.report.formats import format_percent
 
 LOW_UTILIZATION = 0.20
 """Of the rate of large products: below it a model spends its time on something else."""
-MIN_STEPS = 10
-"""So many steps after the first ones a verdict needs."""
 
 
 def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
@@ -41,11 +39,11 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     first, last = 0, 0
     if table.steps:
         first, last = table.steps[0], table.steps[-1]
-    if table.num_steps < MIN_STEPS:
+    if table.num_steps < MIN_ROWS:
         length = plural(table.num_steps, "window of steps", "windows of steps")
         if table.num_covered == table.num_steps:
             length = plural(table.num_steps, "step")
-        why_not = f"{length} after the first ones; it takes {MIN_STEPS}"
+        why_not = f"{length} after the first ones; it takes {MIN_ROWS}"
         return BottleneckVerdict(
             first, last, table.num_steps, len(table.ranks), 0.0, (), {}, why_not
         )

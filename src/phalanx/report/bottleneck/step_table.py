@@ -22,6 +22,9 @@ from phalanx.report.bottleneck.rank_tail import (
 from phalanx.report.event_log import find_first_step
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
+MIN_ROWS = 10
+"""So many steps, or windows of steps, after the first ones a verdict needs."""
+_MIN_SHARE_WITHOUT_GAPS = 0.8
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,18 @@ def read_step_table(run_dir: Path, tails: Mapping[int, RankTail] | None = None) 
     if not tails:
         return None
     lead = min(tails)
-    if any(tail.windows for tail in tails.values()):
-        if tail_bytes[of_attempt[lead]] < MAX_LEAD_BYTES:
-            # Rank 0 wrote each step of the windows.
-            tails[lead] = read_rank_tail(of_attempt[lead], MAX_LEAD_BYTES)
-        return align_windows(attempt, tails)
+    has_windows = any(tail.windows for tail in tails.values())
+    if has_windows and tail_bytes[of_attempt[lead]] < MAX_LEAD_BYTES:
+        # Rank 0 wrote each step of the windows.
+        tails[lead] = read_rank_tail(of_attempt[lead], MAX_LEAD_BYTES)
+    windows = align_windows(attempt, tails) if has_windows else None
+    if windows is not None and windows.num_steps >= MIN_ROWS:
+        return windows
     first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
-    return _align_steps(attempt, tails, first_step, count_steps_per_rank(len(of_attempt)))
+    steps = _align_steps(attempt, tails, first_step, count_steps_per_rank(len(of_attempt)))
+    if windows is None or (steps is not None and steps.num_steps > windows.num_steps):
+        return steps
+    return windows
 
 
 def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
@@ -130,7 +138,7 @@ def _align_steps(
 ) -> StepTable | None:
     common = set.intersection(*(set(tail.steps) for tail in tails.values()))
     warm = sorted(step for step in common if step >= first_step + WARM_UP_STEPS)
-    steps = tuple(warm[-num_steps:])
+    steps = tuple(_leave_out_odd_steps(warm)[-num_steps:])
     rows: dict[int, tuple[RankStep, ...]] = {}
     for rank, tail in tails.items():
         rows[rank] = tuple(make_row([tail.steps[step]]) for step in steps)
@@ -138,6 +146,20 @@ def _align_steps(
     if newest is None:
         return None
     return StepTable(attempt, steps, rows, newest, len(steps))
+
+
+def _leave_out_odd_steps(steps: list[int]) -> list[int]:
+    """The steps; where many between them are missing, the longest stretch without a gap: of steps
+    that are summed up only those that took long are written by themselves."""
+    if not steps or len(steps) >= _MIN_SHARE_WITHOUT_GAPS * (steps[-1] - steps[0] + 1):
+        return steps
+    stretches: list[list[int]] = []
+    for step in steps:
+        if stretches and stretches[-1][-1] == step - 1:
+            stretches[-1].append(step)
+        else:
+            stretches.append([step])
+    return max(stretches, key=len)
 
 
 def _find_newest_step(tails: Mapping[int, RankTail]) -> StepFinished | None:
