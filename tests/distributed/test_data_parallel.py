@@ -23,6 +23,7 @@ from models import VOCAB, decoder, global_batches, plan, share
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
+from phalanx.mesh.compat import list_fsdp_parameters
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.nn.objective import causal_cross_entropy
@@ -437,32 +438,44 @@ def test_late_ranks_change_no_bit_where_shards_are_read_without_waiting(
             assert torch.equal(late[rank][name], weight), (rank, name)
 
 
-def fail_in_backward(rank: int) -> list[bool]:
+def fail_in_backward(rank: int) -> tuple[list[bool], list[int]]:
     """For each sharded parameter, whether it has a gradient after a backward that failed in the
-    first block of this rank, while reductions of later units were open."""
+    first block of this rank, while reductions of later units were open; and the bytes of the first
+    block's weights that were gathered while the second one's backward was under way."""
     a_plan = plan(2, 1, dp_shard=2, zero_stage=3)
     module = decoder(tied=True, dtype=torch.float32)
     with open_mesh(a_plan.layout, device="cpu", collectives="shared") as mesh:
         model = parallelize(module, a_plan, mesh)
         require_shards_in_shared_memory(module)
+        gathered: list[int] = []
 
         def fail(*_: object) -> None:
             raise ArithmeticError("as a user's function may")
 
-        next(m for m in module.modules() if isinstance(m, nn.Linear)).register_full_backward_hook(
-            fail
-        )
+        def look(*_: object) -> None:
+            weights = [
+                part for each in list_fsdp_parameters(first) for part in each.all_gather_outputs
+            ]
+            gathered.append(sum(weight.untyped_storage().nbytes() for weight in weights))
+
+        first, second = module.blocks
+        for block, hook in ((first, fail), (second, look)):
+            linear = next(each for each in block.modules() if isinstance(each, nn.Linear))
+            linear.register_full_backward_hook(hook)
         batch = share(global_batches(1)[0], rank, 2, 1)
         with pytest.raises(ArithmeticError):
             model.forward_backward(batch, OBJECTIVE)
-        return [p.grad is not None for p in module.parameters() if isinstance(p, DTensor)]
+        have_gradients = [p.grad is not None for p in module.parameters() if isinstance(p, DTensor)]
+        return have_gradients, gathered
 
 
 def test_after_an_error_in_the_backward_no_gradient_is_filled_later() -> None:
-    """Reductions of later blocks may have begun: what they fill is no gradient any more."""
-    for have_gradients in run_ranks(2, fail_in_backward):
+    """Reductions of later blocks may have begun: what they fill is no gradient any more. Nor was a
+    block gathered before its own backward: on a CPU nothing would be gained by it."""
+    for have_gradients, gathered in run_ranks(2, fail_in_backward):
         assert have_gradients
         assert not any(have_gradients)
+        assert gathered == [0]
 
 
 def evaluate_after_a_forward_alone(rank: int) -> list[float]:

@@ -118,14 +118,21 @@ def test_what_zero3_gathers(options: dict[str, Any], gathered: int, gradients: i
     assert phases(3, **options)["forward"]["communication"] == 4 * (gathered + gradients)
 
 
-@pytest.mark.parametrize(("prefetch", "num_units"), [(None, 2), (1, 2), (2, 3)])
-def test_what_zero3_gathers_in_the_backward(prefetch: int | None, num_units: int) -> None:
-    """Units fetched ahead, a weight's gradient in its unit, and all gradients of a microbatch
-    before."""
+@pytest.mark.parametrize(
+    ("device", "prefetch", "num_units"),
+    [("cpu", None, 1), ("cuda", None, 2), ("cpu", 1, 2), ("cpu", 2, 3)],
+)
+def test_what_zero3_gathers_in_the_backward(
+    device: str, prefetch: int | None, num_units: int
+) -> None:
+    """Units fetched ahead, by themselves on GPUs alone; a weight's gradient in its unit, and all
+    gradients of a microbatch before."""
     options = {} if prefetch is None else {"prefetch": prefetch}
     first = SHAPE.ffn_dim * SHAPE.dim
     expected = REST + num_units * BLOCK + SHAPE.num_params + first
-    assert phases(3, **options)["backward"]["communication"] == 4 * expected
+    work = Workload(1, 8, "fp32", "none", 2048, 2, options=Parallel(**options))
+    by_phase = predict_rank_memory_by_phase(SHAPE, work, 3, 2, device, 2)
+    assert by_phase["backward"]["communication"] == 4 * expected
 
 
 @pytest.mark.parametrize(("chunk", "zero_stage"), [(8, 3), (8, 2), (4, 3)])

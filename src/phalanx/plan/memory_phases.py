@@ -61,7 +61,9 @@ class StepMoments:
 
     `shape`: the rank's part of the model (`shard_shape`); `gradient_bytes`: of all gradients that
     it holds at the end of the backward; `num_readers`: ranks with gradients to average;
-    `scatters_messages`: buckets of gradients are copied into messages (`OwnRowsReduction`).
+    `scatters_messages`: buckets of gradients are copied into messages (`OwnRowsReduction`);
+    `gathers_ahead`: where the job does not say, the next unit is gathered while one computes its
+    backward, as on GPUs.
     """
 
     shape: ModelCosts
@@ -72,6 +74,7 @@ class StepMoments:
     gradient_bytes: float
     offloads_activations: bool
     scatters_messages: bool
+    gathers_ahead: bool
 
     @property
     def _costs(self) -> ActivationCosts:
@@ -263,9 +266,9 @@ class StepMoments:
 
     def _num_units_in_backward(self) -> int:
         """Units of blocks that are whole at one time: the one that computes, and those fetched
-        ahead (one, where the job says nothing)."""
+        ahead."""
         prefetch = self.work.options.prefetch
-        return 2 if prefetch is None else 1 + prefetch
+        return 1 + (int(self.gathers_ahead) if prefetch is None else prefetch)
 
     def reduction(self) -> MomentBytes:
         """The end of the backward: FSDP reduces what lies outside of blocks, in fp32 beside the
@@ -342,6 +345,7 @@ def predict_rank_memory_by_phase(
         and 1 < dp_size == num_readers
         and device != "cpu"
         and not work.options.static_graph,
+        gathers_ahead=device != "cpu",
     )
     backward = max(
         [moments.final_norm(), *moments.blocks(), moments.reduction()],

@@ -26,6 +26,7 @@ from phalanx.mesh.compat import (
     run_fsdp_post_backward,
     watch_fsdp_gradients,
 )
+from phalanx.mesh.devices import is_cpu
 from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
 from phalanx.parallel.data_parallel.freed_head import FreedHead
 from phalanx.parallel.data_parallel.fsdp_communication import set_fsdp_communication
@@ -69,6 +70,8 @@ class DpShard:
             _set_fsdp_prefetch_depth(
                 [context.root, *(group[0] for group in groups)], options.prefetch
             )
+        elif is_cpu(context.mesh.device):
+            _gather_no_unit_ahead(units)
         if staged is not None:
             keep_weights_gathered_for_pipeline(context, units)
         else:
@@ -224,6 +227,17 @@ def _set_fsdp_prefetch_depth(units: list[Any], depth: int) -> None:
         # Without the root, which is whole from the forward on.
         before = units[max(1, index - depth) : index]
         unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+def _gather_no_unit_ahead(units: list[FSDPModule]) -> None:
+    """Have FSDP gather a unit when its backward begins, and not while the one before it computes.
+
+    On a CPU the cores that compute gather, where it is asked for: ahead of its use a unit is only
+    there longer, beside all activations, in the first backward.
+    """
+    for unit in units:
+        # Where nothing is named FSDP takes the next unit; this one is there already.
+        unit.set_modules_to_backward_prefetch([unit])
 
 
 def _find_blocks_without_shared_parameters(context: ParallelContext) -> list[nn.Module]:
