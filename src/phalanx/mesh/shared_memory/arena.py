@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.core.forked_copy import ForkedCopyGuard
+
 Bytes = npt.NDArray[np.uint8]
 
 ARENA_BYTES = 64 << 30
@@ -63,12 +65,21 @@ class MappedArena:
 
 
 class OwnArena(MappedArena):
-    """The arena of this rank, and what of it is in use."""
+    """The arena of this rank, and what of it is in use.
+
+    A process forked off the rank has the same pages, and its own copy of what is known of them: it
+    may give none away and none back.
+    """
 
     def __init__(self, num_bytes: int = ARENA_BYTES) -> None:
         self.descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, num_bytes)
-        super().__init__(self.descriptor, num_bytes)
+        try:
+            os.ftruncate(self.descriptor, num_bytes)
+            super().__init__(self.descriptor, num_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._guard = ForkedCopyGuard()
         # A garbage collection while it is held may free a tensor that lies here.
         self._lock = threading.RLock()
         self._next_offset, self._is_closed = 0, False
@@ -80,6 +91,8 @@ class OwnArena(MappedArena):
 
         Blocks that were freed last are used first: their pages exist, and may be in a cache.
         """
+        if self._guard.is_copy:
+            self._guard.end_copy()
         capacity = _round_up_capacity(num_bytes)
         with self._lock:
             free = self._free[capacity]
@@ -98,7 +111,7 @@ class OwnArena(MappedArena):
 
     def discard(self, block: ArenaBlock) -> None:
         """Free a block, and give its pages back to the system."""
-        if self._is_closed:
+        if self._is_closed or self._guard.is_copy:
             return
         first = -(-block.offset // _PAGE_BYTES) * _PAGE_BYTES
         num_bytes = (block.offset + block.capacity) // _PAGE_BYTES * _PAGE_BYTES - first
@@ -120,17 +133,22 @@ class OwnArena(MappedArena):
         os.close(self.descriptor)
 
 
-def open_arena_of_process(pid: int, descriptor: int, num_bytes: int) -> MappedArena:
+def open_arena_of_process(
+    pid: int, descriptor: int, num_bytes: int, inode: int | None = None
+) -> MappedArena:
     """Map the arena that process `pid` has open as `descriptor`.
 
-    Raises OSError if this process may not, or if it is smaller than `num_bytes`.
+    Raises OSError if this process may not, if it is smaller than `num_bytes`, or another file than
+    `inode`: the process may have closed that one meanwhile.
     """
     path = Path(f"/proc/{pid}/fd/{descriptor}")
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        actual = os.fstat(opened).st_size
-        if actual < num_bytes:
-            raise OSError(f"{path} has {actual} bytes and not {num_bytes}")
+        status = os.fstat(opened)
+        if inode is not None and status.st_ino != inode:
+            raise OSError(f"{path} is another file than the one that was shown")
+        if status.st_size < num_bytes:
+            raise OSError(f"{path} has {status.st_size} bytes and not {num_bytes}")
         return MappedArena(opened, num_bytes)
     finally:
         # The mapping stays.

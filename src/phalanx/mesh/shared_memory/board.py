@@ -17,10 +17,12 @@ from phalanx.mesh.shared_memory.segments import TABLE_BYTES as SEGMENT_TABLE_BYT
 NUM_SLOTS = 64
 NUM_MESSAGE_SLOTS = 32
 
-# Lines of a board. After them come two of each rank of the group: how many messages this one has
-# sent to it, and how many of its messages this one has taken.
+# Lines of a board. After them come three of each rank of the group: how many messages this one has
+# sent to it, how many of its messages this one has taken, and how many it has seen where it waits
+# for another one than those.
 POSTED, REDUCED, CONSUMED = range(3)
 _NUM_LINES = 3
+_NUM_LINES_OF_PAIR = 3
 _LINE_BYTES = 64
 _SLOT_BYTES = 64
 _MASK = 2**32 - 1
@@ -62,6 +64,11 @@ def has_reached(word: int, target: int) -> bool:
     return ((word - target) & _MASK) < 2**31
 
 
+def is_same_count(word: int, count: int) -> bool:
+    """True if a word that counts, and begins anew after 2**32, is at `count`."""
+    return word == count & _MASK
+
+
 def reserve_directory(arena: OwnArena) -> None:
     """Reserve the start of a new arena, whose pages are zeros."""
     block = arena.allocate(_HEADER_BYTES)
@@ -91,13 +98,17 @@ class Board:
         # Raises ValueError for an offset that is not in the arena.
         arena.view(offset, self.count_bytes(num_ranks))
         self._first_word = offset // 4
-        self._slots_at = offset + (_NUM_LINES + 2 * num_ranks) * _LINE_BYTES
+        self._slots_at = offset + self._count_line_bytes(num_ranks)
         self._message_slots_at = self._slots_at + NUM_SLOTS * _SLOT_BYTES
 
     @staticmethod
     def count_bytes(num_ranks: int) -> int:
-        lines = (_NUM_LINES + 2 * num_ranks) * _LINE_BYTES
-        return lines + (NUM_SLOTS + num_ranks * NUM_MESSAGE_SLOTS) * _SLOT_BYTES
+        num_slots = NUM_SLOTS + num_ranks * NUM_MESSAGE_SLOTS
+        return Board._count_line_bytes(num_ranks) + num_slots * _SLOT_BYTES
+
+    @staticmethod
+    def _count_line_bytes(num_ranks: int) -> int:
+        return (_NUM_LINES + _NUM_LINES_OF_PAIR * num_ranks) * _LINE_BYTES
 
     def read(self, line: int) -> int:
         return self.arena.words[self._first_word + line * (_LINE_BYTES // 4)]
@@ -108,6 +119,10 @@ class Board:
     def write(self, line: int, value: int) -> None:
         """Set a word of this rank's own board, and wake those who wait for it."""
         self.arena.words[self._first_word + line * (_LINE_BYTES // 4)] = value & _MASK
+        wake_waiters(self.address_of(line))
+
+    def wake(self, line: int) -> None:
+        """Have those who wait for a word of this rank's own board look again."""
         wake_waiters(self.address_of(line))
 
     def read_slot(self, sequence: int) -> Slot:
@@ -130,6 +145,11 @@ class Board:
     def taken_line(self, source: int) -> int:
         """The line that counts the messages of `source` that have been taken."""
         return _NUM_LINES + self._num_ranks + source
+
+    def wanting_line(self, source: int) -> int:
+        """The line that counts the messages of `source` that have been seen, where this board's
+        rank waits for a later one."""
+        return _NUM_LINES + 2 * self._num_ranks + source
 
     def _message_slot_at(self, target: int, number: int) -> int:
         index = target * NUM_MESSAGE_SLOTS + number % NUM_MESSAGE_SLOTS

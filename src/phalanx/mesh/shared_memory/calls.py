@@ -1,7 +1,8 @@
 """What each operator of c10d asks for, as an operation of a channel.
 
 A builder returns None for a call that shared memory does not take: a type that it cannot reduce, a
-layout that is not strided. The same call is one that it does not take on every rank.
+layout that is not strided, sizes and types that do not belong together, which gloo refuses in its
+own words. The same call is one that it does not take on every rank.
 """
 
 from __future__ import annotations
@@ -90,6 +91,16 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
     )
 
 
+def _is_multiple(long: torch.Tensor, short: torch.Tensor, times: int) -> bool:
+    """True if `long` has `times` the elements of `short`, of the same type."""
+    return long.dtype == short.dtype and long.numel() == times * short.numel()
+
+
+def _are_alike(rows: Sequence[torch.Tensor], tensor: torch.Tensor, num_rows: int) -> bool:
+    """True for `num_rows` rows of the size and type of `tensor`."""
+    return len(rows) == num_rows and all(_is_multiple(row, tensor, 1) for row in rows)
+
+
 def _moved_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The type that the ranks compare: of types that are only moved it is bytes."""
     return tensor.dtype if tensor.dtype in DTYPES else torch.uint8
@@ -102,9 +113,17 @@ def _list_chunks(num_bytes: int, num_parts: int = 1) -> list[slice]:
     return [slice(start, min(num_bytes, start + length)) for start in starts]
 
 
+def _as_chunks_of(num_bytes: int, transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    """`transfers`, which move a tensor of `num_bytes` by chunks. Ranks must have all of it alike:
+    else a chunk of one could be taken for the whole of a shorter one."""
+    for transfer in transfers:
+        transfer.agreed_bytes = num_bytes
+    return transfers
+
+
 def _all_reduce_transfers(
     context: CallContext, values: Bytes, dtype: torch.dtype, place: int | None
-) -> list[Transfer]:
+) -> Sequence[Transfer]:
     rank, num_ranks, reduce_op = context.rank, context.num_ranks, context.reduce_op
     if len(values) <= get_block_sizes().shared_whole_bytes:
         return [AllReduceWhole(values, dtype, reduce_op, rank)]
@@ -116,7 +135,7 @@ def _all_reduce_transfers(
         transfers.append(
             AllReduceSlices(values[chunk], dtype, reduce_op, rank, num_ranks, chunk_place)
         )
-    return transfers
+    return _as_chunks_of(len(values), transfers)
 
 
 def _build_all_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
@@ -144,11 +163,12 @@ def _build_all_reduce_coalesced(context: CallContext, args: Sequence[Any]) -> Ta
 
 def _all_gather_transfers(
     rows: Sequence[Bytes], values: Bytes, dtype: torch.dtype, rank: int
-) -> list[Transfer]:
-    return [
+) -> Sequence[Transfer]:
+    transfers = [
         AllGather([row[chunk] for row in rows], values[chunk], dtype, rank)
         for chunk in _list_chunks(len(values))
     ]
+    return _as_chunks_of(len(values), transfers)
 
 
 def _build_all_gather(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
@@ -156,7 +176,7 @@ def _build_all_gather(context: CallContext, args: Sequence[Any]) -> TakenCall | 
     if not all(_is_plain(source, *rows) for source, rows in zip(inputs, outputs, strict=True)):
         return None
     for source, rows in zip(inputs, outputs, strict=True):
-        if any(row.nbytes != source.nbytes for row in rows):
+        if not _are_alike(rows, source, context.num_ranks):
             return None
     places = _Places()
     transfers: list[Transfer] = []
@@ -178,7 +198,7 @@ def _gather_into(
     places = _Places()
     transfers: list[Transfer] = []
     for output, source in zip(outputs, inputs, strict=True):
-        if not _is_plain(output, source) or output.nbytes != source.nbytes * context.num_ranks:
+        if not _is_plain(output, source) or not _is_multiple(output, source, context.num_ranks):
             return None
         rows, dtype = _split_evenly(places.write(output), context.num_ranks), _moved_dtype(source)
         transfers += _all_gather_transfers(rows, places.read(source), dtype, context.rank)
@@ -187,11 +207,12 @@ def _gather_into(
 
 def _reduce_scatter_transfers(
     result: Bytes, rows: Sequence[Bytes], dtype: torch.dtype, reduce_op: str, rank: int
-) -> list[Transfer]:
-    return [
+) -> Sequence[Transfer]:
+    transfers = [
         ReduceScatter(result[chunk], [row[chunk] for row in rows], dtype, reduce_op, rank)
         for chunk in _list_chunks(len(result), len(rows))
     ]
+    return _as_chunks_of(len(result) * len(rows), transfers)
 
 
 def _scatter_into(
@@ -201,7 +222,7 @@ def _scatter_into(
     places = _Places()
     transfers: list[Transfer] = []
     for output, source in zip(outputs, inputs, strict=True):
-        if not _is_plain(output, source) or source.nbytes != output.nbytes * context.num_ranks:
+        if not _is_plain(output, source) or not _is_multiple(source, output, context.num_ranks):
             return None
         if not can_reduce(source.dtype, context.reduce_op):
             return None
@@ -253,7 +274,7 @@ def _build_reduce_scatter(context: CallContext, args: Sequence[Any]) -> TakenCal
     for output, rows in zip(outputs, inputs, strict=True):
         if not _is_plain(output, *rows) or not can_reduce(output.dtype, context.reduce_op):
             return None
-        if any(row.nbytes != output.nbytes for row in rows):
+        if not _are_alike(rows, output, context.num_ranks):
             return None
         transfers += _reduce_scatter_transfers(
             places.write(output),
@@ -274,10 +295,11 @@ def _build_broadcast(context: CallContext, args: Sequence[Any]) -> TakenCall | N
     transfers: list[Transfer] = []
     for tensor in tensors:
         values = places.write(tensor, keeps_values=True)
-        transfers += [
+        chunks = [
             Broadcast(values[chunk], _moved_dtype(tensor), context.rank, root)
             for chunk in _list_chunks(len(values))
         ]
+        transfers += _as_chunks_of(len(values), chunks)
     operation = Collective("broadcast", places.finish, transfers=transfers)
     return TakenCall(operation, tensors, lambda work: (tensors, work))
 
@@ -290,10 +312,11 @@ def _build_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | None
     transfers: list[Transfer] = []
     for tensor in tensors:
         values = places.write(tensor, keeps_values=True)
-        transfers += [
+        chunks = [
             ReduceToRoot(values[chunk], tensor.dtype, context.reduce_op, context.rank, root)
             for chunk in _list_chunks(len(values))
         ]
+        transfers += _as_chunks_of(len(values), chunks)
     operation = Collective("reduce", places.finish, transfers=transfers)
     return TakenCall(operation, tensors, lambda work: work)
 
@@ -301,6 +324,10 @@ def _build_reduce(context: CallContext, args: Sequence[Any]) -> TakenCall | None
 def _build_all_to_all(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
     outputs, inputs = args[0], args[1]
     if not _is_plain(*outputs, *inputs):
+        return None
+    if not len(outputs) == len(inputs) == context.num_ranks:
+        return None
+    if any(each.dtype != inputs[0].dtype for each in (*outputs, *inputs)):
         return None
     places = _Places()
     transfer = AllToAll(
@@ -315,7 +342,11 @@ def _build_all_to_all(context: CallContext, args: Sequence[Any]) -> TakenCall | 
 
 def _build_all_to_all_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
     output, source, output_rows, input_rows = args[0], args[1], args[3], args[4]
-    if not _is_plain(output, source):
+    if not _is_plain(output, source) or output.dtype != source.dtype:
+        return None
+    if not _can_split(output, output_rows, context.num_ranks):
+        return None
+    if not _can_split(source, input_rows, context.num_ranks):
         return None
     places = _Places()
     transfer = AllToAll(
@@ -364,6 +395,15 @@ def _receive_from(tensor: torch.Tensor, source: int | None, tag: int) -> TakenCa
 def _split_evenly(values: Bytes, num_parts: int) -> list[Bytes]:
     length = len(values) // num_parts
     return [values[part * length : (part + 1) * length] for part in range(num_parts)]
+
+
+def _can_split(tensor: torch.Tensor, num_rows: Sequence[int], num_parts: int) -> bool:
+    """True if the first dimension is what `num_rows` add up to, or divides where none are given."""
+    if tensor.ndim == 0:
+        return False
+    if not num_rows:
+        return tensor.shape[0] % num_parts == 0
+    return len(num_rows) == num_parts and min(num_rows) >= 0 and sum(num_rows) == tensor.shape[0]
 
 
 def _split_by_rows(

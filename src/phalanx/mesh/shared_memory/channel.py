@@ -44,8 +44,10 @@ from phalanx.mesh.shared_memory.transfers import Transfer
 
 # Of operands that this rank has staged and that others have not read, in one group.
 _MAX_STAGED_BYTES = 32 << 20
-# So long a wait sleeps before it asks whether the rank that it waits for is alive.
+# So long a wait sleeps before it asks whether the ranks that it waits for are alive.
 _SLEEP_S = 0.05
+# The same of a receive of any rank, which cannot sleep on the words of all.
+_SLEEP_OF_ANY_S = 0.002
 # Some 100 µs, where each rank has a core: the other one is about as far.
 _NUM_SPINS = 600
 
@@ -119,6 +121,8 @@ class GroupChannel:
         self._num_posted = self._num_ended = 0
         self._error: Exception | None = None
         self._blocker: Blocker | None = None
+        # (line, sequence, ranks): what the first open collective waits for.
+        self._awaited: tuple[int, int, Sequence[int]] = (POSTED, 0, ())
         self._messages = Messages(arena, self._own, self.members, self._find_board)
 
     @property
@@ -184,7 +188,9 @@ class GroupChannel:
         Raises DistBackendError if a rank that it needs has died or left, and RuntimeError after
         `timeout_s`; after that the operation goes on, and may be waited for again.
         """
-        deadline_s = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        deadline_s, look_s = now_s + timeout_s, now_s + _SLEEP_S
+        sleep_s = _SLEEP_S if self._waits_for_one(operation) else _SLEEP_OF_ANY_S
         while True:
             with self.lock:
                 self.advance()
@@ -202,10 +208,13 @@ class GroupChannel:
                 )
             if any(blocker.has_changed() for _ in range(self._num_spins)):
                 continue
-            wait_for_change(blocker.address, blocker.value, min(_SLEEP_S, remaining_s))
-            if not blocker.has_changed():
-                self._require_present(blocker, operation)
-                advance_others()
+            wait_for_change(blocker.address, blocker.value, min(sleep_s, remaining_s))
+            if blocker.has_changed():
+                continue
+            if time.monotonic() >= look_s:
+                self._require_present(operation)
+                look_s = time.monotonic() + _SLEEP_S
+            advance_others()
 
     @property
     def error(self) -> Exception | None:
@@ -217,24 +226,53 @@ class GroupChannel:
         with self.lock:
             self._error = self._error or error
 
-    def _require_present(self, blocker: Blocker, operation: Operation) -> None:
-        peer = blocker.peer
-        if has_left(peer.arena):
-            ending = "has left"
-        elif not peer.is_alive():
-            ending = "has died"
-        else:
-            return
-        # What it wrote before that still counts.
-        self.advance()
-        if operation.is_done or blocker.has_changed():
-            return
+    def _require_present(self, operation: Operation) -> None:
+        """Raise DistBackendError if a rank that `operation` still waits for has died or left."""
+        with self.lock:
+            lost = self._find_lost(operation)
+            if lost is None:
+                return
+            # What it wrote before that still counts.
+            self.advance()
+            if operation.is_done or lost not in self._list_awaited(operation):
+                return
+        ending = "has left" if has_left(lost.arena) else "has died"
         error = dist.DistBackendError(
-            f"Connection closed by peer: rank {peer.rank} (process {peer.pid}) {ending}, and"
+            f"Connection closed by peer: rank {lost.rank} (process {lost.pid}) {ending}, and"
             f" {operation.name} of group {self.label} needs it"
         )
         self.fail(error)
         raise error
+
+    def _find_lost(self, operation: Operation) -> Peer | None:
+        """A rank that has died or left, of those that `operation` waits for. Of a message of any
+        rank those that left are missed when all have."""
+        awaited = self._list_awaited(operation)
+        dead = [peer for peer in awaited if not has_left(peer.arena) and not peer.is_alive()]
+        left = [peer for peer in awaited if has_left(peer.arena)]
+        if dead:
+            return dead[0]
+        if left and (self._waits_for_one(operation) or len(left) == len(awaited)):
+            return left[0]
+        return None
+
+    def _waits_for_one(self, operation: Operation) -> bool:
+        """False for a message that any of several ranks may send."""
+        is_of_any = isinstance(operation, Receive) and operation.source is None
+        return not is_of_any or self.num_ranks == 2
+
+    def _list_awaited(self, operation: Operation) -> list[Peer]:
+        """The ranks that `operation` waits for, in their order: all of them, for the first may be
+        slow and another one dead."""
+        if isinstance(operation, Collective):
+            line, sequence, ranks = self._awaited
+            missing = [rank for rank in ranks if not self._has_reached(line, sequence, rank)]
+            peers = [self.members[rank] for rank in missing]
+        elif self._waits_for_one(operation):
+            peers = [operation.blocker.peer if operation.blocker is not None else None]
+        else:
+            peers = list(self.members)
+        return [peer for peer in peers if peer is not None]
 
     def _find_board(self, rank: int) -> tuple[Board | None, Blocker | None]:
         """The board of a rank of the group; as long as it has none, what to wait for."""
@@ -257,15 +295,20 @@ class GroupChannel:
                 continue
             board, blocker = self._find_board(rank)
             if board is None:
-                self._blocker = blocker
+                self._blocker, self._awaited = blocker, (line, sequence, ranks)
                 return False
             word = board.read(line)
             if not has_reached(word, sequence):
                 peer = self.members[rank]
                 assert peer is not None
                 self._blocker = Blocker(peer, board.address_of(line), word)
+                self._awaited = line, sequence, ranks
                 return False
         return True
+
+    def _has_reached(self, line: int, sequence: int, rank: int) -> bool:
+        board, _ = self._find_board(rank)
+        return board is not None and has_reached(board.read(line), sequence)
 
     def _is_read_by_all(self, sequence: int) -> bool:
         """True if every rank, and this one, has done its part of `sequence`."""

@@ -1,7 +1,8 @@
 """Sends and receives between two ranks of a group.
 
 A send copies its tensor into the sender's arena and is done. A receive takes the first message with
-its tag, in the order of sending.
+its tag, in the order of sending. A rank that waits for a tag says how many messages it has seen:
+then the sender goes on, however many lie untaken.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.mesh.shared_memory.arena import ArenaBlock, Bytes, OwnArena
-from phalanx.mesh.shared_memory.board import NUM_MESSAGE_SLOTS, Board, Slot, has_reached
+from phalanx.mesh.shared_memory.board import (
+    NUM_MESSAGE_SLOTS,
+    Board,
+    Slot,
+    has_reached,
+    is_same_count,
+)
 from phalanx.mesh.shared_memory.operations import Blocker, Operation
 from phalanx.mesh.shared_memory.peers import Peer
 
@@ -56,9 +63,11 @@ class _Outbox:
 
 @dataclass
 class _Inbox:
-    """Messages of one rank: how many were seen, and those that nobody has taken yet, by number."""
+    """Messages of one rank: how many were seen, and those that nobody has taken yet, by number.
+    `num_wanting`: so many had been seen when a receive last waited for another one."""
 
     num_seen: int = 0
+    num_wanting: int = 0
     untaken: dict[int, Slot] = field(default_factory=dict)
 
 
@@ -103,9 +112,10 @@ class Messages:
 
     def _advance_outbox(self, target: int, outbox: _Outbox) -> None:
         board, blocker = self._find_board(target)
-        num_taken = 0
+        num_taken = num_wanting = 0
         if board is not None:
             num_taken = board.read(board.taken_line(self._own_index))
+            num_wanting = board.read(board.wanting_line(self._own_index))
         while outbox.staged and has_reached(num_taken, outbox.staged[0][0]):
             _, block = outbox.staged.popleft()
             outbox.staged_bytes -= block.capacity
@@ -114,7 +124,9 @@ class Messages:
             send = outbox.queued[0]
             is_full = not has_reached(num_taken, outbox.num_sent + 1 - NUM_MESSAGE_SLOTS)
             too_large = outbox.staged and outbox.staged_bytes + len(send.values) > _MAX_STAGED_BYTES
-            if is_full or too_large:
+            # It has seen all, which makes their slots free, and waits for what comes behind them.
+            is_wanted = is_same_count(num_wanting, outbox.num_sent)
+            if (is_full or too_large) and not is_wanted:
                 if board is not None:
                     blocker = self._block_on(target, board, board.taken_line(self._own_index))
                 send.blocker = blocker
@@ -162,7 +174,15 @@ class Messages:
                 if slot.peer == receive.tag:
                     self._take(receive, source, board, inbox, number)
                     return True
+            self._ask_for_more(source, inbox)
         return False
+
+    def _ask_for_more(self, source: int, inbox: _Inbox) -> None:
+        if inbox.untaken and inbox.num_wanting != inbox.num_seen:
+            inbox.num_wanting = inbox.num_seen
+            self._own.write(self._own.wanting_line(source), inbox.num_seen)
+            # It waits for that one.
+            self._own.wake(self._own.taken_line(source))
 
     def _look_for_new(self, source: int, board: Board, inbox: _Inbox) -> None:
         num_sent = board.read(board.sent_line(self._own_index))

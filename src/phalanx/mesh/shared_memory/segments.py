@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -140,10 +139,7 @@ class SeenSegments:
         descriptor, is_in_use, inode, num_bytes = self._read(number)
         if not is_in_use:
             raise ValueError(f"shared segment {number} is not in use")
-        # Another file may have the descriptor by now.
-        if Path(f"/proc/{self._pid}/fd/{descriptor}").stat().st_ino != inode:
-            raise ValueError(f"shared segment {number} is another file")
-        return open_arena_of_process(self._pid, descriptor, num_bytes)
+        return open_arena_of_process(self._pid, descriptor, num_bytes, inode)
 
 
 def _count_free_bytes() -> int:

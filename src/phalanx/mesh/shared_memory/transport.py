@@ -121,8 +121,9 @@ class SharedMemoryTransport:
         return call.make_result(work.boxed())
 
     def close(self) -> None:
-        """Leave: ranks that wait for this one are told. Once is enough."""
-        if self._is_closed:
+        """Leave: ranks that wait for this one are told. Once is enough; a process forked off the
+        rank, which leaves nothing, tells nobody."""
+        if self._is_closed or self._guard.is_copy:
             return
         self._is_closed = True
         self._helper.stop()
@@ -316,13 +317,16 @@ class SharedMemoryTransport:
 
     def withdraw(self, tensor: torch.Tensor) -> None:
         """`tensor` is not used in collectives any more."""
-        self._segments.withdraw(tensor)
+        # A process forked off the rank frees its copies; the rank still uses its own.
+        if not self._guard.is_copy:
+            self._segments.withdraw(tensor)
 
     def try_advance(self) -> bool:
         """Do what can be done in every group; return True if something is still open.
 
         Errors are kept for those who wait there.
         """
+        self._end_if_copy()
         with _without_modes():
             for channel in list(self._channels.values()):
                 if not channel.is_idle:
@@ -348,6 +352,7 @@ class SharedMemoryTransport:
         """The handle of an operation that has been posted."""
 
         def wait_for_end(timeout_s: float | None) -> None:
+            self._end_if_copy()
             if timeout_s is None:
                 timeout_s = _read_timeout_s(group)
             with _without_modes():
@@ -376,13 +381,16 @@ class SharedMemoryTransport:
         self._open_works = still_open
 
     def _find_channel(self, group: dist.ProcessGroup) -> GroupChannel | None:
-        if self._guard.is_copy:
-            self._guard.end_copy()
+        self._end_if_copy()
         name = group.group_name
         known = self._groups.get(name)
         if known is None or known.group is not group:
             known = self._groups[name] = _KnownGroup(group, self._open_channel(group, name))
         return known.channel
+
+    def _end_if_copy(self) -> None:
+        if self._guard.is_copy:
+            self._guard.end_copy()
 
     def _open_channel(self, group: dist.ProcessGroup, name: str) -> GroupChannel | None:
         try:
