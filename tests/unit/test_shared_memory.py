@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,13 +235,58 @@ def test_counters_begin_anew_after_their_last_number(beginning: int, make_ranks:
 
 
 def find_ended_process() -> int:
-    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    child.wait()
-    return child.pid
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
 
 
 def wait_for(ranks: SharedRanks, operation: Operation, timeout_s: float = 20.0) -> None:
     ranks.channels[0].wait(operation, timeout_s, lambda: None)
+
+
+# What rank 0 calls, and rank 1.
+CALLS_OF_TWO: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]] = {
+    "all_reduce": (lambda: ("allreduce_", rows_of(1)),) * 2,
+    "all_reduce by slices": (lambda: ("allreduce_", rows_of(1, 9_000)),) * 2,
+    "reduce": (lambda: ("reduce_", rows_of(1), None, None, 0),) * 2,
+    "broadcast": (lambda: ("broadcast_", rows_of(1), None, 1),) * 2,
+    "all_gather": (lambda: ("allgather_", [rows_of(2)], rows_of(1), None, True),) * 2,
+    "reduce_scatter": (lambda: ("reduce_scatter_", rows_of(1), [rows_of(2)], None, None),) * 2,
+    "all_to_all": (lambda: ("alltoall_", rows_of(2), rows_of(2), None),) * 2,
+    "barrier": (lambda: ("barrier", torch.ones(1)),) * 2,
+    "recv": (
+        lambda: ("recv_", rows_of(1), None, 1, 0),
+        lambda: ("send", rows_of(1), None, 0, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_TWO)
+def test_a_rank_that_dies_in_a_call_is_named(name: str, make_ranks: MakeRanks) -> None:
+    """Before it comes, and after it has come: what it has written then still counts, unless it had
+    a part of the work to do."""
+    own_call, peer_call = CALLS_OF_TWO[name]
+    pid = find_ended_process()
+    ranks = make_ranks(2, {1: pid})
+    with pytest.raises(dist.DistBackendError, match=rf"rank 1 \(process {pid}\) has died, and"):
+        wait_for(ranks, ranks.post(0, *own_call()))
+    ranks = make_ranks(2, {1: pid})
+    ranks.post(1, *peer_call())
+    operation = ranks.post(0, *own_call())
+    if name == "all_reduce by slices":
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 .* has died, and all_reduce"):
+            wait_for(ranks, operation)
+    else:
+        wait_for(ranks, operation)
+
+
+def test_a_rank_that_dies_with_its_queue_full_is_named(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks(2, {1: find_ended_process()})
+    sends = [ranks.post(0, "send", rows_of(1), None, 1, 0) for _ in range(40)]
+    with pytest.raises(dist.DistBackendError, match=r"rank 1 .* has died, and send"):
+        wait_for(ranks, sends[-1])
 
 
 def test_a_dead_rank_is_named_while_another_one_is_slow(make_ranks: MakeRanks) -> None:

@@ -196,9 +196,7 @@ class GroupChannel:
                 self.advance()
                 if operation.is_done:
                     return
-                blocker = operation.blocker
-                if isinstance(operation, Collective):
-                    blocker = self._blocker
+                blocker = self._find_blocker(operation)
             assert blocker is not None, "an open operation waits for another rank"
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
@@ -256,6 +254,13 @@ class GroupChannel:
             return left[0]
         return None
 
+    def _find_blocker(self, operation: Operation) -> Blocker | None:
+        if isinstance(operation, Collective):
+            return self._blocker
+        if isinstance(operation, Send):
+            return self._messages.find_blocker(operation)
+        return operation.blocker
+
     def _waits_for_one(self, operation: Operation) -> bool:
         """False for a message that any of several ranks may send."""
         is_of_any = isinstance(operation, Receive) and operation.source is None
@@ -269,7 +274,8 @@ class GroupChannel:
             missing = [rank for rank in ranks if not self._has_reached(line, sequence, rank)]
             peers = [self.members[rank] for rank in missing]
         elif self._waits_for_one(operation):
-            peers = [operation.blocker.peer if operation.blocker is not None else None]
+            blocker = self._find_blocker(operation)
+            peers = [None if blocker is None else blocker.peer]
         else:
             peers = list(self.members)
         return [peer for peer in peers if peer is not None]

@@ -52,10 +52,11 @@ class Receive(Operation):
 
 @dataclass
 class _Outbox:
-    """Messages to one rank: how many were sent, those still to be staged, and blocks that it may
-    still read."""
+    """Messages to one rank: how many were sent, those still to be staged and what keeps them, and
+    blocks that it may still read."""
 
     num_sent: int = 0
+    blocker: Blocker | None = None
     queued: deque[Send] = field(default_factory=deque)
     staged: deque[tuple[int, ArenaBlock]] = field(default_factory=deque)
     staged_bytes: int = 0
@@ -99,6 +100,10 @@ class Messages:
     def post_send(self, send: Send) -> None:
         self._outboxes[send.target].queued.append(send)
 
+    def find_blocker(self, send: Send) -> Blocker | None:
+        """What keeps a message that is not staged yet, and all before it to the same rank."""
+        return self._outboxes[send.target].blocker
+
     def post_receive(self, receive: Receive) -> None:
         self._receives.append(receive)
 
@@ -129,7 +134,7 @@ class Messages:
             if (is_full or too_large) and not is_wanted:
                 if board is not None:
                     blocker = self._block_on(target, board, board.taken_line(self._own_index))
-                send.blocker = blocker
+                outbox.blocker = blocker
                 return
             outbox.queued.popleft()
             self._stage(outbox, send)
