@@ -121,10 +121,7 @@ class RecoveryPolicy:
             is_failed_start and (self._attempts.is_elastic or not is_rank_gone)
         )
         if self._spec.stepless or not (failure.restartable or may_try_again):
-            report = failure.report
-            if failure.cause == OUT_OF_MEMORY:
-                report = "\n".join([report, *self._attempts.list_memory_advice()])
-            return self._fail(failure.exit_code, report + no_shrink)
+            return self._fail(failure.exit_code, self._report_with_advice(failure) + no_shrink)
         try:
             pause_s = self._restarts.count_restart_or_raise(
                 failure, time.monotonic(), self._attempts.find_newest_step()
@@ -134,19 +131,31 @@ class RecoveryPolicy:
             if failure.report != failure.summary:
                 message += f"\n{failure.report}"
             return self._fail(error.exit_code, message + no_shrink)
-        survivors = _keep_numbers(end, failure)
-        if self._restarts.is_last_of_outage:
-            # It may be over, and the processes hold on to connections that are dead.
-            survivors = {}
-        if has_shrunk:
-            # Numbered anew: a gap would be a rank that is not there.
-            going_on = self._attempts.choose_survivors([*survivors])
-            survivors = {rank: number for number, rank in enumerate(going_on)}
+        survivors = self._choose_survivors(end, failure, has_shrunk)
         held_step = _find_held_step(end) if survivors else -1
         self._announce_restart(
             failure, survivors, held_step, pause_s=pause_s, has_shrunk=has_shrunk
         )
         return StartAgain(self._num_ranks, survivors, pause_s)
+
+    def _report_with_advice(self, failure: RankFailure) -> str:
+        if failure.cause != OUT_OF_MEMORY:
+            return failure.report
+        return "\n".join([failure.report, *self._attempts.list_memory_advice()])
+
+    def _choose_survivors(
+        self, end: AttemptEnd, failure: RankFailure, has_shrunk: bool
+    ) -> dict[int, int]:
+        """The ranks whose processes go on after a failure, and which ranks they are then."""
+        if self._restarts.is_last_of_outage:
+            # It may be over, and the processes hold on to connections that are dead.
+            return {}
+        survivors = _keep_numbers(end, failure)
+        if not has_shrunk:
+            return survivors
+        # Numbered anew: a gap would be a rank that is not there.
+        going_on = self._attempts.choose_survivors([*survivors])
+        return {rank: number for number, rank in enumerate(going_on)}
 
     def end_in_pause(self, stop: StopRequest) -> RunOutcome:
         """The outcome of a stop request that came in the pause before a restart."""
@@ -236,31 +245,36 @@ class RecoveryPolicy:
         code = ExitCode.PREEMPTED
         if stop.at_once or stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
+        stands = self._attempts.describe_what_stands()
         if stop.at_once:
-            stands = self._attempts.describe_what_stands()
             return self._stop(code, f"stopped at once by Ctrl-C; {stands}")
         if end.exit_codes == {ExitCode.OK}:
             return self._finish()
-        stands = self._attempts.describe_what_stands()
-        is_first = self._num_attempts == 1
         if not end.exits and not end.waiting and not end.server_loss:
-            if is_first:
-                return self._stop(code, "stopped before the ranks had started; nothing is lost")
-            return self._stop(code, f"stopped before the ranks had started again; {stands}")
+            return self._stop(code, self._describe_stop_before_start(stands))
         if failure is None or (end.server_loss and end.grace_over):
             message = self._describe_leaving(end, stop)
             if end.grace_over and self._failure_beside_stop is not None:
                 message += f"\n{self._failure_beside_stop.report}"
             return self._stop(code, message)
-        if failure.step < 1 and failure.cause == "signal":
-            when = (
-                "before the first step" if is_first else "before ranks that were lost trained again"
-            )
-            return self._stop(code, f"stopped {when}; {stands}")
         if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_rank_failed(failure)
             return self._fail(failure.exit_code, failure.report)
-        return self._stop(code, f"failed while stopping; {stands}\n{failure.report}")
+        return self._stop(code, self._describe_failure_while_stopping(failure, stands))
+
+    def _describe_stop_before_start(self, stands: str) -> str:
+        if self._num_attempts == 1:
+            return "stopped before the ranks had started; nothing is lost"
+        return f"stopped before the ranks had started again; {stands}"
+
+    def _describe_failure_while_stopping(self, failure: RankFailure, stands: str) -> str:
+        """The message about a rank that failed on the way; one that the signal ended before it had
+        a step to save did not fail."""
+        if failure.step >= 1 or failure.cause != "signal":
+            return f"failed while stopping; {stands}\n{failure.report}"
+        if self._num_attempts == 1:
+            return f"stopped before the first step; {stands}"
+        return f"stopped before ranks that were lost trained again; {stands}"
 
     def _describe_leaving(self, end: AttemptEnd, stop: StopRequest) -> str:
         """The message about ranks that were asked to stop; `stop` says by which signal if the

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
-from phalanx.core.phases import WORLD_AXIS, PhaseTimer
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressEmitter
 from phalanx.parallel.executor import Batch, Objective
@@ -29,7 +28,7 @@ from phalanx.train.metrics import (
     average_metrics_over_sources,
     require_known_metric,
 )
-from phalanx.train.stop import StopRequestedError, StopSignalFlags
+from phalanx.train.stop import StopRequestedError, StopSignalFlags, agree_on_stop
 
 # About how long an evaluation goes on after a stop was asked for.
 STOP_AGREEMENT_INTERVAL_S = 0.5
@@ -170,14 +169,13 @@ class Evaluator:
         """
         # Rank 0 alone looks at the files: it is enough that one rank knows.
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
-        numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
-        flags = create_fp64_on_device(tuple(numbers), self._mesh.device)
-        with self._phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
-            sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
+        reason, (fenced, total_s) = agree_on_stop(
+            self._stop, self._mesh, self._phases, (is_fenced, took_s)
+        )
         if fenced and self._fence is not None:
             raise self._fence.run_taken_error()
-        if sigterm or sigint:
-            raise StopRequestedError("sigterm" if sigterm else "sigint")
+        if reason is not None:
+            raise StopRequestedError(reason)
         # A CPU is waited for anyway: its ranks agree before each batch.
         if self._mesh.device.type == "cpu":
             return 1

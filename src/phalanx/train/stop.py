@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.core.stop_signals import (
     LEAVE_FOR_MORE_RANKS_SIGNAL,
     MORE_RANKS_REASON,
@@ -15,6 +16,8 @@ from phalanx.core.stop_signals import (
     is_signal_left_to_phalanx,
     release_stop_signals,
 )
+from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import create_fp64_on_device
 
 
 @dataclass
@@ -90,6 +93,27 @@ class StopSignalFlags:
     def _leave_for_more_ranks(self, number: int, frame: FrameType | None) -> None:
         self.is_for_more_ranks = not self.sigterm
         self.sigterm = True
+
+
+def choose_stop_reason(sigterm: float, sigint: float) -> str | None:
+    """ "sigterm" or "sigint", of which SIGTERM comes first, by how many ranks got which signal; None
+    if no rank got one."""
+    if sigterm:
+        return "sigterm"
+    return "sigint" if sigint else None
+
+
+def agree_on_stop(
+    stop: StopSignalFlags, mesh: Mesh, phases: PhaseTimer, numbers: Sequence[float] = ()
+) -> tuple[str | None, list[float]]:
+    """The reason of a stop, if any rank was asked for one, and the sums of `numbers` over ranks.
+
+    Collective, outside the reduction of a step; all ranks return the same.
+    """
+    own = create_fp64_on_device((stop.sigterm, stop.sigint, *numbers), mesh.device)
+    with phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
+        sigterm, sigint, *sums = mesh.all_reduce_sum(own).tolist()
+    return choose_stop_reason(sigterm, sigint), sums
 
 
 class StopRequestedError(Exception):

@@ -13,11 +13,10 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
-from phalanx.core.phases import WORLD_AXIS, PhaseTimer
+from phalanx.core.phases import PhaseTimer
 from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
@@ -49,7 +48,12 @@ from phalanx.train.state import TrainState
 from phalanx.train.step_recorder import StepRecorder
 from phalanx.train.step_repeat import NonFiniteStepRepeater
 from phalanx.train.step_tracer import StepTracer
-from phalanx.train.stop import StopRequestedError, StopSignalFlags
+from phalanx.train.stop import (
+    StopRequestedError,
+    StopSignalFlags,
+    agree_on_stop,
+    choose_stop_reason,
+)
 from phalanx.train.training_data import TrainingData
 
 
@@ -135,61 +139,14 @@ class Trainer:
             self._tracer.close()
 
     def _run_steps(self, asked_s: float | None) -> str:
-        if self._evaluator is not None:
-            self._evaluator.require_known_metric(self.job.eval.metric)
-        run_dir = None if self.storage is None else self.storage.run_dir
-        self._evals = read_evaluation_history(
-            run_dir, self.state.step, self.mesh, self.job.eval.metric
-        )
-        self._best.record_best_if_missing(self._evals, self.state.step)
-        self._invariants.start()
-        self._recorder.start(asked_s)
-        reason = self._agree_on_stop() if self.state.step > 0 else None
-        if self.state.step > self.state.saved_step and self._schedule is not None:
-            # Its ranks held it in memory: the save of this step may be what was interrupted.
-            self._schedule.save_if_due(
-                (0.0, 0.0, 0.0),
-                is_stop=reason is not None,
-                is_end=self._is_last_saved_step(),
-            )
-        if reason is None:
-            # Of the step that training continues from, if a stop or a crash came before it.
-            reason = self._evaluate_if_due()
+        reason = self._begin_run(asked_s)
         while reason is None and self.state.step < self.job.train.steps:
             self._tracer.begin_step(self.state.step + 1)
             facts, skipped = self.step()
             with self.phases("record"):
-                self._recorder.hold_step_facts(facts, skipped)
-                gather_and_emit_pipeline_spans(
-                    self.state.step, self.job.train.steps, self.state.model, self.bus
-                )
-                if skipped is None:
-                    # A skipped step makes no optimizer state. All ranks skip alike: this is
-                    # collective.
-                    self._require_state_is_saveable()
-                sigterm, sigint, is_fenced, trace_request, *rest = facts.flags
-                corruption, save_flags = rest[:NUM_CORRUPTION_FLAGS], rest[NUM_CORRUPTION_FLAGS:]
-                # Before a save: the run is another job's by now.
-                if is_fenced and self._get_storage_fence is not None:
-                    raise self._get_storage_fence.run_taken_error()
-                act_on_corruption(
-                    corruption,
-                    self.state.step,
-                    self._on_corruption,
-                    self._invariants.gather_unequal_steps,
-                )
-                self._tracer.accept_request(trace_request, self.state.step)
-                if self._schedule is not None:
-                    self._schedule.save_if_due(
-                        save_flags,
-                        is_stop=sigterm + sigint > 0,
-                        is_end=self._is_last_saved_step(),
-                    )
-                self._recorder.record_last_step()
+                reason = self._act_on_step(facts, skipped)
             self._tracer.end_step(self.state.step)
-            if sigterm or sigint:
-                reason = "sigterm" if sigterm else "sigint"
-            else:
+            if reason is None:
                 reason = self._evaluate_if_due()
         self._invariants.emit_summary()
         self._norms.finish()
@@ -201,18 +158,55 @@ class Trainer:
         self.bus.emit(StopRequested(self.state.step, self.stop.name_reason(reason)))
         return reason
 
-    def _agree_on_stop(self) -> str | None:
-        """Before the first step: "sigterm" or "sigint" if a rank was asked to stop, else None.
+    def _begin_run(self, asked_s: float | None) -> str | None:
+        """All that comes before the first step. Returns the reason of a stop that came by then."""
+        if self._evaluator is not None:
+            self._evaluator.require_known_metric(self.job.eval.metric)
+        run_dir = None if self.storage is None else self.storage.run_dir
+        self._evals = read_evaluation_history(
+            run_dir, self.state.step, self.mesh, self.job.eval.metric
+        )
+        self._best.record_best_if_missing(self._evals, self.state.step)
+        self._invariants.start()
+        self._recorder.start(asked_s)
+        reason = None
+        if self.state.step > 0:
+            # What a run is asked for while its ranks start again must not cost a step more: the
+            # grace may last for the save of what they hold alone, and the step may fail as it did.
+            reason, _ = agree_on_stop(self.stop, self.mesh, self.phases)
+        if self.state.step > self.state.saved_step:
+            # Its ranks held it in memory: the save of this step may be what was interrupted.
+            self._save_if_due((0.0, 0.0, 0.0), is_stop=reason is not None)
+        # Of the step that training continues from, if a stop or a crash came before it.
+        return reason or self._evaluate_if_due()
 
-        What a run is asked for while its ranks start again must not cost a step more: the grace may
-        last for the save of what they hold alone, and the step may fail as it did before.
-        """
-        flags = create_fp64_on_device((self.stop.sigterm, self.stop.sigint), self.mesh.device)
-        with self.phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
-            sigterm, sigint = self.mesh.all_reduce_sum(flags).tolist()
-        if not sigterm and not sigint:
-            return None
-        return "sigterm" if sigterm else "sigint"
+    def _act_on_step(self, facts: StepStats, skipped: str | None) -> str | None:
+        """Record the step that is done, and do what its reduction decided. Returns the reason of a
+        stop that all ranks agreed on in it."""
+        self._recorder.hold_step_facts(facts, skipped)
+        gather_and_emit_pipeline_spans(
+            self.state.step, self.job.train.steps, self.state.model, self.bus
+        )
+        if skipped is None:
+            # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
+            self._require_state_is_saveable()
+        sigterm, sigint, is_fenced, trace_request, *rest = facts.flags
+        corruption, save_flags = rest[:NUM_CORRUPTION_FLAGS], rest[NUM_CORRUPTION_FLAGS:]
+        # Before a save: the run is another job's by now.
+        if is_fenced and self._get_storage_fence is not None:
+            raise self._get_storage_fence.run_taken_error()
+        act_on_corruption(
+            corruption, self.state.step, self._on_corruption, self._invariants.gather_unequal_steps
+        )
+        self._tracer.accept_request(trace_request, self.state.step)
+        reason = choose_stop_reason(sigterm, sigint)
+        self._save_if_due(save_flags, is_stop=reason is not None)
+        self._recorder.record_last_step()
+        return reason
+
+    def _save_if_due(self, flags: Sequence[float], *, is_stop: bool) -> None:
+        if self._schedule is not None:
+            self._schedule.save_if_due(flags, is_stop=is_stop, is_end=self._is_last_saved_step())
 
     def step(self) -> tuple[StepStats, str | None]:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
