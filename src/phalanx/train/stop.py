@@ -96,8 +96,8 @@ class StopSignalFlags:
 
 
 def choose_stop_reason(sigterm: float, sigint: float) -> str | None:
-    """ "sigterm" or "sigint", of which SIGTERM comes first, by how many ranks got which signal; None
-    if no rank got one."""
+    """The reason of a stop by how many ranks got which signal: "sigterm", "sigint", or None for
+    none. SIGTERM comes first."""
     if sigterm:
         return "sigterm"
     return "sigint" if sigint else None
