@@ -210,6 +210,26 @@ def freeze_in_step_4(trainer: Trainer) -> None:
     model.update = update_and_freeze  # type: ignore[method-assign]
 
 
+def change_after_step_3(trainer: Trainer, change: Any) -> None:
+    update, model = trainer.state.model.update, trainer.state.model
+
+    def update_and_change(optimizer: torch.optim.Optimizer) -> None:
+        update(optimizer)
+        if trainer.state.step == 2:
+            change(model.module)
+
+    model.update = update_and_change  # type: ignore[method-assign]
+
+
+def prune_norm_after_step_3(trainer: Trainer) -> None:
+    name = NORM.removesuffix(".weight")
+    change_after_step_3(trainer, lambda module: module.set_submodule(name, nn.Identity()))
+
+
+def tie_norms_after_step_3(trainer: Trainer) -> None:
+    change_after_step_3(trainer, tie_norms)
+
+
 def tie_norms(module: nn.Module) -> None:
     """NORM becomes the second name of another."""
     first = module.get_submodule(FIRST_OF_TIED.removesuffix(".weight"))
@@ -398,9 +418,11 @@ class OnAllRanks:
 
 
 DDP2, ZERO3 = {"dp_replicate": 2}, {"dp_shard": 2}
+MAY_LEAVE_OUT = {"dp_replicate": 2, "unused_parameters": "allow"}
 CHANGED = ("unchanged_by_evaluation", 2, "the evaluation after it changed {}")
 MISSING = ("optimizer_parameters", 2, "the optimizer does not update {}")
 MISSING_AT_4 = (MISSING[0], 4, MISSING[2])
+LEFT_AT_4 = (MISSING[0], 4, "the optimizer has 2 parameters (of 2 ranks together) that the model")
 REPLACED = ("optimizer_parameters", 4, "{} was replaced in its module since the last check")
 SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {
     "ddp, evaluation writes": OnAllRanks(DDP2, write_in_evaluation, *CHANGED),
@@ -414,8 +436,12 @@ SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {
         freeze_in_step_4,
         "optimizer_parameters",
         4,
-        "it has 4 parameters that the model does not",
+        "the optimizer has 4 parameters (of 2 ranks together) that the model",
         name="",
+    ),
+    "ddp, a layer pruned": OnAllRanks(MAY_LEAVE_OUT, prune_norm_after_step_3, *LEFT_AT_4, name=""),
+    "ddp, tied while it trains": OnAllRanks(
+        MAY_LEAVE_OUT, tie_norms_after_step_3, *LEFT_AT_4, name=""
     ),
     "zero1, replaced in a checked update": OnAllRanks(
         {"dp_shard": 2, "zero_stage": 1}, replace_after_step_4, *MISSING_AT_4

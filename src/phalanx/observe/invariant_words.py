@@ -77,7 +77,10 @@ def _describe_optimizer(event: InvariantChecked) -> str:
         problems.append(f"the optimizer does not update {_describe_names(missing, num_missing)}")
     if event.actual > 0:
         foreign = plural(int(event.actual), "parameter")
-        problems.append(f"it has {foreign} that the model does not have")
+        if len(event.ranks) > 1:
+            foreign += f" (of {len(event.ranks)} ranks together)"
+        subject = "it" if problems else "the optimizer"
+        problems.append(f"{subject} has {foreign} that the model does not have")
     if problems:
         sentences.append(f"{' and '.join(problems)}, on {ranks}")
     if event.replaced:

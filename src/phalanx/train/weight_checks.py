@@ -129,12 +129,18 @@ class WeightChecks:
         missing, num_foreign = self._find_optimizer_mismatches(
             model_tensors, updated, in_model.values()
         )
+        # Of a tensor that was taken out of the model since: the optimizer alone has it, and tells.
+        gone = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         digests = [
             compute_bit_digest(view_block_elements(block, model_tensors[block.name]))
+            if block.name in model_tensors
+            else gone
             for block in self._blocks
         ]
         digests_of_state = [
             digest_state_block(block, self._optimizer, in_model[block.name], self._mesh.device)
+            if block.name in in_model
+            else gone
             for block in self.state_blocks.shared
         ]
         movements: dict[str, torch.Tensor] = {}
