@@ -16,8 +16,9 @@ from commands import wait_until
 from phalanx.core.black_box import BlackBox
 from phalanx.launch.hang_kinds import FROZEN, GONE, MIN_UNTOLD_S
 from phalanx.launch.hang_limits import MIN_STEP_LIMIT_S, HangSettings
+from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.paths import black_box_path
-from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
+from phalanx.launch.progress_watch import ProgressWatch
 from phalanx.observe.events import Event, RankSlow
 
 # More than two looks.

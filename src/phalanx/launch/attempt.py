@@ -17,6 +17,7 @@ from phalanx.core.stop_signals import LEAVE_FOR_MORE_RANKS_SIGNAL
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.attempt_end import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord
+from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.kill_deadline import KillDeadline
 from phalanx.launch.late_exits import LateExits
 from phalanx.launch.launch_spec import LaunchSpec
@@ -39,7 +40,7 @@ from phalanx.launch.oom_kills import OomWatch
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import has_begun_training
 from phalanx.launch.processor_lack import ProcessorLack
-from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
+from phalanx.launch.progress_watch import ProgressWatch
 from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.stop_request import StopRequest, describe_stop_on_signal

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.launch.end_record import EndRecord
+from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.oom_kills import OomKill
-from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.reports import ErrorReport
 
 

@@ -8,24 +8,14 @@ process is alive is none.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition
-from phalanx.core.units import format_seconds
+from phalanx.core.black_box_reader import LastPosition
 from phalanx.launch.ask_stacks import ask_for_stacks
-from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
+from phalanx.launch.endless_steps import EndlessStepWatch
 from phalanx.launch.hang_kinds import (
-    ABSENT_COLLECTIVE,
-    ENDLESS_STEP,
-    FROZEN,
-    GIL_HELD,
-    GONE,
-    LEFT_EARLY,
     LINK_CUT,
-    SPINNING,
     WAITING_ELSEWHERE,
     Culprits,
     HangEvidence,
@@ -40,23 +30,17 @@ from phalanx.launch.hang_limits import (
     choose_limit,
     have_warmed_up,
 )
-from phalanx.launch.open_boxes import read_position_of_rank
-from phalanx.launch.paths import black_box_path
+from phalanx.launch.hang_verdict import HangVerdict, build_verdict_on_hang, build_verdict_on_step
+from phalanx.launch.positions_in_attempt import PositionsInAttempt
 from phalanx.launch.processor_watch import MAX_SHORT_STEP_S, ProcessorWatch
 from phalanx.launch.rank_activity import QuietTime, sample_process
-from phalanx.launch.stack_groups import (
-    find_odd_ranks,
-    find_telling_line,
-    format_stack_groups,
-    group_stacks,
-)
+from phalanx.launch.stack_groups import find_odd_ranks
 from phalanx.launch.stuck_links import choose_cut_off_ranks, find_stuck_links
 from phalanx.launch.untold_ends import UntoldEnds
 from phalanx.launch.work_signs import WorkSigns
 from phalanx.observe.events import Event
 from phalanx.observe.process_status import PROCESS_STATES, ProcessStatus, is_process_there
-from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits, judge_ranks
-from phalanx.observe.where_words import describe_collective, describe_waits
+from phalanx.observe.rank_waits import RankState
 
 POLL_INTERVAL_S = 0.5
 # A supervisor that was itself kept from looking counts no more than this for the time between.
@@ -67,25 +51,6 @@ _NEXT_STACKS_S = 30.0
 _MAX_SILENCE_OF_SLOW_S, _NUM_SILENT_STEPS_OF_SLOW = 1.5, 2
 # Of what a rank usually gets: below it, hardly anything could be told from nothing.
 _MIN_USUAL_CPU_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class HangVerdict:
-    """The ranks that kept a run from going on. `kind` is one of `hang_kinds.HANG_KINDS`.
-
-    `sentences` has one for each culprit; `collective` is what the others waited in, empty where
-    they did not; `report` are lines for a person, with the stacks of all ranks in groups. The run
-    had made no progress for `detected_s` when this was decided, and for `limit` it might.
-    """
-
-    kind: str
-    culprits: tuple[int, ...]
-    sentences: tuple[str, ...]
-    collective: str
-    report: tuple[str, ...]
-    detected_s: float
-    limit: HangLimit
-    positions: Mapping[int, LastPosition] = field(default_factory=dict)
 
 
 class ProgressWatch:
@@ -101,8 +66,7 @@ class ProgressWatch:
         self._run_dir, self._settings, self._emit = run_dir, settings, emit
         self._durations, self._endless = StepDurations(), EndlessStepWatch()
         self._pids: tuple[int, ...] = ()
-        self._attempt = 0
-        self._positions: dict[int, LastPosition] = {}
+        self._positions = PositionsInAttempt(run_dir)
         self._processors = ProcessorWatch((), 0.0)
         self.begin_attempt((), 0.0)
 
@@ -113,9 +77,9 @@ class ProgressWatch:
         `attempt` by the process `server_pid`, their parent."""
         for event in self._processors.end():
             self._emit(event)
-        self._pids, self._attempt = tuple(pids), attempt
-        self._processors = ProcessorWatch(pids, now_s, self._read_step)
-        self._positions = {}
+        self._pids = tuple(pids)
+        self._positions = PositionsInAttempt(self._run_dir, self._pids, attempt)
+        self._processors = ProcessorWatch(pids, now_s, self._positions.read_step)
         self._left: frozenset[int] = frozenset()
         self._quiet = {rank: QuietTime() for rank in range(len(pids))}
         self._untold_ends = UntoldEnds(server_pid)
@@ -141,11 +105,14 @@ class ProgressWatch:
         unseen_s = max(0.0, now_s - self._polled_s - _MAX_COUNTED_INTERVAL_S)
         self._polled_s = now_s
         self._all_unseen_s += unseen_s
-        self._read_positions()
+        self._positions.read_all()
         if self._has_progressed(now_s):
             return self._judge_step(now_s, finished)
         limit = choose_limit(
-            self._settings, self._positions, len(self._pids), self._durations.compute_long_step_s()
+            self._settings,
+            self._positions.by_rank,
+            len(self._pids),
+            self._durations.compute_long_step_s(),
         )
         # Once the work of all is done, ranks sample text, and say so token by token.
         counts_work = limit.counts_work or len(finished) == len(self._pids)
@@ -165,7 +132,7 @@ class ProgressWatch:
     @property
     def positions(self) -> Mapping[int, LastPosition]:
         """What each rank of this attempt has written, at the last look."""
-        return dict(self._positions)
+        return dict(self._positions.by_rank)
 
     def find_next_look_s(self) -> float:
         """Monotonic seconds at which the ranks should be looked at again."""
@@ -176,7 +143,7 @@ class ProgressWatch:
     def _look_at_processors(self, now_s: float, *, is_done: bool) -> None:
         if not self._settings.is_on or now_s < self._processors.next_look_s:
             return
-        goes_on = not is_done and self._are_all_in_steps()
+        goes_on = not is_done and self._positions.are_all_in_steps()
         silent_s = now_s - self._progress_s
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.
@@ -185,45 +152,10 @@ class ProgressWatch:
         for event in self._processors.look(now_s, goes_on=goes_on, are_steps_short=are_steps_short):
             self._emit(event)
 
-    def _read_step(self, rank: int) -> int:
-        self._read_positions()
-        position = self._positions.get(rank)
-        return 0 if position is None else max(position.step, 0)
-
-    def _are_all_in_steps(self) -> bool:
-        """Whether all ranks train. Positions are not older than a poll; of ranks that start the
-        first that is not known to train is read anew, for what is slow may be so from its first
-        steps on."""
-        for rank in range(len(self._pids)):
-            if not self._is_in_steps(rank):
-                self._read_position(rank)
-                if not self._is_in_steps(rank):
-                    return False
-        return bool(self._pids)
-
-    def _is_in_steps(self, rank: int) -> bool:
-        position = self._positions.get(rank)
-        return position is not None and position.step > 0
-
-    def _read_positions(self) -> None:
-        for rank in range(len(self._pids)):
-            self._read_position(rank)
-
-    def _read_position(self, rank: int) -> None:
-        path = black_box_path(self._run_dir, rank)
-        try:
-            position = read_position_of_rank(path, self._pids[rank], self._attempt)
-        except BlackBoxVersionError:
-            return
-        if position is not None:
-            self._positions[rank] = position
-
     def _has_progressed(self, now_s: float) -> bool:
         """True if any rank wrote something since the last progress; then what was counted since
         begins anew."""
-        newest_s = max(
-            (position.last_progress_s for position in self._positions.values()), default=0.0
-        )
+        newest_s = self._positions.newest_progress_s
         if newest_s <= self._progress_s:
             return False
         self._progress_s, self._unseen_s, self._work = newest_s, 0.0, None
@@ -244,7 +176,7 @@ class ProgressWatch:
         begins anew."""
         if self._work is None:
             self._work = WorkSigns(self._pids, now_s)
-        last_work_s = self._work.find_last_work_s(now_s, self._positions)
+        last_work_s = self._work.find_last_work_s(now_s, self._positions.by_rank)
         if last_work_s is None or last_work_s <= self._progress_s:
             return False
         self._progress_s, self._unseen_s, self._sampled_s = last_work_s, 0.0, now_s
@@ -253,15 +185,13 @@ class ProgressWatch:
         return True
 
     def _observe_step(self, now_s: float) -> None:
-        step = max(position.step for position in self._positions.values())
-        is_between_steps = any(
-            position.phase in BETWEEN_STEPS_PHASES for position in self._positions.values()
-        )
-        if is_between_steps:
+        positions = self._positions.by_rank.values()
+        step = max(position.step for position in positions)
+        if any(position.phase in BETWEEN_STEPS_PHASES for position in positions):
             self._durations.forget_step()
         else:
             # A machine that stood still for a while makes no step a long one.
-            warms_up = not have_warmed_up(self._positions.values())
+            warms_up = not have_warmed_up(positions)
             self._durations.observe(step, now_s - self._all_unseen_s, warms_up=warms_up)
 
     def _sample_ranks(self, *, with_helpers: bool) -> None:
@@ -278,10 +208,10 @@ class ProgressWatch:
 
     def _judge_step(self, now_s: float, finished: Collection[int]) -> HangVerdict | None:
         """The verdict on ranks that go on and do not end their step."""
-        if finished or len(self._positions) < len(self._pids):
+        if finished or len(self._positions.by_rank) < len(self._pids):
             return None
         endless = self._endless.look(
-            self._positions,
+            self._positions.by_rank,
             now_s=now_s,
             p99_s=self._durations.compute_long_step_s(),
             long_s=max(self._settings.long_s, self._settings.hang_s or 0.0),
@@ -289,9 +219,7 @@ class ProgressWatch:
         if endless is None:
             return None
         states = self._build_states(endless.elapsed_s)
-        return _build_verdict_on_step(
-            endless, states, ask_for_stacks(self._run_dir, states), self._positions
-        )
+        return build_verdict_on_step(endless, states, ask_for_stacks(self._run_dir, states))
 
     def _judge(
         self,
@@ -302,19 +230,18 @@ class ProgressWatch:
         untold_s: Mapping[int, float],
     ) -> HangVerdict | None:
         states = self._build_states(silent_s)
-        culprits = find_culprits(
-            HangEvidence(
-                states,
-                self._quiet,
-                self._usual_cpu_share,
-                frozenset(finished),
-                silent_s,
-                limit,
-                now_s,
-                self._left,
-                untold_s,
-            )
+        evidence = HangEvidence(
+            states,
+            self._quiet,
+            self._usual_cpu_share,
+            frozenset(finished),
+            silent_s,
+            limit,
+            now_s,
+            self._left,
+            untold_s,
         )
+        culprits = find_culprits(evidence)
         if not culprits.kind and not culprits.why.startswith("all ranks have posted"):
             return None
         if not culprits.kind and now_s < self._next_stacks_s:
@@ -330,7 +257,7 @@ class ProgressWatch:
         culprits = _refine_by_stacks(culprits, stacks)
         if not culprits.kind:
             return None
-        return self._build_verdict(culprits, states, stacks, limit, detected_s, now_s)
+        return build_verdict_on_hang(culprits, evidence, stacks, detected_s)
 
     def _build_states(self, silent_s: float) -> dict[int, RankState]:
         states = {}
@@ -345,106 +272,8 @@ class ProgressWatch:
                 if state in ("running", "sleeping"):
                     state = "running" if self._quiet[rank].is_running else "sleeping"
                 status = ProcessStatus(state, self._quiet[rank].process_cpu_s / silent_s)
-            states[rank] = RankState(rank, self._positions.get(rank), status)
+            states[rank] = RankState(rank, self._positions.by_rank.get(rank), status)
         return states
-
-    def _build_verdict(
-        self,
-        culprits: Culprits,
-        states: Mapping[int, RankState],
-        stacks: Mapping[int, Sequence[str]],
-        limit: HangLimit,
-        detected_s: float,
-        now_s: float,
-    ) -> HangVerdict:
-        sentences = []
-        for sentence, rank in zip(
-            _describe_places(culprits, states, now_s), culprits.ranks, strict=False
-        ):
-            reason = self._describe_reason(culprits.kind, rank, states, now_s)
-            sentences.append(sentence + reason + _describe_telling_line(stacks.get(rank, ())))
-        silence = f"no rank made progress for {detected_s:.1f} s"
-        silence += f" (limit {format_seconds(limit.quiet_s)}: {limit.why})"
-        present = [rank for rank in states if rank not in self._left]
-        groups = group_stacks(
-            {rank: stacks.get(rank, ()) for rank in present}, first=culprits.ranks
-        )
-        return HangVerdict(
-            kind=culprits.kind,
-            culprits=culprits.ranks,
-            sentences=tuple(sentences),
-            collective=_describe_awaited(culprits, states),
-            report=(*sentences, silence, *format_stack_groups(groups)),
-            detected_s=detected_s,
-            limit=limit,
-            positions=dict(self._positions),
-        )
-
-    def _describe_reason(
-        self, kind: str, rank: int, states: Mapping[int, RankState], now_s: float
-    ) -> str:
-        cpu_s = self._quiet[rank].cpu_s
-        position = states[rank].position
-        if kind == GIL_HELD and position is not None and position.header is not None:
-            silent_s = now_s - position.header.pulse_s
-            return (
-                f"; C code holds Python's lock: no thread of it has run for {silent_s:.1f} s,"
-                f" and it used {cpu_s:.1f} s of a processor"
-            )
-        if kind == SPINNING:
-            return f"; it used {cpu_s:.1f} s of a processor since then and did not get on"
-        if kind == LINK_CUT:
-            return "; what is sent over its connections is repeated and does not arrive"
-        if kind == GONE:
-            return "; the process that started the ranks has not told so: it is stopped, or waits"
-        if kind == LEFT_EARLY:
-            return "; it says that its work is done"
-        return ""
-
-
-def _describe_telling_line(stack: Sequence[str]) -> str:
-    """The end of a sentence on a rank that has answered: what it is in now, where its box has the
-    last line that it wrote something at."""
-    line = find_telling_line(stack)
-    return f"; the rank is in {line}" if line else ""
-
-
-def _build_verdict_on_step(
-    endless: EndlessStep,
-    states: Mapping[int, RankState],
-    stacks: Mapping[int, Sequence[str]],
-    positions: Mapping[int, LastPosition],
-) -> HangVerdict:
-    usual = f", where {endless.most_writes} are the most of a step" if endless.most_writes else ""
-    sentences = []
-    for rank in endless.ranks:
-        position = positions[rank]
-        sentences.append(
-            f"rank {rank} goes on in step {endless.step} and does not end it: in"
-            f" {endless.elapsed_s:.1f} s it wrote {endless.num_writes} phases and collectives"
-            f"{usual}; last seen in {position.phase} at"
-            f" {os.path.basename(position.file)}:{position.line}"
-            f"{_describe_telling_line(stacks.get(rank, ()))}"
-        )
-    groups = group_stacks({rank: stacks.get(rank, ()) for rank in states}, first=endless.ranks)
-    limit = HangLimit(
-        endless.limit_s,
-        "of one step",
-        computes_s=endless.limit_s,
-        children_s=endless.limit_s,
-        disk_s=endless.limit_s,
-        counts_work=False,
-    )
-    return HangVerdict(
-        kind=ENDLESS_STEP,
-        culprits=endless.ranks,
-        sentences=tuple(sentences),
-        collective="",
-        report=(*sentences, *format_stack_groups(groups)),
-        detected_s=endless.elapsed_s,
-        limit=limit,
-        positions=dict(positions),
-    )
 
 
 def _refine_by_stacks(culprits: Culprits, stacks: Mapping[int, Sequence[str]]) -> Culprits:
@@ -461,34 +290,3 @@ def _refine_by_stacks(culprits: Culprits, stacks: Mapping[int, Sequence[str]]) -
     if remaining and len(culprits.ranks) > 1:
         return Culprits(culprits.kind, remaining)
     return culprits
-
-
-def _describe_places(
-    culprits: Culprits, states: Mapping[int, RankState], now_s: float
-) -> list[str]:
-    """A sentence for each culprit: its process, step, phase and line, and who waits for it."""
-    if culprits.kind == LINK_CUT:
-        return [_describe_cut_off_rank(rank, states[rank].position) for rank in culprits.ranks]
-    waits = find_waits(states)
-    if culprits.kind == ABSENT_COLLECTIVE:
-        verdict = judge_ranks(states)
-        if verdict.kind == "differs":
-            differing = {rank for wait in waits for rank in wait.differing}
-            if set(culprits.ranks) <= differing:
-                return describe_waits(WaitVerdict("differs", culprits.ranks, waits), states, now_s)
-    kind = "stopped" if culprits.kind == FROZEN else "absent"
-    return describe_waits(WaitVerdict(kind, culprits.ranks, waits), states, now_s)
-
-
-def _describe_cut_off_rank(rank: int, position: LastPosition | None) -> str:
-    if position is None:
-        return f"rank {rank} is cut off"
-    place = f"{os.path.basename(position.file)}:{position.line}"
-    return f"rank {rank} is cut off in step {position.step}, {position.phase}, at {place}"
-
-
-def _describe_awaited(culprits: Culprits, states: Mapping[int, RankState]) -> str:
-    for wait in find_waits(states):
-        if set(culprits.ranks) & {*wait.absent, *wait.differing}:
-            return describe_collective(wait.collective, wait.group)
-    return ""

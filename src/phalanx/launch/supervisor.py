@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.core.errors import ExitCode
 from phalanx.launch.attempt import AttemptWatch, ReportAndSignalWaiter
 from phalanx.launch.attempt_end import AttemptEnd
+from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.messages import (
     EventRefused,
@@ -25,7 +26,7 @@ from phalanx.launch.messages import (
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
 from phalanx.launch.positions import read_furthest_position
-from phalanx.launch.progress_watch import HangVerdict, ProgressWatch
+from phalanx.launch.progress_watch import ProgressWatch
 from phalanx.launch.recovery import RecoveryPolicy, StartAgain
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerProcess, TemplateProcess, start_template

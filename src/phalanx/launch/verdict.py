@@ -21,6 +21,7 @@ from phalanx.launch.blamed_rank import (
 )
 from phalanx.launch.dead_process import blame_exit_without_record, blame_nonzero_exit_code
 from phalanx.launch.hang_kinds import FROZEN
+from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.log_excerpts import read_abort_reason, read_main_thread_stack
 from phalanx.launch.paths import rank_log_path
 from phalanx.launch.positions import (
@@ -28,7 +29,6 @@ from phalanx.launch.positions import (
     describe_waits_at_end,
     read_furthest_position,
 )
-from phalanx.launch.progress_watch import HangVerdict
 from phalanx.launch.rank_failure import RankFailure
 from phalanx.launch.reported_failure import explain_error_report
 from phalanx.launch.reports import STORE_ERROR_NAMES, ErrorReport, is_message_about_lost_peer
