@@ -422,7 +422,11 @@ MAY_LEAVE_OUT = {"dp_replicate": 2, "unused_parameters": "allow"}
 CHANGED = ("unchanged_by_evaluation", 2, "the evaluation after it changed {}")
 MISSING = ("optimizer_parameters", 2, "the optimizer does not update {}")
 MISSING_AT_4 = (MISSING[0], 4, MISSING[2])
-LEFT_AT_4 = (MISSING[0], 4, "the optimizer has 2 parameters (of 2 ranks together) that the model")
+GONE_AT_4 = (
+    MISSING[0],
+    4,
+    "the model no longer has {} and the optimizer has 2 parameters (summed over ranks) that the model",
+)
 REPLACED = ("optimizer_parameters", 4, "{} was replaced in its module since the last check")
 SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {
     "ddp, evaluation writes": OnAllRanks(DDP2, write_in_evaluation, *CHANGED),
@@ -436,13 +440,11 @@ SAME_ON_ALL_RANKS: dict[str, OnAllRanks] = {
         freeze_in_step_4,
         "optimizer_parameters",
         4,
-        "the optimizer has 4 parameters (of 2 ranks together) that the model",
+        "the optimizer has 4 parameters (summed over ranks) that the model",
         name="",
     ),
-    "ddp, a layer pruned": OnAllRanks(MAY_LEAVE_OUT, prune_norm_after_step_3, *LEFT_AT_4, name=""),
-    "ddp, tied while it trains": OnAllRanks(
-        MAY_LEAVE_OUT, tie_norms_after_step_3, *LEFT_AT_4, name=""
-    ),
+    "ddp, a layer pruned": OnAllRanks(MAY_LEAVE_OUT, prune_norm_after_step_3, *GONE_AT_4),
+    "ddp, tied while it trains": OnAllRanks(MAY_LEAVE_OUT, tie_norms_after_step_3, *GONE_AT_4),
     "zero1, replaced in a checked update": OnAllRanks(
         {"dp_shard": 2, "zero_stage": 1}, replace_after_step_4, *MISSING_AT_4
     ),

@@ -10,6 +10,24 @@ from phalanx.observe.invariant_words import describe_failed_check
 BACK = "FSDP has put its own back, so what was put there trains no more"
 
 
+def test_parameters_that_the_model_no_longer_has() -> None:
+    event = InvariantChecked(
+        7,
+        "optimizer_parameters",
+        ok=False,
+        tensors=["a", "b"],
+        num_tensors=2,
+        removed=["b"],
+        ranks=[0, 1],
+        expected=0.0,
+        actual=2.0,
+    )
+    assert describe_failed_check(event) == (
+        "step 7: the optimizer does not update a, the model no longer has b and the optimizer has"
+        " 2 parameters (summed over ranks) that the model does not have, on ranks 0, 1"
+    )
+
+
 @pytest.mark.parametrize(
     ("tensors", "num_tensors", "replaced", "foreign", "sentence"),
     [

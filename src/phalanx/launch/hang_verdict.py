@@ -52,8 +52,8 @@ def build_verdict_on_hang(
     stacks: Mapping[int, Sequence[str]],
     detected_s: float,
 ) -> HangVerdict:
-    """The verdict on the `culprits` of a run that has made no progress for `detected_s`; `stacks`
-    of the ranks that answered."""
+    """The verdict on the `culprits` of a run that hangs. `stacks`: those of the ranks that
+    answered; `detected_s`: since the last progress, also while nobody looked."""
     states, limit = evidence.states, evidence.limit
     sentences = []
     for sentence, rank in zip(

@@ -11,8 +11,8 @@ from phalanx.launch.paths import black_box_path
 
 
 class PositionsInAttempt:
-    """The last position of each rank that has written one in `attempt`; older ones of an attempt
-    before are none. `pids`: the ranks' processes."""
+    """The last position of each rank that has written one in `attempt`. One that an earlier
+    attempt wrote does not count. `pids`: the ranks' processes."""
 
     def __init__(self, run_dir: Path, pids: Sequence[int] = (), attempt: int = 0) -> None:
         self._run_dir, self._pids, self._attempt = run_dir, tuple(pids), attempt
@@ -20,7 +20,7 @@ class PositionsInAttempt:
 
     @property
     def by_rank(self) -> Mapping[int, LastPosition]:
-        """What was read of each rank at the last look."""
+        """The newest position that was read of each rank; changes as more is read."""
         return self._by_rank
 
     @property
@@ -29,20 +29,22 @@ class PositionsInAttempt:
         return max((position.last_progress_s for position in self._by_rank.values()), default=0.0)
 
     def read_all(self) -> None:
-        """Look at each rank."""
+        """Read the position of each rank anew."""
         for rank in range(len(self._pids)):
             self._read_rank(rank)
 
     def read_step(self, rank: int) -> int:
-        """Look at each rank; the step of `rank`, 0 before its first."""
+        """Read all positions anew. Returns the step of `rank`, 0 before its first."""
         self.read_all()
         position = self._by_rank.get(rank)
         return 0 if position is None else max(position.step, 0)
 
-    def are_all_in_steps(self) -> bool:
-        """Whether all ranks train. Positions are those of the last look; of ranks that start the
-        first that is not known to train is read anew, for what is slow may be so from its first
-        steps on."""
+    def check_all_in_steps(self) -> bool:
+        """True if there are ranks, and all of them train.
+
+        Positions are as old as the last read. A rank that was not known to train is read anew: it
+        may be slow from its first steps on.
+        """
         for rank in range(len(self._pids)):
             if not self._is_in_steps(rank):
                 self._read_rank(rank)

@@ -143,7 +143,7 @@ class ProgressWatch:
     def _look_at_processors(self, now_s: float, *, is_done: bool) -> None:
         if not self._settings.is_on or now_s < self._processors.next_look_s:
             return
-        goes_on = not is_done and self._positions.are_all_in_steps()
+        goes_on = not is_done and self._positions.check_all_in_steps()
         silent_s = now_s - self._progress_s
         if goes_on and silent_s > _MAX_SILENCE_OF_SLOW_S:
             # Whoever keeps a run from all progress is judged as hung, and not as slow.

@@ -121,7 +121,9 @@ class RecoveryPolicy:
             is_failed_start and (self._attempts.is_elastic or not is_rank_gone)
         )
         if self._spec.stepless or not (failure.restartable or may_try_again):
-            return self._fail(failure.exit_code, self._report_with_advice(failure) + no_shrink)
+            return self._fail(
+                failure.exit_code, self._build_report_with_advice(failure) + no_shrink
+            )
         try:
             pause_s = self._restarts.count_restart_or_raise(
                 failure, time.monotonic(), self._attempts.find_newest_step()
@@ -138,7 +140,8 @@ class RecoveryPolicy:
         )
         return StartAgain(self._num_ranks, survivors, pause_s)
 
-    def _report_with_advice(self, failure: RankFailure) -> str:
+    def _build_report_with_advice(self, failure: RankFailure) -> str:
+        """The report, with what would need less memory where there was too little."""
         if failure.cause != OUT_OF_MEMORY:
             return failure.report
         return "\n".join([failure.report, *self._attempts.list_memory_advice()])
@@ -245,11 +248,12 @@ class RecoveryPolicy:
         code = ExitCode.PREEMPTED
         if stop.at_once or stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
+        if not stop.at_once and end.exit_codes == {ExitCode.OK}:
+            # At once: a store that is far away may take its time to tell what stands.
+            return self._finish()
         stands = self._attempts.describe_what_stands()
         if stop.at_once:
             return self._stop(code, f"stopped at once by Ctrl-C; {stands}")
-        if end.exit_codes == {ExitCode.OK}:
-            return self._finish()
         if not end.exits and not end.waiting and not end.server_loss:
             return self._stop(code, self._describe_stop_before_start(stands))
         if failure is None or (end.server_loss and end.grace_over):
@@ -260,16 +264,16 @@ class RecoveryPolicy:
         if failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_rank_failed(failure)
             return self._fail(failure.exit_code, failure.report)
-        return self._stop(code, self._describe_failure_while_stopping(failure, stands))
+        return self._stop(code, self._describe_failure_beside_stop(failure, stands))
 
     def _describe_stop_before_start(self, stands: str) -> str:
         if self._num_attempts == 1:
             return "stopped before the ranks had started; nothing is lost"
         return f"stopped before the ranks had started again; {stands}"
 
-    def _describe_failure_while_stopping(self, failure: RankFailure, stands: str) -> str:
-        """The message about a rank that failed on the way; one that the signal ended before it had
-        a step to save did not fail."""
+    def _describe_failure_beside_stop(self, failure: RankFailure, stands: str) -> str:
+        """The message about a rank that failed while the run was to stop; where a signal ended it
+        before its first step, no step is lost, and only when that was is told."""
         if failure.step >= 1 or failure.cause != "signal":
             return f"failed while stopping; {stands}\n{failure.report}"
         if self._num_attempts == 1:

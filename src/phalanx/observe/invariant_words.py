@@ -69,20 +69,29 @@ def describe_failed_check(event: InvariantChecked) -> str:
 def _describe_optimizer(event: InvariantChecked) -> str:
     problems, sentences = [], []
     ranks = _describe_failed_ranks(event)
-    # They stand before those that were replaced.
-    missing = [name for name in event.tensors if name not in event.replaced]
-    num_replaced = len(event.replaced) if missing else int(event.num_tensors)
-    num_missing = int(event.num_tensors) - num_replaced
+    # They stand before those that were removed, and these before those that were replaced.
+    others = {*event.removed, *event.replaced}
+    missing = [name for name in event.tensors if name not in others]
+    num_removed, num_replaced = len(event.removed), len(event.replaced)
+    if not missing and not event.removed:
+        num_replaced = int(event.num_tensors)
+    elif not missing:
+        num_removed = int(event.num_tensors) - num_replaced
+    num_missing = int(event.num_tensors) - num_removed - num_replaced
     if missing:
         problems.append(f"the optimizer does not update {_describe_names(missing, num_missing)}")
+    if event.removed:
+        problems.append(f"the model no longer has {_describe_names(event.removed, num_removed)}")
     if event.actual > 0:
         foreign = plural(int(event.actual), "parameter")
         if len(event.ranks) > 1:
-            foreign += f" (of {len(event.ranks)} ranks together)"
-        subject = "it" if problems else "the optimizer"
+            foreign += " (summed over ranks)"
+        subject = "it" if missing and not event.removed else "the optimizer"
         problems.append(f"{subject} has {foreign} that the model does not have")
     if problems:
-        sentences.append(f"{' and '.join(problems)}, on {ranks}")
+        *first, last = problems
+        listed = f"{', '.join(first)} and {last}" if first else last
+        sentences.append(f"{listed}, on {ranks}")
     if event.replaced:
         sentences.append(
             f"{_describe_names(event.replaced, num_replaced)} was replaced in its module since the"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
-from phalanx.core.phases import PhaseTimer
+from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressEmitter
@@ -169,9 +169,9 @@ class Evaluator:
         """
         # Rank 0 alone looks at the files: it is enough that one rank knows.
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
-        reason, (fenced, total_s) = agree_on_stop(
-            self._stop, self._mesh, self._phases, (is_fenced, took_s)
-        )
+        with self._phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
+            reason, sums = agree_on_stop(self._stop, self._mesh, (is_fenced, took_s))
+        fenced, total_s = sums
         if fenced and self._fence is not None:
             raise self._fence.run_taken_error()
         if reason is not None:

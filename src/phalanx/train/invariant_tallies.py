@@ -55,7 +55,7 @@ class InvariantTallies:
             return
         tally.num_failed += 1
         tally.first_failed_step = tally.first_failed_step or result.step
-        failure = (result.tensors, result.replaced, result.ranks)
+        failure = (result.tensors, result.replaced, result.removed, result.ranks)
         if failure != tally.last_failure:
             tally.last_failure = failure
             self._bus.emit(
@@ -66,6 +66,7 @@ class InvariantTallies:
                     first_failed_step=tally.first_failed_step,
                     tensors=result.tensors[:MAX_NAMED_PARAMETERS],
                     replaced=result.replaced[:MAX_NAMED_PARAMETERS],
+                    removed=result.removed[:MAX_NAMED_PARAMETERS],
                     num_tensors=len(result.tensors),
                 )
             )

@@ -247,15 +247,16 @@ class RunInvariants:
             )
         )
         foreign = sum(findings.num_foreign.values())
-        missing, replaced = findings.missing, findings.replaced
-        ranks = sorted({*missing.ranks, *replaced.ranks, *findings.num_foreign})
+        missing, removed, replaced = findings.missing, findings.removed, findings.replaced
+        ranks = sorted({*missing.ranks, *removed.ranks, *replaced.ranks, *findings.num_foreign})
         self._tallies.record_and_emit(
             InvariantChecked(
                 step=step,
                 name="optimizer_parameters",
                 ok=not ranks,
-                tensors=[*missing.names, *replaced.names],
+                tensors=[*missing.names, *removed.names, *replaced.names],
                 replaced=replaced.names,
+                removed=removed.names,
                 ranks=ranks,
                 expected=0.0,
                 actual=float(foreign),

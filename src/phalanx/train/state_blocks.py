@@ -91,12 +91,13 @@ def list_state_blocks(
 def digest_state_block(
     block: OptimizerStateBlock,
     optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
+    parameter: nn.Parameter | None,
     device: torch.device,
 ) -> torch.Tensor:
     """A digest of the bits of all state of a block: 0-d int64 on `device`, which it does not wait
-    for. A word that changes in one tensor of it changes the digest with certainty."""
-    state = dict(_iterate_tensors_of_state(optimizer, parameter))
+    for; 0 where `parameter` is no longer there. A word that changes in one tensor of it changes the
+    digest with certainty."""
+    state = {} if parameter is None else dict(_iterate_tensors_of_state(optimizer, parameter))
     digest = torch.zeros((), dtype=torch.int64, device=device)
     for slot in (*block.slots, *block.whole_slots):
         value = state.get(slot)

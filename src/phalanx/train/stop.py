@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.core.stop_signals import (
     LEAVE_FOR_MORE_RANKS_SIGNAL,
     MORE_RANKS_REASON,
@@ -96,23 +95,23 @@ class StopSignalFlags:
 
 
 def choose_stop_reason(sigterm: float, sigint: float) -> str | None:
-    """The reason of a stop by how many ranks got which signal: "sigterm", "sigint", or None for
-    none. SIGTERM comes first."""
+    """The reason of a stop, given how many ranks got SIGTERM and how many SIGINT: "sigterm",
+    "sigint", or None for none. SIGTERM comes first."""
     if sigterm:
         return "sigterm"
     return "sigint" if sigint else None
 
 
 def agree_on_stop(
-    stop: StopSignalFlags, mesh: Mesh, phases: PhaseTimer, numbers: Sequence[float] = ()
+    stop: StopSignalFlags, mesh: Mesh, numbers: Sequence[float] = ()
 ) -> tuple[str | None, list[float]]:
-    """The reason of a stop, if any rank was asked for one, and the sums of `numbers` over ranks.
+    """Where no reduction of a step tells it: "sigterm" or "sigint" if a rank was asked to stop,
+    else None; and the sums of `numbers` over ranks, as many on each.
 
-    Collective, outside the reduction of a step; all ranks return the same.
+    Collective; all ranks return the same.
     """
     own = create_fp64_on_device((stop.sigterm, stop.sigint, *numbers), mesh.device)
-    with phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
-        sigterm, sigint, *sums = mesh.all_reduce_sum(own).tolist()
+    sigterm, sigint, *sums = mesh.all_reduce_sum(own).tolist()
     return choose_stop_reason(sigterm, sigint), sums
 
 

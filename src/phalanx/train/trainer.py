@@ -13,7 +13,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
-from phalanx.core.phases import PhaseTimer
+from phalanx.core.phases import WORLD_AXIS, PhaseTimer
 from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
@@ -159,7 +159,8 @@ class Trainer:
         return reason
 
     def _begin_run(self, asked_s: float | None) -> str | None:
-        """All that comes before the first step. Returns the reason of a stop that came by then."""
+        """All that comes before the first step, a save and an evaluation that are due among it.
+        Returns the reason of a stop that all ranks agreed on by then ("sigterm", "sigint")."""
         if self._evaluator is not None:
             self._evaluator.require_known_metric(self.job.eval.metric)
         run_dir = None if self.storage is None else self.storage.run_dir
@@ -173,7 +174,8 @@ class Trainer:
         if self.state.step > 0:
             # What a run is asked for while its ranks start again must not cost a step more: the
             # grace may last for the save of what they hold alone, and the step may fail as it did.
-            reason, _ = agree_on_stop(self.stop, self.mesh, self.phases)
+            with self.phases("collective", "all_reduce stop flags", axis=WORLD_AXIS):
+                reason, _ = agree_on_stop(self.stop, self.mesh)
         if self.state.step > self.state.saved_step:
             # Its ranks held it in memory: the save of this step may be what was interrupted.
             self._save_if_due((0.0, 0.0, 0.0), is_stop=reason is not None)
@@ -204,9 +206,10 @@ class Trainer:
         self._recorder.record_last_step()
         return reason
 
-    def _save_if_due(self, flags: Sequence[float], *, is_stop: bool) -> None:
+    def _save_if_due(self, save_flags: Sequence[float], *, is_stop: bool) -> None:
         if self._schedule is not None:
-            self._schedule.save_if_due(flags, is_stop=is_stop, is_end=self._is_last_saved_step())
+            is_end = self._is_last_saved_step()
+            self._schedule.save_if_due(save_flags, is_stop=is_stop, is_end=is_end)
 
     def step(self) -> tuple[StepStats, str | None]:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""

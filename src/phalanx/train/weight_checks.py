@@ -8,7 +8,7 @@ Nothing here waits for the device: what is found there is read when a later step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from phalanx.train.weight_blocks import (
     GatheredBlocks,
     HeldBlocks,
     TensorsOnRanks,
+    WeightBlock,
     find_modules_with_shared_buffers,
     gather_block_lists,
     list_weight_blocks,
@@ -48,7 +49,7 @@ NUM_GATHERED_COUNTS = 2
 """Numbers of a rank in what ranks gather: parameters of the optimizer that the model has not, and
 of the model that it had not when the checks began."""
 # Flags of a tensor on a rank, in what ranks gather.
-_STUCK, _MISSING, _MUST_MOVE, _REPLACED = 1, 2, 4, 8
+_STUCK, _MISSING, _MUST_MOVE, _REPLACED, _REMOVED = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class WeightFindings:
     """Result of the checks of one step over all ranks.
 
     `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
-    trained, and the optimizer does not update; `replaced`: where else somebody has put something in
+    trained, and the optimizer does not update; `removed`: what the model had when the checks began,
+    and has no longer; `replaced`: where else somebody has put something in
     the place of a parameter since the last check, which FSDP has taken out again; `num_foreign`: by
     rank, parameters of the optimizer that are none of the model's. `num_moving` tensors had to
     move, of `num_trained`. `digests`: [ranks, blocks], of the blocks of each rank, those of the
@@ -68,6 +70,7 @@ class WeightFindings:
     unequal: TensorsOnRanks
     stuck: TensorsOnRanks
     missing: TensorsOnRanks
+    removed: TensorsOnRanks
     replaced: TensorsOnRanks
     num_foreign: dict[int, int]
     num_moving: int
@@ -87,6 +90,10 @@ class WeightChecks:
         self._alike = find_modules_with_shared_buffers(model.module)
         tensors = map_parameters_and_shared_buffers(model, self._alike)
         self._blocks = list_weight_blocks(model, tensors)
+        self._digest_device = self._mesh.device
+        if self._blocks:
+            # The host's, where parameters are offloaded.
+            self._digest_device = get_local_tensor(tensors[self._blocks[0].name]).device
         self._columns: dict[str, list[int]] = defaultdict(list)
         for column, block in enumerate(self._blocks):
             self._columns[block.name].append(column)
@@ -129,18 +136,9 @@ class WeightChecks:
         missing, num_foreign = self._find_optimizer_mismatches(
             model_tensors, updated, in_model.values()
         )
-        # Of a tensor that was taken out of the model since: the optimizer alone has it, and tells.
-        gone = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
-        digests = [
-            compute_bit_digest(view_block_elements(block, model_tensors[block.name]))
-            if block.name in model_tensors
-            else gone
-            for block in self._blocks
-        ]
+        digests = [self._digest_block(block, model_tensors) for block in self._blocks]
         digests_of_state = [
-            digest_state_block(block, self._optimizer, in_model[block.name], self._mesh.device)
-            if block.name in in_model
-            else gone
+            digest_state_block(block, self._optimizer, in_model.get(block.name), self._mesh.device)
             for block in self.state_blocks.shared
         ]
         movements: dict[str, torch.Tensor] = {}
@@ -153,6 +151,7 @@ class WeightChecks:
             if len(after) == len(before):
                 movements[name] = self._build_movement_flags(name, before, after)
         flags = dict.fromkeys(missing, _MISSING)
+        flags |= {name: _REMOVED for name in self._columns if name not in model_tensors}
         for place in self._model.take_replaced_parameters():
             name = self._aliases.get(place, place)
             flags[name] = flags.get(name, 0) | _REPLACED
@@ -204,6 +203,7 @@ class WeightChecks:
             ),
             blocks.find_tensors_on_ranks(flags & _STUCK != 0),
             self._add_to_missing(missing, num_added),
+            blocks.find_tensors_on_ranks(flags & _REMOVED != 0),
             blocks.find_tensors_on_ranks(is_replaced),
             {rank: count for rank, count in enumerate(num_foreign) if count},
             len(blocks.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
@@ -242,6 +242,14 @@ class WeightChecks:
     def _map_optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:
         """By full name, what an optimizer has of each parameter, frozen ones among them."""
         return {full_name(name): p for name, p in self._model.named_parameters()}
+
+    def _digest_block(
+        self, block: WeightBlock, model_tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """0-d int64: the digest of `block`, 0 of a tensor that was taken out of the model."""
+        if block.name not in model_tensors:
+            return torch.zeros((), dtype=torch.int64, device=self._digest_device)
+        return compute_bit_digest(view_block_elements(block, model_tensors[block.name]))
 
     def _digest_blocks_of_tensor(
         self, name: str, tensor: torch.Tensor, updated: nn.Parameter

@@ -22,7 +22,8 @@ class InvariantChecked(Event):
     pipeline.
 
     `tensors`: names of those that failed, at most 20 of `num_tensors`; `replaced`: the last of
-    these, in whose place something was put that FSDP has taken out again; `ranks`: those that hold
+    these, in whose place something was put that FSDP has taken out again; `removed`: those of them
+    that are no longer in the model; `ranks`: those that hold
     them otherwise than most, all holders where there is no majority. `expected` and `actual`: sums
     over all ranks where sums are compared. `looked_at`: in words, what the last check compared;
     `not_looked_at`: what it did not, and why.
@@ -38,6 +39,7 @@ class InvariantChecked(Event):
     tensors: list[str] = field(default_factory=list)
     num_tensors: int = 0
     replaced: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     expected: float = math.nan
     actual: float = math.nan
