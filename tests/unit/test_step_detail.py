@@ -102,6 +102,16 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_below_200_mb() -> No
     assert len(written) > 30, "and something is said of it"
 
 
+def test_two_ranks_of_a_long_run_are_told_in_short_windows() -> None:
+    """Rank 0 alone writes more than a run of many ranks may have: a window of the other was 20,000
+    steps, and a verdict needs ten of them."""
+    detail = StepDetail(1, Layout(dp_replicate=2), 0, 1_000_000)
+    assert detail.window_steps < 20
+    assert detail.num_first_steps > 1_000
+    # The bound of a large run is as it was.
+    assert StepDetail(1, ALL_AXES, 0, 100_000).window_steps > 1_000
+
+
 def test_odd_steps_alone_are_no_picture_of_a_run(tmp_path: Path) -> None:
     """Until its first window ends a rank has its first steps and those that took long."""
     (tmp_path / "events").mkdir()

@@ -11,6 +11,9 @@ from phalanx.plan.layout import Layout
 # Of a run of 1,000 ranks and 100,000 steps: files that a laptop can hold and a page can read.
 MAX_RUN_BYTES = 180_000_000
 _LEAST_RANK_BYTES = 60_000
+# Of what rank 0 writes, for the others together: where its steps alone are more than a run may
+# have, two ranks of a long run must not be told in windows of a day.
+_LEAST_SHARE_OF_OTHERS = 0.20
 # More than one in all: lines are shorter than planned, and of the first and odd steps a run
 # without a restart writes half.
 _SHARE_OF_FIRST_STEPS, _SHARE_OF_WINDOWS, _SHARE_OF_ODD_STEPS = 0.25, 0.80, 0.25
@@ -36,8 +39,8 @@ class StepDetail:
         degrees = layout.tp, layout.cp, layout.ep, layout.pp
         line_bytes = BYTES_PER_STEP + BYTES_PER_AXIS * sum(degree > 1 for degree in degrees)
         run_bytes = line_bytes * total_steps
-        rank_bytes = (MAX_RUN_BYTES - run_bytes) // max(layout.world_size - 1, 1)
-        rank_bytes = max(rank_bytes, _LEAST_RANK_BYTES)
+        bytes_of_others = max(MAX_RUN_BYTES - run_bytes, int(_LEAST_SHARE_OF_OTHERS * run_bytes))
+        rank_bytes = max(bytes_of_others // max(layout.world_size - 1, 1), _LEAST_RANK_BYTES)
         self._writes_each_step = rank == 0 or run_bytes <= rank_bytes
         # Halves of halves: all attempts together write no more than the share.
         share_of_attempt = 0.5 ** (attempt + 1)
