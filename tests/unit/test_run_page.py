@@ -6,10 +6,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import random
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import BinaryIO
 
 import pytest
@@ -62,6 +64,19 @@ def test_a_rank_that_the_others_wait_for_is_slow_though_all_steps_are_equal() ->
     assert (slow.rank, slow.worst_step) == (2, 6)
     assert slow.excess_s == pytest.approx(0.02)
     assert slow.worst_excess_s == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 8))
+def test_a_rank_stands_beside_the_median_of_the_others(num_ranks: int) -> None:
+    """Of two ranks the late one is late by all that they are apart, as the verdict says."""
+    random_s = random.Random(num_ranks)
+    own_s = {rank: [0.1 + random_s.random(), 0.1 + rank % 2] for rank in range(num_ranks)}
+    times = build_self_time_map(table_of(own_s), num_stages=1)
+    assert times is not None
+    for rank, row in enumerate(times.rows):
+        for column, excess_s in enumerate(row):
+            others = [own_s[other][column] for other in own_s if other != rank]
+            assert excess_s == pytest.approx(own_s[rank][column] - median(others))
 
 
 def test_ranks_of_a_stage_with_more_work_are_not_slow() -> None:

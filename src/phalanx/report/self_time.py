@@ -3,6 +3,7 @@ themselves, with waiting for others removed."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -103,14 +104,30 @@ def build_self_time_map(
 
 
 def _compute_excess(table: StepTable, groups: Sequence[tuple[int, ...]]) -> dict[int, list[float]]:
-    """By rank, for each step: its own seconds beyond the median of its peers, itself included."""
+    """By rank, for each step: its own seconds beyond the median of the others of its group, as the
+    verdict counts them; of a rank without others 0."""
     excess: dict[int, list[float]] = {}
     for peers in groups:
         self_s = {rank: [row.self_s for row in table.rows[rank]] for rank in peers}
-        usual_s = [median(column) for column in zip(*self_s.values(), strict=True)]
-        for rank, values in self_s.items():
-            excess[rank] = [value - usual for value, usual in zip(values, usual_s, strict=True)]
+        columns = [_subtract_median_of_others(each) for each in zip(*self_s.values(), strict=True)]
+        for place, rank in enumerate(peers):
+            excess[rank] = [column[place] for column in columns]
     return {rank: excess[rank] for rank in table.ranks}
+
+
+def _subtract_median_of_others(values: Sequence[float]) -> list[float]:
+    """Each value less the median of the others; 0 of one alone."""
+    ascending, num_others = sorted(values), len(values) - 1
+    if not num_others:
+        return [0.0]
+    low, high = (num_others - 1) // 2, num_others // 2
+    differences = []
+    for value in values:
+        # The places of the others move down by one from the value's own place on.
+        own = bisect.bisect_left(ascending, value)
+        usual = (ascending[low + (low >= own)] + ascending[high + (high >= own)]) / 2
+        differences.append(value - usual)
+    return differences
 
 
 def split_into_peers(
