@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.recorded_steps import write_run
 
+from phalanx.job.shapes.vit import VitShape
 from phalanx.observe.events import (
     EvalFinished,
     Event,
@@ -216,6 +217,21 @@ def test_the_models_flops_are_held_beside_products_as_they_were_measured(tmp_pat
     assert recomputed is not None
     assert recomputed.hardware_flops_utilization == pytest.approx(0.246 * 1.3, abs=0.01)
     assert f"HFU {1.3 * mfu:.1f} % (with what is recomputed)" in describe_utilization(recomputed)
+
+
+def test_flops_are_those_of_tokens_and_not_of_targets(tmp_path: Path) -> None:
+    """An image has one target, and as many tokens as patches: MFU was a seventeenth."""
+    shape = VitShape(3, 64, 4, 4, 16, 256, image_size=32, patch_size=8, num_channels=3)
+    counted = OperatorsCounted(3, 1, 1, 1e-6, 100e9)
+    run = write_run(tmp_path / "run", {}, more=(counted,))
+    plan = {**PLAN, "shape": shape.to_json(), "seq_len": 1, "global_batch_size": 2048}
+    of_images = judge(run, plan)
+    # Each step of this run has 2,048 targets: of a text of 2,048 tokens, or of as many images.
+    by_targets = judge(run).model_flops_utilization
+    assert by_targets > 0
+    assert of_images.model_flops_utilization == pytest.approx(17 * by_targets)
+    damaged = judge(run, {**plan, "shape": {**shape.to_json(), "patch_size": 0}})
+    assert damaged.model_flops_utilization == by_targets
 
 
 def test_a_late_rank_that_leaves_its_processor_to_others_has_an_upper_bound(tmp_path: Path) -> None:

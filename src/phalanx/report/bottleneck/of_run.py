@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.observe.events import (
     CheckpointSaved,
     EvalFinished,
@@ -121,7 +122,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
             number_or_nan(plan.get("hardware_flops_per_token"))
         ),
         peak_flops_per_s=finite_or_zero(number_or_nan(plan.get("peak_flops_per_s"))),
-        tokens_per_s=_measure_tokens_per_s(table),
+        tokens_per_s=_measure_tokens_per_s(table, _count_step_tokens(plan)),
         global_batch_size=int(finite_or_zero(number_or_nan(plan.get("global_batch_size")))),
     )
 
@@ -148,11 +149,25 @@ def _parse_degrees(layout: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _measure_tokens_per_s(table: StepTable) -> float:
-    """Tokens per second of the mean step: a single one may have a save in it."""
+def _measure_tokens_per_s(table: StepTable, step_tokens: float) -> float:
+    """Tokens per second of the mean step: a single one may have a save in it. Where nobody knows
+    the tokens of a step its targets are them, as in plain text."""
     if not table.num_steps or not table.total_s > 0:
         return 0.0
-    return finite_or_zero(float(table.newest.num_targets)) * table.num_steps / table.total_s
+    num_tokens = step_tokens or finite_or_zero(float(table.newest.num_targets))
+    return num_tokens * table.num_steps / table.total_s
+
+
+def _count_step_tokens(plan: dict[str, Any]) -> float:
+    """Tokens that the model computes in a step: an image of many patches has one target. 0 where
+    the plan does not say, or is damaged."""
+    try:
+        shape = parse_stored_shape(dict_or_empty(plan.get("shape")))
+        sample_tokens = shape.count_sample_tokens(int(plan["seq_len"]))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, PhalanxError):
+        return 0.0
+    num_samples = number_or_nan(plan.get("global_batch_size"))
+    return max(finite_or_zero(num_samples * number_or_nan(sample_tokens)), 0.0)
 
 
 def _select_of_lead(run_dir: Path, kind: Any, table: StepTable) -> list[Any]:

@@ -32,6 +32,7 @@ class RunOutline:
     `operators`: what calling them costs, where it was counted; `sent_bytes` of a step by axis
     ("dp", "tp", ...); `degrees` by axis of the layout; `allows_unused`: DDP may find parameters
     without a gradient. `peak_flops_per_s`: of a device's data sheet, 0 where there is none.
+    `tokens_per_s`: those that the model computes, of which not each has a target.
     `update`: the bytes of an update of the weights; `memory`: what memory gives these ranks;
     `roofline`: the least that a forward and backward take. None: not known.
     """
