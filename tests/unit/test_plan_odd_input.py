@@ -36,7 +36,7 @@ def run(*words: str) -> int:
 def test_a_list_of_gpus_is_no_number_with_separators() -> None:
     assert parse_device_counts("1,024") == [1024]
     for text in ("8,16,32", "64..128..256", "\N{ARABIC-INDIC DIGIT THREE}", "1,24"):
-        with pytest.raises(LayoutError, match="wanted a number, or a range"):
+        with pytest.raises(LayoutError, match="wanted a number from 1 on, or a range"):
             parse_device_counts(text)
 
 

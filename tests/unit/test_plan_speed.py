@@ -93,6 +93,16 @@ def test_collections_pause_and_go_on() -> None:
     assert gc.isenabled()
 
 
+def test_what_was_made_while_collection_rested_is_not_gone_through_later() -> None:
+    with pausing_garbage_collection():
+        made: list[list[int]] = [[] for _ in range(2000)]
+    try:
+        assert gc.get_freeze_count() >= len(made)
+        assert not any(item is made[0] for item in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
 def run_plan_and_print_threads() -> list[str]:
     """What a process says after a search: its threads, and the variable that OpenBLAS reads."""
     program = (

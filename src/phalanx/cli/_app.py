@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from phalanx.core.errors import (
     EnvironmentProblem,
@@ -52,6 +52,14 @@ class OutputClosedError(Exception):
         self.exit_code = exit_code
 
 
+class VerbCommand(TyperCommand):
+    """A verb, whose options are read by libraries that are imported then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with pausing_garbage_collection():
+            return super().parse_args(ctx, args)
+
+
 class VerbGroup(TyperGroup):
     """One file of this folder per verb. A verb's help line is read from its file, not imported."""
 
@@ -73,7 +81,8 @@ class VerbGroup(TyperGroup):
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
-        app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
+        example = getattr(module, "EXAMPLE", None)
+        app.command(name=name, cls=VerbCommand, epilog=example)(module.command)
         return typer.main.get_command(app)
 
     def invoke(self, ctx: Any) -> Any:

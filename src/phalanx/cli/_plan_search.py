@@ -200,10 +200,10 @@ def _list_page_files(options: SearchOptions) -> list[Path]:
 
 
 def _parse_device_counts_option(text: str | None) -> list[int]:
-    from phalanx.plan.search.scaling import parse_device_counts
-
     if text is None:
         return []
+    from phalanx.plan.search.scaling import parse_device_counts
+
     return parse_device_counts(text)
 
 

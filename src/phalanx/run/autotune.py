@@ -24,7 +24,8 @@ from phalanx.plan.search.finalists import (
     describe_layout_family,
     list_job_keys_of_row,
 )
-from phalanx.plan.search.search import build_search_task, screen_layouts
+from phalanx.plan.search.screening import screen_layouts
+from phalanx.plan.search.task import build_search_task
 from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
 from phalanx.run.plan_time import predict_step_time_of_plan

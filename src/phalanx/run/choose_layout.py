@@ -21,7 +21,8 @@ from phalanx.plan.search.describe import describe_layout, describe_nearest_fit
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import RankedLayout
-from phalanx.plan.search.search import build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import build_search_task
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "zero_stage")
 MAX_ADVICE_CHANGES = 3  # changes that an error names

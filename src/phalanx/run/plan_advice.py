@@ -20,8 +20,9 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.finalists import add_throughput, apply_job_keys
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.search import SearchTask, estimate_economics
+from phalanx.plan.search.search import estimate_economics
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
+from phalanx.plan.search.task import SearchTask
 
 if TYPE_CHECKING:
     from phalanx.plan.advice.explain_term import ExplainedTerm

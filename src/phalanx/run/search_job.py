@@ -30,7 +30,8 @@ from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.task import SearchTask, build_search_task
 from phalanx.run.sample_form import read_sample_form
 
 

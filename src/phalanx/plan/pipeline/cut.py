@@ -4,7 +4,7 @@ is as fast as it can be, or as the user says."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -82,8 +82,8 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> StageCut:
         )
     # Twice: among the cuts whose costliest stage is cheapest, the most even one.
     work = _IntegerCosts.from_costs(costs, num_stages)
-    largest, _ = _find_optimal_cut(work, lambda cost, rest: max(cost, rest), limit=None)
-    _, num_blocks_of = _find_optimal_cut(work, lambda cost, rest: cost**2 + rest, limit=largest)
+    largest, _ = _find_optimal_cut(work, limit=None)
+    _, num_blocks_of = _find_optimal_cut(work, limit=largest)
     return StageCut(num_blocks_of)
 
 
@@ -158,7 +158,7 @@ class _IntegerCosts:
         embedding, *blocks, head = (int(cost * scale) for cost in exact)
         return cls((0, *accumulate(blocks)), embedding, head, num_stages)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return len(self.sums) - 1
 
@@ -177,39 +177,37 @@ class _IntegerCosts:
             return range(1)
         return range(stage - (self.embedding > 0), self.num_blocks + 1)
 
-    def list_possible_ends(self, stage: int, first_block: int) -> range:
-        """The blocks before which a stage that begins at `first_block` may end, so that it and
-        those after it have work."""
+    def bound_possible_ends(self, stage: int) -> tuple[int, int, int]:
+        """(least number of blocks, least end, most) of a stage that has work, as those after it."""
         after = self.num_stages - 1 - stage
         may_be_empty = (stage == 0 and self.embedding > 0) or (after == 0 and self.head > 0)
-        first = first_block + (not may_be_empty)
         if after == 0:
-            return range(max(first, self.num_blocks), self.num_blocks + 1)
+            return int(not may_be_empty), self.num_blocks, self.num_blocks
         # Each stage after this one needs a block, but for the last if the head is work enough.
-        return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
+        return int(not may_be_empty), 0, self.num_blocks - (after - (self.head > 0))
 
 
-def _find_optimal_cut(
-    work: _IntegerCosts, join: Callable[[int, int], int], limit: int | None
-) -> tuple[int, tuple[int, ...]]:
-    """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each
-    stage that has it.
+def _find_optimal_cut(work: _IntegerCosts, limit: int | None) -> tuple[int, tuple[int, ...]]:
+    """Without a `limit` the least cost of the costliest stage; with one the least sum of the
+    squares of stages that each cost at most so much. And the blocks of each stage that has it.
 
-    Dynamic programming from the last stage to the first; no stage costs more than `limit`.
+    Dynamic programming from the last stage to the first.
     """
+    sums = work.sums
     # (value, blocks) of the stages after one, by the block at which they begin.
     after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}
     for stage in reversed(range(work.num_stages)):
         best: dict[int, tuple[int, tuple[int, ...]]] = {}
         extra = work.cost_outside_blocks(stage)
+        least_blocks, least_end, most_end = work.bound_possible_ends(stage)
         for first in work.list_possible_firsts(stage):
-            cost_before = work.sums[first] - extra
-            ends = work.list_possible_ends(stage, first)
-            if not ends:
-                break  # nor has a stage that begins later
+            cost_before = sums[first] - extra
+            least = max(first + least_blocks, least_end)
+            if least > most_end:
+                break  # nor has a stage that begins later an end
             lowest, end_of_lowest = None, 0
-            for end in ends:
-                cost = work.sums[end] - cost_before
+            for end in range(least, most_end + 1):
+                cost = sums[end] - cost_before
                 # A stage of more blocks costs no less, and a value is never below its cost.
                 if limit is not None and cost > limit:
                     break
@@ -219,7 +217,11 @@ def _find_optimal_cut(
                 following = after.get(end)
                 if following is None:
                     continue
-                value = join(cost, following[0])
+                value = following[0]
+                if limit is not None:
+                    value += cost * cost
+                elif cost > value:
+                    value = cost
                 # Strictly less: of equal values the smallest `end` stays, and with it an
                 # early stage of fewer blocks.
                 if lowest is None or value < lowest:

@@ -89,8 +89,26 @@ def find_execution_order(schedule: Schedule) -> ExecutionOrder:
     results = ActionResults(schedule.num_stages, schedule.num_microbatches)
     num_microbatches, last_stage = schedule.num_microbatches, schedule.num_stages - 1
     first_gradient = schedule.num_stages * num_microbatches
-    forward_links, backward_links, num_links = _number_links(schedule)
-    number_of_kind = {kind: number for number, kind in enumerate(ACTION_KINDS)}
+    links_of_kinds, num_links = _number_links(schedule)
+    # Of each kind and stage what does not depend on the microbatch: the part, the results of
+    # microbatch 0 that its action receives, needs of its own stage and makes, and the link.
+    parts: dict[ActionKind, list[tuple[int, int, int, int, int]]] = {}
+    for number, kind in enumerate(ACTION_KINDS):
+        parts[kind] = []
+        for stage in range(schedule.num_stages):
+            forward = stage * num_microbatches
+            gradient = first_gradient + forward
+            received, own_input, output = NO_RESULT, forward, gradient
+            if kind == "F":
+                own_input, output = NO_RESULT, forward
+                if stage:
+                    received = forward - num_microbatches
+            elif kind == "W":
+                own_input, output = gradient, NO_RESULT
+            elif stage < last_stage:
+                received = gradient + num_microbatches
+            link = links_of_kinds[kind == "F"][stage]
+            parts[kind].append((4 * stage + number, received, own_input, output, link))
     is_made = bytearray(len(results))
     waiting: dict[int, list[int]] = {}  # result -> ranks
     num_done = [0] * schedule.num_ranks
@@ -104,30 +122,22 @@ def find_execution_order(schedule: Schedule) -> ExecutionOrder:
         position = num_done[rank]
         while position < len(row):
             kind, stage, microbatch = row[position]
-            forward = stage * num_microbatches + microbatch
-            gradient = first_gradient + forward
-            own_input, received, output = forward, NO_RESULT, gradient
-            link = backward_links[stage]
-            if kind == "F":
-                own_input, output = NO_RESULT, forward
-                link = forward_links[stage]
-                if stage:
-                    received = forward - num_microbatches
-            elif kind == "W":
-                own_input, output = gradient, NO_RESULT
-            elif stage < last_stage:
-                received = gradient + num_microbatches
-            if received != NO_RESULT and not is_made[received]:
-                waiting.setdefault(received, []).append(rank)
-                break
-            if own_input != NO_RESULT and not is_made[own_input]:
+            part, received, own_input, output, link = parts[kind][stage]
+            if received >= 0:
+                received += microbatch
+                if not is_made[received]:
+                    waiting.setdefault(received, []).append(rank)
+                    break
+            if own_input >= 0 and not is_made[own_input + microbatch]:
                 # Nobody else makes it: it comes later in this row, which never goes on.
-                waiting.setdefault(own_input, []).append(rank)
+                waiting.setdefault(own_input + microbatch, []).append(rank)
                 break
-            steps.append((rank, 4 * stage + number_of_kind[kind], received, output, link))
             position += 1
-            if output == NO_RESULT:
+            if output < 0:
+                steps.append((rank, part, received, output, link))
                 continue
+            output += microbatch
+            steps.append((rank, part, received, output, link))
             is_made[output] = True
             if output in waiting:
                 # Popped: a rank waits for one result at a time, and is looked at once for it.
@@ -142,17 +152,17 @@ def find_execution_order(schedule: Schedule) -> ExecutionOrder:
     )
 
 
-def _number_links(schedule: Schedule) -> tuple[list[int], list[int], int]:
-    """For each stage the number of the link by which the output of a forward leaves, and of a
-    backward: one for each pair of ranks and direction, NO_LINK where it stays on its rank; and how
+def _number_links(schedule: Schedule) -> tuple[tuple[list[int], list[int]], int]:
+    """For each stage the number of the link by which the output of a backward leaves, and of a
+    forward: one for each pair of ranks and direction, NO_LINK where it stays on its rank; and how
     many links there are."""
     numbers: dict[tuple[int, int], int] = {}
     rank_of_stage = schedule.rank_of_stage
     links: tuple[list[int], list[int]] = ([], [])
     for stage, rank in enumerate(rank_of_stage):
-        for links_of_kind, neighbour in zip(links, (stage + 1, stage - 1), strict=True):
+        for links_of_kind, neighbour in zip(links[::-1], (stage + 1, stage - 1), strict=True):
             number = NO_LINK
             if 0 <= neighbour < len(rank_of_stage) and rank_of_stage[neighbour] != rank:
                 number = numbers.setdefault((rank, rank_of_stage[neighbour]), len(numbers))
             links_of_kind.append(number)
-    return *links, len(numbers)
+    return links, len(numbers)

@@ -41,11 +41,12 @@ def parse_device_counts(text: str) -> list[int]:
     number. Raises LayoutError for another text."""
     ends = [_parse_count(word) for word in text.split("..")]
     if len(ends) > 2 or None in ends:
-        raise LayoutError(f"--gpus {text!r}: wanted a number, or a range as 64..1024")
+        raise LayoutError(f"--gpus {text!r}: wanted a number from 1 on, or a range as 64..1024")
     first, last = ends[0] or 1, ends[-1] or 1
     if first > last:
         raise LayoutError(
-            f"--gpus {text!r}: the first number is larger than the last", fix=f"{last}..{first}"
+            f"--gpus {text!r}: the first number is larger than the last",
+            fix=f"--gpus {last}..{first}",
         )
     counts = [first]
     while counts[-1] * 2 <= last:

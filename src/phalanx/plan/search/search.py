@@ -12,12 +12,8 @@ from phalanx.plan.search.economics import estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import FinalistPlanner
 from phalanx.plan.search.remarks import list_remarks_of_task, list_remarks_of_winner
 from phalanx.plan.search.result import RankedLayout, SearchResult
-
-# `as`: also for `phalanx.run`, which has them from here.
-from phalanx.plan.search.screening import screen_layouts as screen_layouts
-from phalanx.plan.search.task import SearchTask as SearchTask
-from phalanx.plan.search.task import build_search_task as build_search_task
-from phalanx.plan.search.task import require_possible_degrees
+from phalanx.plan.search.screening import screen_layouts
+from phalanx.plan.search.task import SearchTask, require_possible_degrees
 from phalanx.plan.workload import build_workload
 
 NUM_RUNNERS_UP = 4
