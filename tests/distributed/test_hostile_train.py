@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import TINY, environment, run, start, write_text
+from commands import DEADLINE_S, TINY, environment, run, start, write_text
 from hostile import EVIL, EVIL_NAME, moves_a_cursor
 
 CODE = f"""
@@ -89,12 +89,12 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     os.close(theirs)
     shown = b""
     while True:
-        assert select.select([ours], [], [], 120.0)[0], shown
+        assert select.select([ours], [], [], DEADLINE_S)[0], shown
         try:
             shown += os.read(ours, 1 << 16)
         except OSError:  # the other end is closed
             break
-    assert process.wait(60) == 10
+    assert process.wait(DEADLINE_S) == 10
     os.close(ours)
     left = RICHS_OWN.sub("", shown.decode().replace("\r\n", "\n").replace("\r", ""))
     assert "ValueError" in left

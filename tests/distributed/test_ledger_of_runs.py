@@ -16,6 +16,8 @@ from phalanx.report.reduce import collect_run_facts
 NAP_S, LEAST_SHARE_OF_NAP = 1.0, 0.95
 # Three times what was measured on a quiet machine, for one that is not.
 NAP_SLACK_S, MAX_UNATTRIBUTED_SHARE = 0.3, 0.03
+# By so much of its own work one rank may take longer than the other, however slow the machine is.
+WORK_SLACK_SHARE = 0.2
 NAPS = f"""
 import time
 
@@ -86,8 +88,9 @@ def test_each_sleep_lands_in_its_part_and_the_other_rank_waits(folder: Path) -> 
         # A save ends on both together, when the disk has it.
         if part != "checkpoint":
             slept_s = sleeper.parts_s[part] - other.parts_s[part]
-            assert slept_s >= NAP_S - NAP_SLACK_S - other_queued_s, part
-            assert slept_s < 2 * NAP_S + sleeper_queued_s, part
+            slack_s = WORK_SLACK_SHARE * other.parts_s[part]
+            assert slept_s >= NAP_S - NAP_SLACK_S - slack_s - other_queued_s, part
+            assert slept_s < 2 * NAP_S + slack_s + sleeper_queued_s, part
     waited_s = other.parts_s["communication"] - sleeper.parts_s["communication"]
     assert waited_s >= 3 * NAP_S - other_queued_s
     # In a backward both ranks look alike to whoever adds phases up: the wait tells them apart.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import COLD, TINY, environment, run, write_text
+from commands import COLD, DEADLINE_S, TINY, environment, run, write_text
 from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_job_file_and_overrides
@@ -100,7 +100,7 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     process = subprocess.Popen([*COLD, "plan"], stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     os.close(ours)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, err) == (0, "")
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from commands import DEADLINE_S
+
 LOOK = """
 import json, sys
 from phalanx.core.errors import PhalanxError
@@ -109,7 +111,9 @@ class Here:
             [str(self.folder / "modules"), *filter(None, sys.path)]
         )
         command = [sys.executable, "-c", LOOK, device, str(patience_s)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

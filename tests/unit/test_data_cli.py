@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import PHALANX, environment, finish, start, wait_until, write_text
+from commands import DEADLINE_S, PHALANX, environment, finish, start, wait_until, write_text
 from phalanx.cli import _app
 from phalanx.data.dataset import open_dataset
 from phalanx.data.shards import PAYLOAD_OFFSET
@@ -332,7 +332,7 @@ def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal
     assert len(workers) == 2
     (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
     done = finish(process)
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []
     assert not (out / "dataset.json").exists()
     if how == signal.SIGINT:
         assert done.code == 130

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import DEADLINE_S
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError
@@ -168,7 +169,7 @@ def test_the_next_step_is_built_while_this_one_is_used(
     monkeypatch.setattr(TokenSamples, "take", watch)
     batches = open_batches(prefetch=True)
     batches.step_microbatches(1)
-    assert second_built.wait(10)
+    assert second_built.wait(DEADLINE_S)
     assert built == [1, 2]
 
 

@@ -250,11 +250,11 @@ def test_a_sample_that_never_comes_is_waited_for_aloud_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(workers, "FIRST_WAIT_NOTICE_S", 0.4)
+    monkeypatch.setattr(workers, "FIRST_WAIT_NOTICE_S", 0.1)
     with pytest.raises(
-        DataError, match=r"sample 9 did not come within 1\.5 s; .* raise data\.worker_timeout_s"
+        DataError, match=r"sample 9 did not come within 3 s; .* raise data\.worker_timeout_s"
     ):
-        prepare("sticky", how="hangs", worker_timeout_s=1.5)
+        prepare("sticky", how="hangs", worker_timeout_s=3.0)
     assert "own_factories:sticky: waiting for sample 9 (" in capsys.readouterr().err
 
 

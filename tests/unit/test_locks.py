@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from commands import DEADLINE_S
 from phalanx.checkpoint.ownership import run_lock as locks
 from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE_NAME, read_fencing_token_number
 from phalanx.checkpoint.ownership.run_lock import (
@@ -59,7 +60,7 @@ def start(program: str, run_dir: Path) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    process.communicate(timeout=20)
+    process.communicate(timeout=DEADLINE_S)
 
 
 def written(run_dir: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import DEADLINE_S
 from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
 from phalanx.core.log_times import build_log_times_path, parse_log_times
@@ -75,7 +76,7 @@ class Rank:
     def end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(30) == 0
+        assert self._process.wait(DEADLINE_S) == 0
         os.close(self._answers)
 
 
@@ -267,7 +268,7 @@ def test_following_ends_with_the_run(tmp_path: Path, ranks: list[Rank]) -> None:
             bus.emit(RunFinished("finished", 0, 1, 1.0))
             bus.close()
             assert process.stdout.readline().endswith("rank 0  third\n")
-            assert process.wait(30) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
 
@@ -282,7 +283,7 @@ def test_following_ends_where_nobody_reads(tmp_path: Path, ranks: list[Rank]) ->
             assert json.loads(process.stdout.readline())["text"] == "first"
             process.stdout.close()
             ranks[0].do("print", "second")
-            assert process.wait(30) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from commands import DEADLINE_S
 from models import CPU
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomically
@@ -127,7 +128,7 @@ def test_the_command_line_asks_the_gpus_that_are_there(
     environ = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": path}
     environ.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-m", "phalanx", "plan", "--explain", "--json"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     (value,) = (one for one in facts["values"] if one["key"] == "precision.compute")

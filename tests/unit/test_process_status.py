@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
+from commands import wait_until
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BoxHeader, LastPosition
 from phalanx.core.process_stat import read_start_ticks, read_state_letter
@@ -51,9 +51,7 @@ def test_no_signal_is_named_of_a_process_that_is_stopped(number: signal.Signals)
             assert child.stdout is not None
             child.stdout.readline()
             child.send_signal(number)
-            until_s = time.monotonic() + 10.0
-            while read_state_letter(child.pid) != "T" and time.monotonic() < until_s:
-                time.sleep(0.01)
+            wait_until(lambda: read_state_letter(child.pid) == "T")
             (status,) = read_process_statuses(
                 {0: header(child.pid, read_boot_id())}, sample_s=0.01
             ).values()

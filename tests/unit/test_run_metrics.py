@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from commands import DEADLINE_S
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.launch import hang_kinds
@@ -366,7 +367,7 @@ def server() -> Iterator[MetricsServer]:
 
 
 def ask(server: MetricsServer, method: str = "GET", path: str = "/metrics", **headers: str) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     answer.body = answer.read()  # type: ignore[attr-defined]

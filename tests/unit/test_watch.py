@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from browser import open_browser
+from commands import DEADLINE_S
 from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
 from phalanx.cli.watch import describe_run_beside_page
@@ -101,7 +102,7 @@ def ask(
     server: PageServer, path: str, *, method: str = "GET", host: str | None = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """One real request over a socket, its path as it stands."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S)
     try:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
         if host != "":
@@ -239,12 +240,12 @@ def test_the_command_serves_until_it_is_interrupted(run: LiveRun) -> None:
         assert process.stderr is not None
         address = process.stdout.readline().split()[1]
         host, _, path = address.removeprefix("http://").partition("/")
-        connection = http.client.HTTPConnection(host, timeout=30)
+        connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
         connection.request("GET", f"/{path}")
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
         assert process.stderr.read() == ""
 
 
@@ -262,7 +263,7 @@ def test_the_terminal_shows_a_run_that_was_started_elsewhere_to_its_end(run: Liv
         read_until(ours, b"41/100")
         run.finish("failed", 1)
         assert b"failed after step 41" in read_until(ours, b"exit code 1")
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
     os.close(ours)
 
 
@@ -288,7 +289,7 @@ def test_the_terminal_view_of_a_pipe_ends_with_an_interrupt(run: LiveRun) -> Non
         assert process.stdout.readline() == "a-run: 1 rank on cpu, one rank, started in 1.0 s\n"
         assert process.stdout.readline().startswith("step 1/100  loss 2.99")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
         assert process.stderr.read() == ""
 
 
