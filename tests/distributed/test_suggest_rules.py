@@ -19,7 +19,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.rules import CUTTING_KINDS
 from phalanx.suggest.search import suggest_rules
 from phalanx.verify.batches import make_global_microbatches
-from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
+from phalanx.verify.verified_job import SHRUNK_VOCAB_SIZE
 from ranks import run_ranks
 
 ZOO = (

@@ -15,9 +15,10 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import make_verified_job, plan_layout_cases
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job
 from ranks import run_ranks
 
 SHAPE = MeasuredModule("tp_zoo", 2, 20_000, 20_000, 4_000, 8_000)  # for the plan's memory alone

@@ -52,12 +52,11 @@ from phalanx.verify.cases import (
     RECOMPUTE_LAYOUTS,
     list_all_layouts,
     list_gradient_compression_layouts,
-    make_verified_job,
     plan_layout_cases,
-    shrink_job,
 )
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import OVERFLOW, ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 from plants import some
 from ranks import run_ranks
 

@@ -14,8 +14,9 @@ from phalanx.job.schema import Job
 from phalanx.parallel.context import attention as cp_attention
 from phalanx.parallel.context import block_attention as cp_products
 from phalanx.parallel.context import transform as cp
-from phalanx.verify.cases import list_all_layouts, shrink_job
+from phalanx.verify.cases import list_all_layouts
 from phalanx.verify.contexts import list_context_parallel_layouts
+from phalanx.verify.verified_job import shrink_job
 from plants import some
 
 SMALL = {"num_kv_heads": 2, "sliding_window": 5}

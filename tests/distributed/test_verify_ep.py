@@ -21,8 +21,8 @@ from phalanx.parallel.expert import router_load
 from phalanx.parallel.expert import transform as ep
 from phalanx.parallel.tensor import sharder as tp
 from phalanx.verify import layout_run
-from phalanx.verify.cases import shrink_job
 from phalanx.verify.combined_layouts import list_expert_layouts
+from phalanx.verify.verified_job import shrink_job
 from plants import some
 
 MIXTRAL = {"preset": "small-mixtral", "num_experts": 4}

@@ -17,10 +17,11 @@ from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.rebuilt_init import RebuiltInitialization
 from phalanx.mesh.recorded_init import RecordedInitialization
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import list_all_layouts, make_verified_job, plan_layout_cases
+from phalanx.verify.cases import list_all_layouts, plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.rank import FILLED_IN_PARTS
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job
 from ranks import run_ranks
 
 DRAWN_TWICE = """

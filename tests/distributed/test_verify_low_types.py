@@ -17,17 +17,11 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import (
-    convert_case_to_fp8,
-    list_all_layouts,
-    make_narrow_dtype_job,
-    make_verified_job,
-    plan_layout_cases,
-    shrink_job,
-)
+from phalanx.verify.cases import convert_case_to_fp8, list_all_layouts, plan_layout_cases
 from phalanx.verify.number_types import FP8
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_narrow_dtype_job, make_verified_job, shrink_job
 from ranks import run_ranks
 
 Rows = dict[str, dict[str, Any]]

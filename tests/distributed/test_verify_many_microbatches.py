@@ -11,7 +11,8 @@ from test_verify import rows_of, small_job
 from models import CPU
 from phalanx.parallel.direct import DirectExecutor
 from phalanx.verify.batches import join_steps
-from phalanx.verify.cases import list_all_layouts, make_verified_job, plan_layout_cases
+from phalanx.verify.cases import list_all_layouts, plan_layout_cases
+from phalanx.verify.verified_job import make_verified_job
 
 MANY = "ddp-9-microbatches"
 

@@ -16,9 +16,10 @@ from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import list_all_layouts, make_verified_job, plan_layout_cases
+from phalanx.verify.cases import list_all_layouts, plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job
 from ranks import run_ranks
 
 WITH_A_HEAD_IN_BF16 = """

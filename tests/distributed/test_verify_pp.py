@@ -32,7 +32,7 @@ from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.step_reducer import StepReducer
 from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
-from phalanx.verify.cases import shrink_job
+from phalanx.verify.verified_job import shrink_job
 from plants import some
 
 BOTH = ("pp2-1f1b", "pp2-zb-v")

@@ -16,12 +16,12 @@ from phalanx.job.schema import Job
 from phalanx.run import weights
 from phalanx.verify import rank as verify_rank
 from phalanx.verify import taken_weights
-from phalanx.verify.cases import make_verified_job, shrink_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import UNREAD_INITIAL_WEIGHTS, list_unread_weights
 from phalanx.verify.taken_weights import TAKEN_WEIGHTS_JUDGED, judge_taken_weights
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_cases, make_trainer_job
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 from ranks import run_ranks
 
 NUM_RANKS = 2

@@ -28,9 +28,10 @@ from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor import sharder as tp
 from phalanx.plan.rules import DimSlice, ShardingRule
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import make_verified_job, plan_layout_cases
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job
 from plants import some
 from ranks import run_ranks
 

@@ -20,7 +20,6 @@ from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.plan.layout import Layout
-from phalanx.verify.cases import make_verified_job, shrink_job
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import (
     LINKED_FILES,
@@ -32,6 +31,7 @@ from phalanx.verify.trainer_cases import (
     make_trainer_job,
 )
 from phalanx.verify.trainer_row import TrainerRowContext, compare_trainer_run
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 from planted import plant_bug
 from plants import some
 from ranks import run_ranks

@@ -20,8 +20,9 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.shapes.vit import VitShape
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
-from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, Case
+from phalanx.verify.cases import Case
 from phalanx.verify.choose import select_layout_cases
+from phalanx.verify.verified_job import SHRUNK_VOCAB_SIZE
 
 NUM_STEPS = 20
 ONE_PROCESS = "one process"

@@ -33,15 +33,11 @@ from exam.short_run import NUM_STEPS, ONE_PROCESS
 from exam.sit import MODULES, Processes, sit
 from models import CPU
 from phalanx.job.schema import Job
-from phalanx.verify.cases import (
-    list_all_layouts,
-    make_verified_job,
-    plan_layout_cases,
-    shrink_job,
-)
+from phalanx.verify.cases import list_all_layouts, plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.rank import run_verify_cases
 from phalanx.verify.row import ROWS_FILE_NAME
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 from ranks import run_ranks
 
 NUM_SAMPLE_RANKS = 4

@@ -25,12 +25,12 @@ from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.verify.cases import (
     ONE_PROCESS_ROWS,
-    SHRUNK_VOCAB_SIZE,
     list_all_layouts,
     list_gradient_compression_layouts,
 )
 from phalanx.verify.choose import select_layout_cases
 from phalanx.verify.trainer_cases import list_trainer_case_names
+from phalanx.verify.verified_job import SHRUNK_VOCAB_SIZE
 
 
 def load_job_of_plant(plant: Plant) -> Job:

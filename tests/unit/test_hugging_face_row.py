@@ -30,7 +30,7 @@ from phalanx.nn.routing import Router
 from phalanx.plan.plan import Plan
 from phalanx.verify import float64_casts, hugging_face_row
 from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
-from phalanx.verify.cases import make_verified_job, plan_layout_cases, shrink_job
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.float64_casts import cast_to_float64
 from phalanx.verify.hugging_face_row import (
     FILES_NOT_JUDGED,
@@ -38,6 +38,7 @@ from phalanx.verify.hugging_face_row import (
     explain_no_hugging_face_row,
 )
 from phalanx.verify.row import Row
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 from ranks import run_ranks
 
 SEQ_LEN = 32

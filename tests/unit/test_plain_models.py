@@ -20,9 +20,9 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn import attention, latent_attention, rotary
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.verify.cases import shrink_job
 from phalanx.verify.plain.decoder import compute_plain_loss, compute_updated_router_biases
 from phalanx.verify.plain_settings import make_plain_decoder_settings
+from phalanx.verify.verified_job import shrink_job
 
 NUM_TOKENS, BATCH_SIZE = 36, 2
 # Between 1 and 4 turns within it for one pair of a head of 8 and a base of 500000.

@@ -15,9 +15,10 @@ from phalanx.nn import attention, rotary
 from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
 from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
-from phalanx.verify.cases import make_verified_job, plan_layout_cases, shrink_job
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.plain_row import compare_with_plain_implementation
 from phalanx.verify.row import Row
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 
 
 def _judge(preset: str, **model: Any) -> Row:

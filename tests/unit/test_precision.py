@@ -26,7 +26,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.resume import load_resumed_job
-from phalanx.verify.cases import list_settings_not_judged
+from phalanx.verify.verified_job import list_settings_not_judged
 
 GIB = 2**30
 TINY = (

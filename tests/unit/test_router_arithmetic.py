@@ -15,16 +15,12 @@ from phalanx.job.schema import Job
 from phalanx.nn.routing import Router, Routing
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.cases import (
-    make_narrow_dtype_job,
-    make_verified_job,
-    plan_layout_cases,
-    shrink_job,
-)
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.router_arithmetic import RouterArithmetic
 from phalanx.verify.scope import list_quantities_not_compared
 from phalanx.verify.trace_facts import ArithmeticFault
+from phalanx.verify.verified_job import make_narrow_dtype_job, make_verified_job, shrink_job
 
 
 def plan_one_process(dtype: str, model: dict[str, Any]) -> tuple[Job, Plan]:

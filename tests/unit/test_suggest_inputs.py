@@ -20,7 +20,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.rows_probe import read_or_make_up_batch
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import Suggestion
-from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
+from phalanx.verify.verified_job import SHRUNK_VOCAB_SIZE
 
 SHAPE = MeasuredModule("x", 0, 200, 200, 200, 0)
 

@@ -16,8 +16,8 @@ from phalanx.verify.batches import (
     choose_loss_chunk_tokens,
     make_global_microbatches,
 )
-from phalanx.verify.cases import make_verified_job
 from phalanx.verify.row import NUM_STEPS
+from phalanx.verify.verified_job import make_verified_job
 
 LENGTH = 64
 

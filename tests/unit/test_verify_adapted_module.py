@@ -21,11 +21,12 @@ from phalanx.nn.hugging_face import adapter
 from phalanx.plan.plan import Plan
 from phalanx.verify import adapted_module
 from phalanx.verify.adapted_module import compare_adapted_module_once
-from phalanx.verify.cases import make_verified_job, plan_layout_cases
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.scope import list_compared_quantities, list_quantities_not_compared
 from phalanx.verify.trace_facts import AdapterFacts
 from phalanx.verify.verdict import LayoutComparator
+from phalanx.verify.verified_job import make_verified_job
 
 pytest.importorskip("transformers")
 

@@ -11,9 +11,10 @@ from phalanx.nn import block
 from phalanx.nn import init as nn_init
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.cases import make_verified_job, plan_layout_cases, shrink_job
+from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.initial_weights import find_initial_faults
 from phalanx.verify.trace_facts import InitialFault
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 
 
 def _plan(preset: str, seed: int = 0) -> tuple[Job, Plan]:

@@ -30,14 +30,10 @@ from phalanx.plan.layout import AXES
 from phalanx.verify.cases import (
     MANY_MICROBATCHES,
     MANY_MICROBATCHES_SUFFIX,
-    NUM_MICROBATCHES,
     ONE_MICROBATCH_SUFFIX,
     OPTION_KEYS,
     list_all_layouts,
-    make_narrow_dtype_job,
-    make_verified_job,
     plan_layout_cases,
-    shrink_job,
 )
 from phalanx.verify.choose import select_layout_cases
 from phalanx.verify.compare import blocks_cover_evenly
@@ -59,6 +55,12 @@ from phalanx.verify.trace_facts import (
 from phalanx.verify.trainer_facts import StateObservation
 from phalanx.verify.trainer_states import find_changed_modes
 from phalanx.verify.verdict import LayoutComparator
+from phalanx.verify.verified_job import (
+    NUM_MICROBATCHES,
+    make_narrow_dtype_job,
+    make_verified_job,
+    shrink_job,
+)
 
 
 @pytest.mark.parametrize(

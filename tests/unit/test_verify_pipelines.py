@@ -14,15 +14,9 @@ from phalanx.job.schema import Job
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.verify.batches import resplit_steps_into_microbatches
-from phalanx.verify.cases import (
-    Case,
-    list_all_layouts,
-    make_verified_job,
-    plan_layout_cases,
-    select_axes_set_by_job,
-    shrink_job,
-)
+from phalanx.verify.cases import Case, list_all_layouts, plan_layout_cases, select_axes_set_by_job
 from phalanx.verify.pipelines import count_blocks_for_stages, list_pipeline_layouts
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 
 
 def cases_of(num_ranks: int, num_layers: int, **parallel: Any) -> dict[str, Case]:

@@ -17,13 +17,14 @@ from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
-from phalanx.verify.cases import list_all_layouts, make_verified_job, plan_layout_cases, shrink_job
+from phalanx.verify.cases import list_all_layouts, plan_layout_cases
 from phalanx.verify.combined_layouts import list_expert_layouts, list_three_axis_layouts
 from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.routes import ReferenceRouting, find_disputed_token, have_same_choices
 from phalanx.verify.routing_differences import RoutingChange, find_misrouted_tokens
 from phalanx.verify.row import Row
+from phalanx.verify.verified_job import make_verified_job, shrink_job
 
 SHAPE = DecoderShape(
     2,

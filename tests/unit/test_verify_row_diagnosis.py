@@ -25,12 +25,6 @@ from phalanx.verify.batches import (
     choose_loss_chunk_tokens,
     make_global_microbatches,
 )
-from phalanx.verify.cases import (
-    ROWS_PER_RANK,
-    SHRUNK_VOCAB_SIZE,
-    make_verified_job,
-    shrink_job,
-)
 from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.row_gradients import (
     FirstWrongGradients,
@@ -38,6 +32,12 @@ from phalanx.verify.row_gradients import (
     write_part_gradients_or_none,
 )
 from phalanx.verify.trace_facts import BEGIN_KIND, Trace, TraceStep, name_gradients_set
+from phalanx.verify.verified_job import (
+    ROWS_PER_RANK,
+    SHRUNK_VOCAB_SIZE,
+    make_verified_job,
+    shrink_job,
+)
 
 NUM_RANKS = 4
 COUNT = Callable[[int, int, list[list[int]]], float]

@@ -21,7 +21,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
 from phalanx.suggest.suggestion import SUGGESTION_FILE_NAME, Suggestion, SuggestPayload
-from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, make_verified_job
+from phalanx.verify.verified_job import SHRUNK_VOCAB_SIZE, make_verified_job
 
 
 def suggest_rules_for(job: Job) -> Suggestion:

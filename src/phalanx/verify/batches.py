@@ -18,7 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_synthetic_batch
-from phalanx.verify.cases import NUM_MICROBATCHES, ROWS_PER_RANK
+from phalanx.verify.verified_job import NUM_MICROBATCHES, ROWS_PER_RANK
 
 STEP_WITHOUT_TARGETS = 1
 # No target of it is masked, as in pretraining: gradients then need no factor.

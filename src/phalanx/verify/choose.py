@@ -29,21 +29,15 @@ from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
     ONE_PROCESS_ROWS,
-    SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
     Case,
     convert_case_to_fp8,
-    describe_job_changes,
     is_judged_in_float64_only,
     list_all_layouts,
     list_gradient_compression_layouts,
     list_layouts_for_narrow_dtypes,
-    list_settings_not_judged,
-    make_narrow_dtype_job,
-    make_verified_job,
     plan_layout_cases,
     select_axes_set_by_job,
-    shrink_job,
 )
 from phalanx.verify.number_types import (
     COMPUTE_OF_NARROW_DTYPE,
@@ -63,6 +57,14 @@ from phalanx.verify.selection_words import (
     describe_parts_without_a_row,
 )
 from phalanx.verify.trainer_cases import list_trainer_case_names, make_named_trainer_cases
+from phalanx.verify.verified_job import (
+    SHRUNK_VOCAB_SIZE,
+    describe_job_changes,
+    list_settings_not_judged,
+    make_narrow_dtype_job,
+    make_verified_job,
+    shrink_job,
+)
 
 DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")

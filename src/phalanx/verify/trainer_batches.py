@@ -23,7 +23,6 @@ from phalanx.verify.batches import (
     has_step_without_targets,
     make_global_microbatches,
 )
-from phalanx.verify.cases import NUM_MICROBATCHES
 from phalanx.verify.trainer_cases import (
     HALF_MASKED_STEP,
     INFINITE_LOSS_STEP,
@@ -34,6 +33,7 @@ from phalanx.verify.trainer_cases import (
     REPEATED_STEP,
     UNMASKED_STEP,
 )
+from phalanx.verify.verified_job import NUM_MICROBATCHES
 
 WITHOUT_TARGETS = "without targets"
 SOURCE_WEIGHTS = {"first": 0.3, WITHOUT_TARGETS: 0.2, "second": 0.5}

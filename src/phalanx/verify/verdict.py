@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
-from phalanx.verify.diagnosis import FEW_DIGITS_CAUSE, MIXED_ROWS_CAUSE, DifferenceDiagnosis
+from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, DifferenceDiagnosis
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import EPSILON_OF_DTYPE, FP8, parameter_dtype_of_row
+from phalanx.verify.one_process_faults import iterate_one_process_faults
 from phalanx.verify.routing_differences import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.row import EVALUATED_TARGETS, OVERFLOW, Difference
 from phalanx.verify.trace_facts import (
@@ -26,25 +27,6 @@ from phalanx.verify.trace_facts import (
     name_weights_set,
 )
 
-ADAPTER_CAUSE = (
-    "phalanx's adapter makes another call of transformers' {} than its users do: from the same"
-    " weights and tokens, in one process, it gives something else; the reference computes by the"
-    " adapter, and so does every layout"
-)
-EVALUATION_MODE_CAUSE = (
-    "{} modules are in evaluation mode as phalanx builds the model for training, {} the first, and"
-    " in training mode as transformers' {} is built: their dropout does nothing, in one process and"
-    " in every layout"
-)
-LOST_DIGITS_CAUSE = (
-    "in one process, too, and so in every layout, the narrow type is further from a wide one than"
-    " weights that are rounded otherwise explain: it computes something else, or rounds where it"
-    " should not"
-)
-NUMBER_CAUSE = (
-    "the {} of {} is another one as phalanx builds the model for training than as transformers' {}"
-    " is built from the same config.json, in one process and in every layout"
-)
 # A gradient that was added up wrongly is off by more, whatever it is rounded to.
 SMALL_ERROR = 0.1
 
@@ -111,10 +93,7 @@ class LayoutComparator:
         each step what leads to its gradients, its update and its buffers."""
         yield from self._compare_names()
         yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
-        yield from self._compare_initial_distributions()
-        yield from self._compare_adapter()
-        yield from self._compare_arithmetic()
-        yield from self._compare_lost_digits()
+        yield from iterate_one_process_faults(self._trace, self._observations)
         yield from self._compare_rotary_tables()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
@@ -171,50 +150,6 @@ class LayoutComparator:
                     cause = "a stage or a rule lost it"
                 yield Difference(f"{words}:", name, 0, math.inf, ranks[0], ranks, "its name", cause)
 
-    def _compare_initial_distributions(self) -> Iterator[Difference]:
-        """The parameters that one process draws otherwise than declared, and so every layout."""
-        ranks = tuple(range(len(self._observations)))
-        for fault in self._trace.initial_faults or ():
-            part = self._observations[0]["held"].get(fault.name, "nothing")
-            cause = (
-                f"initial weights are not drawn as declared, in one process either: {fault.words}"
-            )
-            yield Difference(
-                "initial distribution", fault.name, 0, fault.error, 0, ranks, part, cause
-            )
-
-    def _compare_adapter(self) -> Iterator[Difference]:
-        """What the adapter makes of a Hugging Face model, in one process, and so in every layout,
-        where it is another than that of the model's own class."""
-        facts = self._trace.adapter
-        if facts is None or not facts.what:
-            return
-        ranks = tuple(range(len(self._observations)))
-        what, part = "output of the adapter", ""
-        if facts.what == "mode":
-            cause = EVALUATION_MODE_CAUSE.format(int(facts.error), facts.name, facts.architecture)
-            part = f"{int(facts.error)} modules"
-            yield Difference("mode", facts.name, 0, facts.error, 0, ranks, part, cause)
-            return
-        if facts.what in ("number", "shape"):
-            cause = NUMBER_CAUSE.format(facts.what, facts.name, facts.architecture)
-            yield Difference(facts.what, facts.name, 0, facts.error, 0, ranks, part, cause)
-            return
-        if facts.name:
-            what = "the adapter's gradient of"
-            part = self._observations[0]["held"].get(facts.name, "nothing")
-        cause = ADAPTER_CAUSE.format(facts.architecture)
-        yield Difference(what, facts.name, 0, facts.error, 0, ranks, part, cause)
-
-    def _compare_arithmetic(self) -> Iterator[Difference]:
-        """The routers that round more than defined, in one process, and so in every layout."""
-        ranks = tuple(range(len(self._observations)))
-        for fault in self._trace.arithmetic_faults or ():
-            part = self._observations[0]["held"].get(fault.name, "nothing")
-            yield Difference(
-                "router scores of", fault.name, 0, fault.error, 0, ranks, part, FEW_DIGITS_CAUSE
-            )
-
     def _compare_target_counts(self, step: int) -> Iterator[Difference]:
         num_expected = self._trace.steps[step].num_targets
         for rank, observation in enumerate(self._observations):
@@ -251,15 +186,6 @@ class LayoutComparator:
             )
         error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
         yield Difference("gradient reduction", "", step, error, rank, tuple(seen), "", cause)
-
-    def _compare_lost_digits(self) -> Iterator[Difference]:
-        """The gradient that is wrong in a narrow type in one process, and so in every layout."""
-        for fault in self._trace.lossy_gradients or ():
-            ranks = tuple(range(len(self._observations)))
-            part = self._observations[0]["held"].get(fault.name, "nothing")
-            yield Difference(
-                "narrow gradient", fault.name, 0, fault.error, 0, ranks, part, LOST_DIGITS_CAUSE
-            )
 
     def _compare_rotary_tables(self) -> Iterator[Difference]:
         """The first block that rotates by a table in a narrow type."""
