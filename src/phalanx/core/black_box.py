@@ -138,8 +138,8 @@ class BlackBox:
                 self._map, layout.NUM_STEPS_BEGUN_AT, self._num_steps_begun
             )
         texts = phase, collective, site.file
-        place = self._encoded_places.get(texts) or self._encode_place(*texts)
-        self._step, self._microbatch, self._place = step, microbatch, place
+        encoded_place = self._encoded_places.get(texts) or self._encode_place(*texts)
+        self._step, self._microbatch, self._place = step, microbatch, encoded_place
         _POSITION_PACK_INTO(
             self._map,
             _POSITION_OFFSETS[number % layout.NUM_POSITIONS],
@@ -149,7 +149,7 @@ class BlackBox:
             self._newest_collective,
             microbatch,
             site.line,
-            place,
+            encoded_place,
             number,
         )
         return site
@@ -159,11 +159,11 @@ class BlackBox:
         if len(self._encoded_places) >= _MAX_ENCODED_TEXTS:
             self._encoded_places.clear()
         # The format cuts them to their length, and fills up with zeros.
-        place = layout.PLACE.pack(
+        encoded = layout.PLACE.pack(
             encode_text(phase, 32), encode_text(collective, 80), encode_tail(file, 120)
         )
-        self._encoded_places[phase, collective, file] = place
-        return place
+        self._encoded_places[phase, collective, file] = encoded
+        return encoded
 
     def _encode_file(self, file: str) -> bytes:
         """The end of a file's name as it is written, kept for the next time."""

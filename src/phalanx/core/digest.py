@@ -55,14 +55,14 @@ ABSENT = _Absent.ABSENT
 def find_differences(a: Any, b: Any, prefix: str = "") -> list[JsonDifference]:
     """Where two JSON values differ, in sorted order of keys; NaN is equal to NaN."""
     if isinstance(a, dict) and isinstance(b, dict):
-        found: list[JsonDifference] = []
+        differences: list[JsonDifference] = []
         for key in sorted(set(a) | set(b)):
             path = f"{prefix}.{key}" if prefix else str(key)
             if key in a and key in b:
-                found += find_differences(a[key], b[key], path)
+                differences += find_differences(a[key], b[key], path)
             else:
-                found.append(JsonDifference(path, a.get(key, ABSENT), b.get(key, ABSENT)))
-        return found
+                differences.append(JsonDifference(path, a.get(key, ABSENT), b.get(key, ABSENT)))
+        return differences
     # Not the canonical form, which has no NaN: what a file says may be one.
     if json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True):
         return []

@@ -166,8 +166,8 @@ def judge_trial(measured: Measured, bars: Bars) -> list[Check]:
         is_right = measured.samples == bars.samples
         checks.append(Check("samples", measured.samples, bars.samples, is_right))
     if measured.needless_restarts:
-        found = str(measured.needless_restarts)
-        checks.append(Check("needless restarts", found, "none", False))
+        measurement = str(measured.needless_restarts)
+        checks.append(Check("needless restarts", measurement, "none", False))
     checks.append(Check("left behind", str(measured.num_left), "0", measured.num_left == 0))
     return checks
 
@@ -215,11 +215,11 @@ def _judge_numbers(measured: Measured | MeasuredAnswer, bars: Bars) -> list[Chec
 
 
 def _judge_losses(difference: float | None, most: float) -> Check:
-    found = "steps are missing"
+    measurement = "steps are missing"
     if difference is not None:
-        found = f"within {difference:.1g}"
+        measurement = f"within {difference:.1g}"
     is_met = difference is not None and difference <= most
-    return Check("losses", found, f"within {most:.1g}", is_met)
+    return Check("losses", measurement, f"within {most:.1g}", is_met)
 
 
 def _format_codes(codes: Sequence[int]) -> str:

@@ -334,8 +334,8 @@ def find_words(path: Path, pattern: str) -> str:
     if not pattern:
         return ""
     text = " ".join(read_whole_regular_file(path).decode(errors="replace").split())
-    found = [match.group() for match in re.finditer(pattern, text)]
-    return found[-1] if found else ""
+    matches = [match.group() for match in re.finditer(pattern, text)]
+    return matches[-1] if matches else ""
 
 
 def read_last_line(path: Path) -> str:

@@ -399,9 +399,9 @@ def _compare_processor_shares(event: events.RankSlow) -> str:
     empty where that is no less than of the others, or the same in whole percents."""
     if event.cpu_share >= event.peers_cpu_share:
         return ""
-    own, peers = f"{event.cpu_share:.0%}", f"{event.peers_cpu_share:.0%}"
-    if own != peers:
-        return f"; it runs {own} of the time that it wants to, the others {peers}"
+    own_share, peers_share = f"{event.cpu_share:.0%}", f"{event.peers_cpu_share:.0%}"
+    if own_share != peers_share:
+        return f"; it runs {own_share} of the time that it wants to, the others {peers_share}"
     if event.peers_cpu_share < _HARDLY_RUNNING_SHARE:
         share = f"{_HARDLY_RUNNING_SHARE:.0%}"
         return f"; it and the others run less than {share} of the time that they want to"

@@ -319,16 +319,16 @@ def _describe_bad_cluster_file(path: str, error: ValidationError) -> LayoutError
     *above, name = map(str, first["loc"])
     where, fix = f"cluster.file: {path!r}: {'.'.join((*above, name))}", ""
     # As a job file is told: the section of a job has the same keys.
-    what = explain_wrong_value(("cluster", *first["loc"]), first["input"]).what
+    problem = explain_wrong_value(("cluster", *first["loc"]), first["input"]).what
     if first["type"] == "missing":
-        what = "is missing"
+        problem = "is missing"
     if first["type"] == "extra_forbidden":
-        what = "no key of a cluster"
+        problem = "no key of a cluster"
         known = tuple((Link if above else ClusterSection).model_fields)
         fix = format_nearest_word_hint(name, known) or f"one of {', '.join(known)}"
         if name == "cluster":
             fix = "the keys stand at the top of the file, without [cluster]"
-    return LayoutError(f"{where}: {what}", fix=fix or None)
+    return LayoutError(f"{where}: {problem}", fix=fix or None)
 
 
 def require_cluster_is_this_machine(job: Job) -> None:

@@ -178,8 +178,8 @@ class StepMoments:
         longest = max((segment.num_blocks for segment in self._segments), default=1)
         block = shape.count_largest_block_params(work.ep)
         alive = max(num_units * self._unit, longest * block if in_backward else 0)
-        whole = (self._root + min(alive, params - self._root)) * work.compute_bytes
-        return whole - (self._freed_weight_bytes if in_backward else 0)
+        gathered_bytes = (self._root + min(alive, params - self._root)) * work.compute_bytes
+        return gathered_bytes - (self._freed_weight_bytes if in_backward else 0)
 
     # The moments
 
@@ -188,7 +188,7 @@ class StepMoments:
         the head as it is cast."""
         loss = self._costs.count_loss_bytes(self.work)
         cast = self._head_gradient if self._is_sharded and self.work.compute_bytes < 4 else 0
-        whole = self._weight_bytes(in_backward=False, num_units=1) + self._whole_gradients
+        gathered_bytes = self._weight_bytes(in_backward=False, num_units=1) + self._whole_gradients
         freed = self._freed_weight_bytes
         with_head, without_head = loss.at_once, loss.waiting + cast
         if freed and self.work.tokens <= self.work.loss_chunk_tokens:
@@ -196,8 +196,8 @@ class StepMoments:
             with_head -= loss.head_gradient
             without_head = max(without_head, loss.at_once)
         moments = (
-            MomentBytes(loss=with_head, communication=whole),
-            MomentBytes(loss=without_head, communication=whole - freed),
+            MomentBytes(loss=with_head, communication=gathered_bytes),
+            MomentBytes(loss=without_head, communication=gathered_bytes - freed),
         )
         return replace(
             max(moments, key=lambda moment: moment.total),

@@ -128,8 +128,8 @@ def _require(holds: bool, problem: str) -> None:
 
 def _check_types(body: Mapping[str, Any]) -> None:
     for key, kind in TYPE_OF_KEY.items():
-        said = f"{json.dumps(body[key]):.60}"
-        _require(type(body[key]) is kind, f"{key} is {said}, and no {WORD_OF_TYPE[kind]}")
+        value = f"{json.dumps(body[key]):.60}"
+        _require(type(body[key]) is kind, f"{key} is {value}, and no {WORD_OF_TYPE[kind]}")
     for keys, least in ((COUNTS_OF_STEP, 1), (COUNTS, 0)):
         for key in keys:
             is_count = type(body[key]) is int and body[key] >= least

@@ -187,9 +187,9 @@ def _warn_of_narrow_parameters(job: Job, plan: Plan, data: DataFacts | None) -> 
     # phalanx builds models of Hugging Face in fp32, whatever config.json says.
     if not shape.num_narrow_params or is_hugging_face(job.model.kind):
         return None
-    number, whole = format_count(shape.num_narrow_params), format_count(shape.num_params)
+    narrow, total = format_count(shape.num_narrow_params), format_count(shape.num_params)
     return (
-        f"{number} of {whole} parameters of {shape.kind} are trained in 16 bits or fewer, as"
+        f"{narrow} of {total} parameters of {shape.kind} are trained in 16 bits or fewer, as"
         " from_pretrained may load them: the optimizer keeps its state so, and updates below a"
         " weight's rounding are lost; call its .float() before you return it, and set"
         " precision.compute=bf16 to compute in 16 bits"

@@ -114,7 +114,7 @@ def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
 def name_last_steps_of_ends(story: list[Envelope], log: EventLog) -> list[Envelope]:
     """The story with the last recorded step in each end of a run: those of earlier releases name
     the newest that was saved."""
-    newest_attempt, told = -1, []
+    newest_attempt, renamed_story = -1, []
     for envelope in story:
         if isinstance(envelope.event, events.RunStarted):
             newest_attempt = max(newest_attempt, envelope.attempt)
@@ -125,5 +125,5 @@ def name_last_steps_of_ends(story: list[Envelope], log: EventLog) -> list[Envelo
             if done:
                 last = max(envelope.event.step, log.lead_steps[max(done)].step[-1])
                 envelope = replace(envelope, event=replace(envelope.event, step=int(last)))
-        told.append(envelope)
-    return told
+        renamed_story.append(envelope)
+    return renamed_story

@@ -337,8 +337,8 @@ class LedgerBuilder:
             parts_s["restart"] += max(gap_s - absence_s, 0.0)
         first, last = min(attempts), max(attempts)
         if end is not None and end.is_on_clock_of(attempts[last]):
-            left = range(last + 1, self._find_last_of_command(last) + 1)
-            gap_s = end.at_s - attempts[last].last_s - self._measure_absence_s(rank, left, end)
+            later = range(last + 1, self._find_last_of_command(last) + 1)
+            gap_s = end.at_s - attempts[last].last_s - self._measure_absence_s(rank, later, end)
             parts_s["failure" if end.has_failed else "ending"] += max(gap_s, 0.0)
         # Attempts before it in which this rank came to no word.
         is_first = first - 1 not in self._restarted_s

@@ -67,54 +67,56 @@ def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFa
     class with the same weights, both in evaluation mode."""
     architecture = type(module).__name__
     try:
-        own = _build_own_model(job, architecture)
-        name = _find_other_shape(module, own)
+        original = _build_own_model(job, architecture)
+        name = _find_other_shape(module, original)
         if name:
             return AdapterFacts(architecture, what="shape", name=name, error=1.0)
-        own.load_state_dict(module.state_dict())
-        evaluating = _list_parts_that_should_train(module, own)
+        original.load_state_dict(module.state_dict())
+        evaluating = _list_parts_that_should_train(module, original)
         if evaluating:
             name = evaluating[0] or WHOLE_MODEL
             return AdapterFacts(architecture, what="mode", name=name, error=len(evaluating))
-        number = _find_other_number(module, own)
+        number = _find_other_number(module, original)
         if number is not None:
             return AdapterFacts(architecture, what="number", name=number[0], error=number[1])
-        own.eval()
-        calls = list(_list_calls(plan, own))
+        original.eval()
+        calls = list(_list_calls(plan, original))
         with cast_to_float64() as casts:
-            own_outputs = [own(**call.own).logits for call in calls]
-            own_gradients = _compute_gradients(own, own_outputs)
+            original_outputs = [original(**call.own).logits for call in calls]
+            original_gradients = _compute_gradients(original, original_outputs)
     # Of transformers, for a model that cannot be had or called so.
     except Exception as refusal:
         words = " ".join(str(refusal).split())
         return AdapterFacts(architecture, unjudged=f"{type(refusal).__name__}: {words}")
-    is_narrow = casts.is_narrowed or any(p.dtype in NARROW_DTYPES for p in own.parameters())
+    is_narrow = casts.is_narrowed or any(p.dtype in NARROW_DTYPES for p in original.parameters())
     with cast_to_float64() as casts:
         outputs = [_make_logits(module.eval()(*call.adapted)) for call in calls]
         gradients = _compute_gradients(module, outputs)
     is_narrow = is_narrow or casts.is_narrowed
     tolerance = TOLERANCE_OF_DTYPE["float32" if is_narrow else "float64"]
-    error = max(map(_compute_relative_error, outputs, own_outputs))
+    error = max(map(_compute_relative_error, outputs, original_outputs))
     if not error <= tolerance:
         return AdapterFacts(architecture, error=error, what="output")
-    name, error = _find_worst_gradient(gradients, own_gradients)
+    name, error = _find_worst_gradient(gradients, original_gradients)
     if not error <= tolerance:
         return AdapterFacts(architecture, error=error, what="gradient", name=name)
     return AdapterFacts(architecture)
 
 
-def _list_parts_that_should_train(module: nn.Module, own: nn.Module) -> tuple[str, ...]:
+def _list_parts_that_should_train(module: nn.Module, original: nn.Module) -> tuple[str, ...]:
     """The names of the parts of `module` ("" for itself) that are in evaluation mode, and in
-    training mode in `own`."""
+    training mode in `original`."""
     evaluating = {name for name, part in module.named_modules() if not part.training}
-    return tuple(name for name, part in own.named_modules() if part.training and name in evaluating)
+    return tuple(
+        name for name, part in original.named_modules() if part.training and name in evaluating
+    )
 
 
-def _find_other_number(module: nn.Module, own: nn.Module) -> tuple[str, float] | None:
+def _find_other_number(module: nn.Module, original: nn.Module) -> tuple[str, float] | None:
     """(name, relative error) of the first number, a probability of dropout say, that a part of
-    `module` has otherwise than the same part of `own`; evaluation mode does not show it."""
+    `module` has otherwise than the same part of `original`; evaluation mode does not show it."""
     parts = dict(module.named_modules())
-    for name, part in own.named_modules():
+    for name, part in original.named_modules():
         numbers = vars(parts[name]) if name in parts else {}
         for key, expected in vars(part).items():
             value = numbers.get(key)
@@ -124,9 +126,9 @@ def _find_other_number(module: nn.Module, own: nn.Module) -> tuple[str, float] |
     return None
 
 
-def _find_other_shape(module: nn.Module, own: nn.Module) -> str:
-    """The first parameter of `module` that has another shape in `own`; "" for none."""
-    shapes = {name: parameter.shape for name, parameter in own.named_parameters()}
+def _find_other_shape(module: nn.Module, original: nn.Module) -> str:
+    """The first parameter of `module` that has another shape in `original`; "" for none."""
+    shapes = {name: parameter.shape for name, parameter in original.named_parameters()}
     for name, parameter in module.named_parameters():
         if shapes.get(name, parameter.shape) != parameter.shape:
             return name
@@ -144,15 +146,15 @@ def _build_own_model(job: Job, architecture: str) -> Any:
     stored = read_config_values(path / "config.json" if path.is_dir() else path)
     values = {**stored, **(job.model.args or {})}
     config = transformers.AutoConfig.for_model(**values)
-    own = getattr(transformers, architecture)(config).to(torch.float64)
-    if getattr(own.config, "_experts_implementation", None) is not None:
-        own.set_experts_implementation(EAGER)
-    return own
+    model = getattr(transformers, architecture)(config).to(torch.float64)
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation(EAGER)
+    return model
 
 
-def _list_calls(plan: Plan, own: Any) -> Iterator[_Call]:
+def _list_calls(plan: Plan, model: Any) -> Iterator[_Call]:
     generator = torch.Generator().manual_seed(0)
-    if own.main_input_name == "pixel_values":
+    if model.main_input_name == "pixel_values":
         shape = plan.model_shape
         size = NUM_ROWS, shape.num_channels, shape.image_size, shape.image_size
         pixels = torch.randn(size, generator=generator, dtype=torch.float64)
@@ -161,7 +163,7 @@ def _list_calls(plan: Plan, own: Any) -> Iterator[_Call]:
     length = min(plan.seq_len, MAX_TOKENS)
     tokens = torch.randint(plan.vocab_size, (NUM_ROWS, length), generator=generator)
     positions = torch.arange(length).repeat(NUM_ROWS, 1)
-    known = inspect.signature(type(own).forward).parameters
+    known = inspect.signature(type(model).forward).parameters
     usual: dict[str, Any] = {"input_ids": tokens}
     # A cache is for generation. Where it is an option of the inner model, it is passed on.
     passes_on = any(option.kind is option.VAR_KEYWORD for option in known.values())
@@ -206,14 +208,14 @@ def _find_worst_gradient(actual: Gradients, expected: Gradients) -> tuple[str, f
     usual = math.sqrt(sum(float(g.norm()) ** 2 for g in expected.values()) / len(expected))
     worst, largest = "", 0.0
     for name in sorted({*actual, *expected}):
-        found, wanted = actual.get(name), expected.get(name)
-        if found is None or wanted is None:
-            lone = found if wanted is None else wanted
+        gradient, reference = actual.get(name), expected.get(name)
+        if gradient is None or reference is None:
+            lone = gradient if reference is None else reference
             assert lone is not None
             error = math.inf if bool(lone.any()) else 0.0
         else:
-            scale = max(float(wanted.norm()), 1e-3 * usual)
-            error = replace_nan_by_infinity(float((found - wanted).norm()) / scale)
+            scale = max(float(reference.norm()), 1e-3 * usual)
+            error = replace_nan_by_infinity(float((gradient - reference).norm()) / scale)
         if error > largest:
             worst, largest = name, error
     return worst, largest

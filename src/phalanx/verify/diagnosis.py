@@ -278,8 +278,10 @@ class DifferenceDiagnosis:
     def _are_all_of_several_blocks(self, names: Sequence[str]) -> bool:
         """True if each of `names` is of several blocks on every rank, as fused matrices are that tp
         cuts, and the model has others, too."""
-        held = {name for observation in self._observations for name in observation["boxes"]}
-        return held > set(names) and all(
+        names_on_ranks = {
+            name for observation in self._observations for name in observation["boxes"]
+        }
+        return names_on_ranks > set(names) and all(
             len(observation["boxes"].get(name, ())) > 1
             for name in names
             for observation in self._observations

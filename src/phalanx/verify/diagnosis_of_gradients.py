@@ -77,8 +77,8 @@ class GradientDiagnosis:
         not."""
         sums = [0.0] * 4
         for observation in self._observations:
-            left = observation.get("left", {}).get(kind, {}).get(name, (0.0,) * 4)
-            sums = [total + part for total, part in zip(sums, left, strict=True)]
+            dots = observation.get("left", {}).get(kind, {}).get(name, (0.0,) * 4)
+            sums = [total + part for total, part in zip(sums, dots, strict=True)]
         error, crossed, before, from_before = sums
         if before and from_before < MAX_SHARE_OF_A_STALE_GRADIENT**2 * error:
             return (
@@ -279,15 +279,17 @@ class GradientDiagnosis:
 
     def _describe_wrong_rows(self, kind: str, name: str, ranks: Sequence[int]) -> str:
         """Say in which rows a matrix is wrong, where these are few on each of `ranks`; else ""."""
-        found = [self._observations[rank].get("wrong_rows", {}).get(kind, {}) for rank in ranks]
-        if not all(name in of_rank for of_rank in found):
+        wrong_rows = [
+            self._observations[rank].get("wrong_rows", {}).get(kind, {}) for rank in ranks
+        ]
+        if not all(name in of_rank for of_rank in wrong_rows):
             return ""
         num_rows, num_wrong, num_zero, _ = (
-            sum(numbers) for numbers in zip(*(of_rank[name] for of_rank in found), strict=True)
+            sum(numbers) for numbers in zip(*(of_rank[name] for of_rank in wrong_rows), strict=True)
         )
         if not 0 < num_wrong <= MAX_SHARE_OF_FEW_ROWS * num_rows:
             return ""
-        first = min(of_rank[name][3] for of_rank in found)
+        first = min(of_rank[name][3] for of_rank in wrong_rows)
         words = f", or few of its rows have another gradient: {num_wrong} of {num_rows} differ"
         if num_zero == num_wrong:
             words += " and are zero, as those of a padding token are"

@@ -44,17 +44,17 @@ class RowDiagnosis:
     def explain(self, step: int) -> str:
         """The cause of gradients of `step` that are a sum over parts of the batch, of which some do
         not count once; "" if they are not, or all count alike."""
-        found = [observed.get("part_counts", {}) for observed in self._observations]
-        if not all(body.get("step") == step for body in found):
+        part_counts = [observed.get("part_counts", {}) for observed in self._observations]
+        if not all(body.get("step") == step for body in part_counts):
             return ""
-        off = [rank for rank, body in enumerate(found) if body["is_off"]]
-        first = found[off[0]]
+        off = [rank for rank, body in enumerate(part_counts) if body["is_off"]]
+        first = part_counts[off[0]]
         if first["counts"] is None:
             return ""
         largest = max((abs(count - 1) for count in first["counts"] if count == count), default=0.0)
         tolerance = min(self._most, TOLERANCE_OF_LARGEST * largest)
         if not tolerance or not all(
-            _are_equal(first["counts"], found[rank]["counts"], tolerance) for rank in off
+            _are_equal(first["counts"], part_counts[rank]["counts"], tolerance) for rank in off
         ):
             return ""
         counted = CountedBatch(
@@ -62,15 +62,17 @@ class RowDiagnosis:
             1 + max(body[0] for body in first["parts"]),
             tolerance,
         )
-        where = "" if len(off) == len(found) else f" on rank {', '.join(map(str, off))}"
+        where = "" if len(off) == len(part_counts) else f" on rank {', '.join(map(str, off))}"
         cause = counted.explain()
         return cause and f"gradients{where} are a sum over sequences, {cause}"
 
 
-def _are_equal(counts: Sequence[float], others: Sequence[float] | None, tolerance: float) -> bool:
-    return others is not None and all(
+def _are_equal(
+    counts: Sequence[float], other_counts: Sequence[float] | None, tolerance: float
+) -> bool:
+    return other_counts is not None and all(
         abs(a - b) <= tolerance * max(1.0, abs(a)) or (a != a and b != b)
-        for a, b in zip(counts, others, strict=True)
+        for a, b in zip(counts, other_counts, strict=True)
     )
 
 

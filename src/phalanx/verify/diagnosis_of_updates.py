@@ -43,9 +43,9 @@ class UpdateDiagnosis:
         mistake = self._describe_mistake(kind, name, ranks)
         if step > 0:
             verbs = "agrees" if step == 1 else "agree"
-            begin = f"{plural(step, 'update')} {verbs}, and then one does not"
+            agreement = f"{plural(step, 'update')} {verbs}, and then one does not"
             unknown = _describe_unknown_later_mistake(is_local=bool(where))
-            return f"{begin}{where}: {mistake or unknown}"
+            return f"{agreement}{where}: {mistake or unknown}"
         if mistake:
             return (
                 "the optimizer was given one process's gradients and makes another update of"

@@ -145,8 +145,8 @@ class LayoutRun:
         # step. All ranks have the same observations.
         if _is_any_loss_off(all_observations, trace, tolerance):
             first_outputs = outputs.find_first_wrong_output(trace.directory, tolerance)
-            found = mesh.gather_json((first_outputs, outputs.num_compared))
-            for observed, (firsts, num_outputs) in zip(all_observations, found, strict=True):
+            of_ranks = mesh.gather_json((first_outputs, outputs.num_compared))
+            for observed, (firsts, num_outputs) in zip(all_observations, of_ranks, strict=True):
                 observed["outputs"], observed["num_outputs"] = firsts, num_outputs
         return LayoutResult(
             all_observations,
@@ -155,7 +155,7 @@ class LayoutRun:
             watch,
             watch.gather(read_expert_choices(trace.directory)),
             is_filled_in_parts=self._is_filled_in_parts,
-            has_rotary_tables=any(seen["has_rotary_tables"] for seen in all_observations),
+            has_rotary_tables=any(observed["has_rotary_tables"] for observed in all_observations),
         )
 
     def _count_parts_of_wrong_gradients(
@@ -184,9 +184,9 @@ class LayoutRun:
         if bodies is None:
             return
         counts = fit_part_counts(first_wrong, self.plan, trace, step)
-        found = {"step": step, "is_off": first_wrong.step == step, "counts": counts}
+        body_of_rank = {"step": step, "is_off": first_wrong.step == step, "counts": counts}
         num_rows = len(next(iter(whole_steps[step][0].values())))
-        for observed, body in zip(result.observations, mesh.gather_json(found), strict=True):
+        for observed, body in zip(result.observations, mesh.gather_json(body_of_rank), strict=True):
             observed["part_counts"] = {
                 **body,
                 "parts": bodies,

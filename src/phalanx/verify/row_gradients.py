@@ -165,13 +165,13 @@ def _cut_by_chunks(
 
 
 def fit_part_counts(
-    kept: FirstWrongGradients, plan: Plan, trace: Trace, step: int
+    first_wrong: FirstWrongGradients, plan: Plan, trace: Trace, step: int
 ) -> list[float] | None:
     """How many times each part of the batch counts in this rank's gradients of `step`, NaN for one
     that owes nothing; None where they are no sum over these, whatever each counts."""
-    if kept.step != step:
+    if first_wrong.step != step:
         return None
-    actual, reference, rows = _sample_elements(kept, plan, trace, step)
+    actual, reference, rows = _sample_elements(first_wrong, plan, trace, step)
     usable = rows.norm(dim=0) > 1e-9 * rows.norm(dim=0).max()
     parts = rows[:, usable]
     most = MAX_UNEXPLAINED_OF_DTYPE[trace.dtype]
@@ -180,15 +180,15 @@ def fit_part_counts(
         return None
     # Of one size, so that the condition says how alike they are.
     sizes = parts.norm(dim=0)
-    left, values, right = torch.linalg.svd(parts / sizes, full_matrices=False)
+    left_vectors, values, right_vectors = torch.linalg.svd(parts / sizes, full_matrices=False)
     if not values[0] < MAX_CONDITION * values[-1]:
         return None
-    counts = (right.T @ ((left.T @ actual) / values)) / sizes
+    counts = (right_vectors.T @ ((left_vectors.T @ actual) / values)) / sizes
     if not (parts @ counts - actual).norm() <= most * off:
         return None
-    found = torch.full((rows.shape[1],), math.nan, dtype=torch.float64)
-    found[usable] = counts
-    return [float(count) for count in found]
+    all_counts = torch.full((rows.shape[1],), math.nan, dtype=torch.float64)
+    all_counts[usable] = counts
+    return [float(count) for count in all_counts]
 
 
 def _name_parts_set(plan: Plan, step: int) -> str:
@@ -220,17 +220,17 @@ def _choose_places(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _sample_elements(
-    kept: FirstWrongGradients, plan: Plan, trace: Trace, step: int
+    first_wrong: FirstWrongGradients, plan: Plan, trace: Trace, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(this rank's [E], the reference's [E], what each part of the batch owes to them [E, parts])
     of some of the elements that this rank holds, of each tensor that is off."""
     actual, reference, rows = [], [], []
     with (
-        TraceTensorReader(trace, name_gradients_set(step)) as whole,
+        TraceTensorReader(trace, name_gradients_set(step)) as gradients,
         TraceTensorReader(trace, _name_parts_set(plan, step)) as parts,
     ):
-        for name, shard in kept.shards.items():
-            gradient, owed = whole.read(name).double(), parts.read(name).double()
+        for name, shard in first_wrong.shards.items():
+            gradient, owed = gradients.read(name).double(), parts.read(name).double()
             places = _choose_places(gradient.shape)
             indices = torch.stack(torch.unravel_index(places, gradient.shape or (1,)))
             for box in shard.boxes:

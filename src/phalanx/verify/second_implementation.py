@@ -124,14 +124,14 @@ def compare_with_second_implementation(
             break
         with use_block_sizes(sizes):
             own_step = _compute_step_by_phalanx(job, plan, module, microbatches)
-        found = list(_list_step_differences(number, own_step, other, order, second.cause))
-        if sizes != BlockSizes() and _is_any_wrong(found, dtype):
+        of_step = list(_list_step_differences(number, own_step, other, order, second.cause))
+        if sizes != BlockSizes() and _is_any_wrong(of_step, dtype):
             own_step = _compute_step_by_phalanx(job, plan, module, microbatches)
-            whole = _list_step_differences(number, own_step, other, order, second.cause)
+            unblocked = _list_step_differences(number, own_step, other, order, second.cause)
             # What moves buffers has moved them twice by now.
-            if not _is_any_wrong((each for each in whole if each.what != "buffer"), dtype):
-                found = [replace(each, cause=f"{each.cause}{ONLY_IN_BLOCKS}") for each in found]
-        differences += found
+            if not _is_any_wrong((each for each in unblocked if each.what != "buffer"), dtype):
+                of_step = [replace(each, cause=f"{each.cause}{ONLY_IN_BLOCKS}") for each in of_step]
+        differences += of_step
         narrows = narrows or other.narrows
         _move_weights_against_gradients(module)
     tolerance, notes = TOLERANCE_OF_DTYPE[dtype], second.notes

@@ -286,10 +286,10 @@ def _list_saved_steps(name: str) -> tuple[int, ...]:
     """The steps that have been saved when the attempt `name` is resumed, the newest first: by the
     first attempt some, by the second all of its own."""
     regular = [step for step in range(1, STOP_STEP) if step % SAVE_EVERY == 0]
-    own: list[int] = []
+    steps_of_second_attempt: list[int] = []
     if name != SAME_LAYOUT:
-        own = list(range(STOP_STEP + 1, NUM_STEPS + 1))
-    return (*reversed(own), STOP_STEP, *reversed(regular))
+        steps_of_second_attempt = list(range(STOP_STEP + 1, NUM_STEPS + 1))
+    return (*reversed(steps_of_second_attempt), STOP_STEP, *reversed(regular))
 
 
 def _list_untested_clipping(record: SecondLoopRecord) -> list[str]:

@@ -286,16 +286,16 @@ def _list_predictions_of_decay(
     # As exactly as it is known.
     usual = decay or rule.weight_decay or 1.0
     slack = rounding / (rate * usual * float(weights.norm()))
-    found = (decay - share / rate) / usual
-    if abs(round(found, 2) - found) <= slack:
-        found = round(found, 2)
+    factor = (decay - share / rate) / usual
+    if abs(round(factor, 2) - factor) <= slack:
+        factor = round(factor, 2)
     if not decay:
-        words = f"this tensor decayed (by {found * usual:.4g}), which has no weight decay"
-    elif abs(found) < MAX_UNEXPLAINED:
+        words = f"this tensor decayed (by {factor * usual:.4g}), which has no weight decay"
+    elif abs(factor) < MAX_UNEXPLAINED:
         words = "this tensor did not decay (its weight decay is missing)"
     else:
-        words = f"its weight decay were {format_factor(found)} the job's"
-        if abs(found * rate - 1) < MAX_UNEXPLAINED:
+        words = f"its weight decay were {format_factor(factor)} the job's"
+        if abs(factor * rate - 1) < MAX_UNEXPLAINED:
             words = "its weight decay were not multiplied by the learning rate"
     yield words, share * weights
 

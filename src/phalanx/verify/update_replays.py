@@ -234,9 +234,9 @@ def _list_other_betas(
     beta1, beta2 = betas
     if beta1 != beta2:
         yield f"its betas were swapped, ({beta2:g}, {beta1:g})", (beta2, beta1)
-    others = [(beta, beta2) for beta in USUAL_BETAS if beta != beta1]
-    others += [(beta1, beta) for beta in USUAL_BETAS if beta != beta2]
-    for other in dict.fromkeys((*others, TORCH_BETAS)):
+    single_changes = [(beta, beta2) for beta in USUAL_BETAS if beta != beta1]
+    single_changes += [(beta1, beta) for beta in USUAL_BETAS if beta != beta2]
+    for other in dict.fromkeys((*single_changes, TORCH_BETAS)):
         if other not in (betas, (beta2, beta1)):
             words = (
                 f"its betas were ({other[0]:g}, {other[1]:g}) in place of ({beta1:g}, {beta2:g})"

@@ -168,15 +168,15 @@ class LayoutComparator:
 
     def _compare_reduction_types(self, step: int) -> Iterator[Difference]:
         """The first kind of reduction of gradients in a narrow type that begins in a step."""
-        seen: dict[int, tuple[str, str, int]] = {}
+        reduction_of_rank: dict[int, tuple[str, str, int]] = {}
         for rank, observation in enumerate(self._observations):
             for first_step, words, dtype, num_ranks in observation.get("narrow_reductions", ()):
                 if first_step == step:
-                    seen.setdefault(rank, (words, dtype, num_ranks))
-        if not seen:
+                    reduction_of_rank.setdefault(rank, (words, dtype, num_ranks))
+        if not reduction_of_rank:
             return
-        rank = min(seen)
-        words, dtype, num_ranks = seen[rank]
+        rank = min(reduction_of_rank)
+        words, dtype, num_ranks = reduction_of_rank[rank]
         if words == SUM_OVER_MICROBATCHES:
             cause = f"{words} of a step adds gradients up in {dtype}, and not in float32"
         else:
@@ -185,12 +185,16 @@ class LayoutComparator:
                 " each sum is rounded to as few digits, however many ranks there are"
             )
         error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
-        yield Difference("gradient reduction", "", step, error, rank, tuple(seen), "", cause)
+        yield Difference(
+            "gradient reduction", "", step, error, rank, tuple(reduction_of_rank), "", cause
+        )
 
     def _compare_rotary_tables(self) -> Iterator[Difference]:
         """The first block that rotates by a table in a narrow type."""
         ranks = [
-            rank for rank, seen in enumerate(self._observations) if seen.get("narrow_tables", {})
+            rank
+            for rank, observation in enumerate(self._observations)
+            if observation.get("narrow_tables", {})
         ]
         if not ranks:
             return

@@ -31,7 +31,7 @@ def examine_wrong_gradients(
 ) -> tuple[dict[str, LeftDots], dict[str, WrongRows]]:
     """LeftDots and WrongRows of the gradients of `step`, counted from 0, that are off on this rank,
     by `dots_of`; of matrices alone, and of those that are one block."""
-    left: dict[str, LeftDots] = {}
+    left_dots: dict[str, LeftDots] = {}
     rows: dict[str, WrongRows] = {}
     for name, dots in dots_of.items():
         # Infinite where it is no part of the tensor.
@@ -55,8 +55,8 @@ def examine_wrong_gradients(
                     rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
         if shard.num_local >= MIN_ELEMENTS:
             first, second, third, fourth = sums.tolist()
-            left[name] = first, second, third, fourth
-    return left, rows
+            left_dots[name] = first, second, third, fourth
+    return left_dots, rows
 
 
 def _find_wrong_rows(off: torch.Tensor, actual: torch.Tensor, first_row: int) -> WrongRows:

@@ -82,9 +82,9 @@ def _list_expert_params(
     num_params = {holder.name: holder.num_params for holder in module.holders}
     experts = {}
     for name, size in elements.items():
-        held = num_params.get(f"{prefix}{name}", 0)
-        if size and held >= 2 * size:
-            experts[name] = (held, held // size)
+        num_elements = num_params.get(f"{prefix}{name}", 0)
+        if size and num_elements >= 2 * size:
+            experts[name] = (num_elements, num_elements // size)
     return experts
 
 

@@ -45,10 +45,10 @@ def build_refused_config_error(
     model_type = values["model_type"]
     match = _FIELD_PATTERN.search(str(error))
     if match is not None and match[1] in values:
-        wanted = _describe_wanted_type(config_class, match[1])
+        wanted_type = _describe_wanted_type(config_class, match[1])
         value = f"{match[1]} is {format_setting(values[match[1]])}"
-        if isinstance(error.__cause__, TypeError) and wanted:
-            return LayoutError(f"{path}: {value}", fix=f"give {wanted}")
+        if isinstance(error.__cause__, TypeError) and wanted_type:
+            return LayoutError(f"{path}: {value}", fix=f"give {wanted_type}")
         return LayoutError(f"{path}: {value}", why=describe_library_error(error.__cause__ or error))
     if (unknown := _find_unknown_word_error(path, values, error)) is not None:
         return unknown

@@ -100,18 +100,18 @@ class OwnRowsReduction:
         """Begin to average `gradients` in place; what is returned waits for the end. `bucket`: the
         flat tensor that they are views of, if there is one."""
         cut: list[_CutGradient] = []
-        whole: list[torch.Tensor] = []
+        whole_gradients: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             rows = self._find_rows(parameter)
             self._count_gradient(gradient.nbytes, rows, self._traffic)
             if rows is None:
-                whole.append(gradient)
+                whole_gradients.append(gradient)
             else:
                 cut.append((gradient, rows))
-        if bucket is not None and self._is_quicker_whole(bucket, len(cut) + len(whole)):
+        if bucket is not None and self._is_quicker_whole(bucket, len(cut) + len(whole_gradients)):
             work = dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.wait
-        ends = [self._post_whole(whole)] if whole else []
+        ends = [self._post_whole(whole_gradients)] if whole_gradients else []
         if cut:
             ends.append(self._post_own_rows(cut, bucket))
 
@@ -132,8 +132,8 @@ class OwnRowsReduction:
     def _post_own_rows(self, cut: Sequence[_CutGradient], bucket: torch.Tensor | None) -> End:
         transport = find_transport_in_place(self._group)
         if transport is not None and bucket is not None:
-            own = [rows.slice_tensor(gradient) for gradient, rows in cut]
-            work = transport.reduce_rows_in_place(self._group, bucket, own, "avg")
+            own_rows = [rows.slice_tensor(gradient) for gradient, rows in cut]
+            work = transport.reduce_rows_in_place(self._group, bucket, own_rows, "avg")
             return work.wait
         self._average_by_message(cut)
         return _do_nothing
@@ -152,9 +152,9 @@ class OwnRowsReduction:
         sizes = [
             rows.chunk * matrix.shape[1] for (_, rows), matrix in zip(cut, matrices, strict=True)
         ]
-        own = [rows.slice_tensor(gradient).view(-1) for gradient, rows in cut]
-        parts = [part[: len(row)] for row, part in zip(own, mean.split(sizes), strict=True)]
-        torch._foreach_copy_(own, parts)
+        own_rows = [rows.slice_tensor(gradient).view(-1) for gradient, rows in cut]
+        parts = [part[: len(row)] for row, part in zip(own_rows, mean.split(sizes), strict=True)]
+        torch._foreach_copy_(own_rows, parts)
 
     def _post_whole(self, gradients: Sequence[torch.Tensor]) -> End:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

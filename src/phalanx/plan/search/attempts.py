@@ -91,8 +91,8 @@ def choose_smallest_rows(rows: LayoutRows, estimates: npt.NDArray[np.float64]) -
     families = number_families(rows.take(order))
     _, first = np.unique(families, return_index=True)
     first = np.sort(first)
-    others = np.delete(order, first)
-    return rows.take(np.concatenate([order[first], others])[:MAX_SMALLEST_PLANS])
+    rest = np.delete(order, first)
+    return rows.take(np.concatenate([order[first], rest])[:MAX_SMALLEST_PLANS])
 
 
 def plan_best_of_families(
@@ -127,15 +127,15 @@ def _plan_faster_schedules(
         return ranked
     rows = screened.rows
     is_faster = (1 + TIE_SHARE_OF_STEP) * screened.seconds[family] < ranked.step_s
-    seen = {(ranked.layout.pp, ranked.schedule, ranked.stages_per_rank)}
-    others: list[int] = []
+    kinds = {(ranked.layout.pp, ranked.schedule, ranked.stages_per_rank)}
+    faster_rows: list[int] = []
     for row in map(int, family[is_faster]):
         schedule = SEARCHED_SCHEDULES[rows.schedule[row]]
         kind = (int(rows.pp[row]), schedule, int(rows.stages_per_rank[row]))
-        if kind not in seen and len(others) < MAX_OTHER_SCHEDULES:
-            seen.add(kind)
-            others.append(row)
-    plans = [ranked, *plan_rows(screened, planner, others)]
+        if kind not in kinds and len(faster_rows) < MAX_OTHER_SCHEDULES:
+            kinds.add(kind)
+            faster_rows.append(row)
+    plans = [ranked, *plan_rows(screened, planner, faster_rows)]
     return min(plans, key=lambda plan: plan.step_s or math.inf)
 
 

@@ -85,30 +85,30 @@ class MemoryScreen:
 
         `limits`: the bytes that each of so many rows may have.
         """
-        left = np.arange(len(limits))
+        pending = np.arange(len(limits))
         # No recomputation makes states smaller, and those of most layouts of a large model are
         # too large by themselves.
-        left = left[self._take_rows(num_modes * left)._state_bytes() <= limits]
-        found, bytes_of_found = [], []
+        pending = pending[self._take_rows(num_modes * pending)._state_bytes() <= limits]
+        fitting, fitting_bytes = [], []
         for mode in range(num_modes):
-            numbers = num_modes * left + mode
-            total = self._take_rows(numbers).total_bytes(limits[left])
-            fits = total <= limits[left]
-            found.append(numbers[fits])
-            bytes_of_found.append(total[fits])
-            left = left[~fits]
-        numbers = np.concatenate(found)
+            numbers = num_modes * pending + mode
+            total = self._take_rows(numbers).total_bytes(limits[pending])
+            fits = total <= limits[pending]
+            fitting.append(numbers[fits])
+            fitting_bytes.append(total[fits])
+            pending = pending[~fits]
+        numbers = np.concatenate(fitting)
         order = np.argsort(numbers)
-        return numbers[order], np.concatenate(bytes_of_found)[order]
+        return numbers[order], np.concatenate(fitting_bytes)[order]
 
     def _take_rows(
         self, numbers: npt.NDArray[np.intp], *, is_of_last_rank: bool = False
     ) -> MemoryScreen:
         """The screen of rows `numbers`, which shares what is counted once for many rows."""
-        taken = replace(self, rows=self.rows.take(numbers), is_of_last_rank=is_of_last_rank)
+        screen = replace(self, rows=self.rows.take(numbers), is_of_last_rank=is_of_last_rank)
         for columns, (combinations, inverse) in self._groups.items():
-            taken._groups[columns] = (combinations, inverse[numbers])
-        return taken
+            screen._groups[columns] = (combinations, inverse[numbers])
+        return screen
 
     def _count_bytes_of_rank(self) -> Bytes:
         gradients = self._gradient_bytes()
@@ -404,10 +404,12 @@ class MemoryScreen:
             "dualpipe-v": np.maximum(flight * waiting, 0.5 * pp * deferred),
             "interleaved-zero-bubble": flight * waiting + pp / rows.stages_per_rank * excess,
         }
-        held = flight * waiting
+        worst_bytes = flight * waiting
         for name, of_schedule in highest.items():
-            held = np.where(rows.schedule == SEARCHED_SCHEDULES.index(name), of_schedule, held)
-        return held
+            worst_bytes = np.where(
+                rows.schedule == SEARCHED_SCHEDULES.index(name), of_schedule, worst_bytes
+            )
+        return worst_bytes
 
     def _message_bytes(self, tp: int, cp: int) -> float:
         activations = self._shard_shape(tp).activations

@@ -46,15 +46,15 @@ def parse_row_lines(content: bytes) -> UsableRows:
     """The runs of the lines of `content`."""
     runs: list[MeasuredRun] = []
     unusable: Counter[str] = Counter()
-    seen: set[bytes] = set()
+    distinct_lines: set[bytes] = set()
     for line in content.removeprefix(BOM_UTF8).splitlines():
         line = line.strip()
         if not line:
             continue
-        if line in seen:
+        if line in distinct_lines:
             unusable["the same line again"] += 1
             continue
-        seen.add(line)
+        distinct_lines.add(line)
         try:
             runs.append(build_measured_run(_parse_json_object(line)))
         except UnusableRow as reason:
