@@ -44,16 +44,16 @@ def iterate_one_process_faults(
         ranks, part = tuple(range(len(observations))), observations[0]["held"].get(name, "nothing")
         return Difference(kind, name, 0, error, 0, ranks, part, cause)
 
-    for fault in trace.initial_faults or ():
-        cause = f"initial weights are not drawn as declared, in one process either: {fault.words}"
-        yield build_difference("initial distribution", fault.name, fault.error, cause)
+    for draw in trace.initial_faults or ():
+        cause = f"initial weights are not drawn as declared, in one process either: {draw.words}"
+        yield build_difference("initial distribution", draw.name, draw.error, cause)
     if trace.adapter is not None and trace.adapter.what:
         yield _build_adapter_difference(trace.adapter, observations)
     # The routers that round more than defined.
-    for fault in trace.arithmetic_faults or ():
-        yield build_difference("router scores of", fault.name, fault.error, FEW_DIGITS_CAUSE)
-    for fault in trace.lossy_gradients or ():
-        yield build_difference("narrow gradient", fault.name, fault.error, LOST_DIGITS_CAUSE)
+    for router in trace.arithmetic_faults or ():
+        yield build_difference("router scores of", router.name, router.error, FEW_DIGITS_CAUSE)
+    for gradient in trace.lossy_gradients or ():
+        yield build_difference("narrow gradient", gradient.name, gradient.error, LOST_DIGITS_CAUSE)
 
 
 def _build_adapter_difference(
