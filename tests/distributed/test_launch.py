@@ -39,7 +39,7 @@ from phalanx.observe.events import (
 
 HERE = Path(__file__).parent
 ENTRIES = "test_launch_entries"
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 # Whose children, groups and connections ranks are is what is tested.
 pytestmark = pytest.mark.usefixtures("own_processes")
 

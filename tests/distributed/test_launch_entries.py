@@ -27,7 +27,7 @@ from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
 from phalanx.train.stop import StopSignalFlags
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from phalanx.core import uncaught
 
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-DEADLINE_S = 180
+DEADLINE_S = 300
 
 
 def run_python(*arguments: str, cwd: Path, **variables: str) -> tuple[int, list[str], str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import environment
+from commands import DEADLINE_S, environment
 
 PREPARING = """
 import contextlib, os, signal, sys
@@ -63,7 +63,7 @@ def test_a_stop_of_the_whole_group_lets_preparation_clean_up(
         assert guard.stdout.readline() == "cleans\n"
         os.kill(guard.pid, number)  # however late the guard hands it on
         os.kill(rank, number)
-        out, err = guard.communicate("go on\n", timeout=120)
+        out, err = guard.communicate("go on\n", timeout=DEADLINE_S)
         assert (out, guard.returncode) == ("cleaned\n", code), err
     finally:
         guard.kill()

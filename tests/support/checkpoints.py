@@ -33,7 +33,7 @@ from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
 from phalanx.train.state import TrainState
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 CHUNK_BYTES = 4 << 20  # what docs/checkpoint-format.md says
 Tensors = dict[str, torch.Tensor]
 
