@@ -26,9 +26,9 @@ from phalanx.plan.search.finalists import (
 )
 from phalanx.plan.search.screening import screen_layouts
 from phalanx.plan.search.task import build_search_task
-from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
 from phalanx.run.plan_time import predict_step_time_of_plan
+from phalanx.run.recorded_steps import RecordedSteps, read_recorded_steps
 from phalanx.run.scratch import open_scratch_directory
 from phalanx.run.train_job import train_job
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import UsageError
-from phalanx.core.files import build_path_resource_error, create_regular_file
+from phalanx.core.files import create_regular_file
 from phalanx.core.step_ranges import StepRange
 from phalanx.launch.paths import refuse_symlinked_run_folders
 from phalanx.observe.trace_part import TracePartError, TracePartPath

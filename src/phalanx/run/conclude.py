@@ -10,8 +10,8 @@ from pathlib import Path
 
 from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.stores import Store, find_newest_readable_step
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
-from phalanx.core.files import build_path_resource_error
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.bus import Bus

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, RunLock, holding_run_lock
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
-    build_path_resource_error,
     create_writable_run_directory,
     read_whole_regular_file,
     write_bytes_atomically,

@@ -18,8 +18,8 @@ from phalanx.core.black_box_reader import (
     LastPosition,
     read_last_position,
 )
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import EnvironmentProblem, RunLockedError, UsageError
-from phalanx.core.files import build_path_resource_error
 from phalanx.core.step_ranges import StepRange
 from phalanx.launch.paths import black_box_path
 from phalanx.observe.trace_part import (

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.disk_errors import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -19,7 +20,6 @@ from phalanx.core.errors import (
     PhalanxError,
     ResourceError,
 )
-from phalanx.core.files import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import LOGS
 

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import LayoutError, UsageError
-from phalanx.core.files import (
-    build_path_resource_error,
-    write_bytes_atomically,
-    write_json_atomically,
-)
+from phalanx.core.files import write_bytes_atomically, write_json_atomically
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.module_probe import TellProgress
