@@ -20,13 +20,14 @@ import torch.distributed as dist
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.cores import count_allowed_cores
+from phalanx.core.disk_errors import PERMANENT_WRITE_ERRNOS
 from phalanx.core.errors import (
     DataError,
     DataSourceError,
     EnvironmentProblem,
     RestartBudgetError,
 )
-from phalanx.core.files import PERMANENT_WRITE_ERRNOS, write_bytes_atomically
+from phalanx.core.files import write_bytes_atomically
 from phalanx.core.library_errors import find_os_error_behind
 from phalanx.data.corpus import Corpus
 from phalanx.data.user_dataset import UserDatasetFacts

@@ -32,7 +32,7 @@ from commands import (
 )
 from holds import GO_ON, holding
 from phalanx.core.black_box import BlackBox
-from phalanx.core.files import suggest_fix_for_path_error
+from phalanx.core.disk_errors import suggest_fix_for_path_error
 from phalanx.core.logs import RedactedStream
 from phalanx.core.secrets import Redactor
 from phalanx.observe.bus import Bus

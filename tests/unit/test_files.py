@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.core.errors import ExitCode, ResourceError, UsageError
-from phalanx.core.files import (
+from phalanx.core.disk_errors import (
     PERMANENT_WRITE_ERRNOS,
     build_path_resource_error,
     convert_disk_error,
+)
+from phalanx.core.errors import ExitCode, ResourceError, UsageError
+from phalanx.core.files import (
     create_writable_run_directory,
     read_json,
     require_file_name,

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from phalanx.core.disk_errors import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
 from phalanx.core.units import format_bytes
 from phalanx.plan.profiles import TimedOperation
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from phalanx.checkpoint.os_errors import choose_checkpoint_error_class
+from phalanx.core.disk_errors import suggest_fix_for_path_error
 from phalanx.core.errors import (
     CheckpointError,
     RunRemovedError,
@@ -16,7 +17,6 @@ from phalanx.core.errors import (
     StorageError,
     StoreTakenError,
 )
-from phalanx.core.files import suggest_fix_for_path_error
 from phalanx.plan.layout import Layout
 
 EARLIER_CHECKPOINTS_REMAIN_HINT = "the checkpoints before this one stand"

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from phalanx.core.disk_errors import convert_disk_error
 from phalanx.core.errors import (
     EnvironmentProblem,
     ExitCode,
@@ -22,7 +23,6 @@ from phalanx.core.errors import (
     PhalanxError,
     format_nearest_word_hint,
 )
-from phalanx.core.files import convert_disk_error
 from phalanx.core.garbage import pausing_garbage_collection
 from phalanx.core.output import (
     flush_standard_streams,

@@ -56,7 +56,7 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
 def _check_place_of_profile(out: Path | None) -> None:
     """Raises UsageError or ResourceError where the profile cannot be written: before a minute of
     measuring, and not after it."""
-    from phalanx.core.files import build_path_resource_error
+    from phalanx.core.disk_errors import build_path_resource_error
     from phalanx.plan.profiles import PROFILE_FOLDER
 
     if out is not None and out.is_dir():
@@ -82,7 +82,7 @@ def _save_beside_other_sections(
 ) -> tuple[MachineProfile, Path]:
     """Write the profile: sections that were not measured now stay as an earlier bench of the same
     machine left them."""
-    from phalanx.core.files import build_path_resource_error
+    from phalanx.core.disk_errors import build_path_resource_error
     from phalanx.plan.profiles import get_profile_path, load_profile, save_profile
 
     path = out or get_profile_path(measured)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli._output_files import require_page_or_new_file, require_writable_place
 from phalanx.cli._plan_options import spell_keys_as_options
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import LayoutError, UsageError
-from phalanx.core.files import build_path_resource_error
 
 if TYPE_CHECKING:
     from phalanx.job.schema import Job

@@ -191,7 +191,8 @@ def describe_mix(result: SoakResult) -> list[str]:
 
 
 def _write_result(out: Path, result: SoakResult) -> None:
-    from phalanx.core.files import build_path_resource_error, write_json_atomically
+    from phalanx.core.disk_errors import build_path_resource_error
+    from phalanx.core.files import write_json_atomically
     from phalanx.drills.soak.kept import SOAK_RESULT_FILE_NAME
 
     path = out / SOAK_RESULT_FILE_NAME

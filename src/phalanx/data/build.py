@@ -16,10 +16,10 @@ from pathlib import Path
 
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.digest import find_differing_dotted_keys
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError, ResourceError
 from phalanx.core.files import (
     MAX_TOKENIZER_FILE_BYTES,
-    build_path_resource_error,
     read_json,
     read_whole_regular_file,
     write_bytes_atomically,

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError, RunLockedError
-from phalanx.core.files import build_path_resource_error
 from phalanx.data.dataset import DATASET_FILE_NAME
 from phalanx.data.listing import find_dataset_around
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from phalanx.core import errors
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
-from phalanx.core.files import build_path_resource_error
 from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
 from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import Tokenizer

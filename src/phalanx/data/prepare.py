@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError
-from phalanx.core.files import build_path_resource_error, write_json_atomically
+from phalanx.core.files import write_json_atomically
 from phalanx.data.build import build_dataset
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts

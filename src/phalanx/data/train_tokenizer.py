@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import hash_to_stable_64_bits
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError, UsageError
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.files import write_bytes_atomically
 from phalanx.core.registry import import_optional_dependency
 from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import TokenSafeTextCutter

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.core.disk_errors import READ_FAILURE_ERRNOS, suggest_fix_for_path_error
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import READ_FAILURE_ERRNOS, suggest_fix_for_path_error
 
 
 def build_unreadable_data_error(

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import write_bytes_atomically
 from phalanx.core.units import format_seconds, plural
 from phalanx.drills.campaign import TrialRow
 from phalanx.drills.drive import DrillResult

@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import UsageError
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.files import write_bytes_atomically
 from phalanx.job.json_schema import SCHEMA_FILE_NAME
 from phalanx.job.load import load_job_json
 from phalanx.job.schema import Job

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.core import registry
+from phalanx.core.disk_errors import PERMANENT_WRITE_ERRNOS, convert_disk_error
 from phalanx.core.errors import DataSourceError, DataStorageError, ExitCode, PhalanxError
-from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error, write_json_atomically
+from phalanx.core.files import write_json_atomically
 from phalanx.core.outages import find_outage
 from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.secrets import Redactor

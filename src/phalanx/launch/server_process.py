@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from phalanx.core.files import (
-    build_path_resource_error,
-    open_regular_file,
-    open_regular_file_for_append,
-)
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import open_regular_file, open_regular_file_for_append
 from phalanx.core.open_files import raise_open_file_limit
 from phalanx.launch.external import read_external_launch
 from phalanx.launch.messages import (

@@ -12,7 +12,8 @@ import os
 from collections import deque
 from pathlib import Path
 
-from phalanx.core.files import APPEND_FLAGS, build_path_resource_error, open_regular_file_descriptor
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import APPEND_FLAGS, open_regular_file_descriptor
 
 MAX_UNWRITTEN_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
 

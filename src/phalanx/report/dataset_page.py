@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import write_bytes_atomically
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import write_bytes_atomically
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.reduce import collect_run_facts

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import build_path_resource_error, write_bytes_atomically
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.files import write_bytes_atomically
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.page import CONTENT_SECURITY_POLICY
 from phalanx.report.plan_facts import PlanPageFacts

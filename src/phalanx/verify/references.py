@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.disk_errors import PERMANENT_WRITE_ERRNOS, convert_disk_error
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import PERMANENT_WRITE_ERRNOS, convert_disk_error
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer

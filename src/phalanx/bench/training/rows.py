@@ -19,9 +19,9 @@ from phalanx.bench.training.drive import TrainBenchRequest
 from phalanx.bench.training.layouts import ComparedJob
 from phalanx.bench.training.summary import Standing, TurnRow
 from phalanx.core.cores import count_allowed_cores
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import UsageError
 from phalanx.core.files import (
-    build_path_resource_error,
     open_lines_for_append,
     open_regular_file_for_append,
     parse_json,

@@ -10,12 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import UsageError
-from phalanx.core.files import (
-    MAX_TOKENIZER_FILE_BYTES,
-    build_path_resource_error,
-    read_whole_regular_file,
-)
+from phalanx.core.files import MAX_TOKENIZER_FILE_BYTES, read_whole_regular_file
 
 
 @contextmanager

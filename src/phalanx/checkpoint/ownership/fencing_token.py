@@ -16,12 +16,9 @@ from pathlib import Path
 
 from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
+from phalanx.core.disk_errors import build_path_resource_error, suggest_fix_for_path_error
 from phalanx.core.errors import CheckpointError, RunRemovedError, RunTakenError
-from phalanx.core.files import (
-    build_path_resource_error,
-    read_whole_regular_file,
-    suggest_fix_for_path_error,
-)
+from phalanx.core.files import read_whole_regular_file
 from phalanx.core.printable import printable
 
 TOKEN_FILE_NAME = "epoch"

@@ -27,8 +27,9 @@ from phalanx.checkpoint.ownership.fencing_token import (
     mend_fencing_token,
     write_next_fencing_token,
 )
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import PhalanxError, RunLockedError
-from phalanx.core.files import build_path_resource_error, open_regular_file_descriptor
+from phalanx.core.files import open_regular_file_descriptor
 from phalanx.core.process_stat import read_process_stat_or_raise
 
 LOCK_FILE_NAME = "lock"

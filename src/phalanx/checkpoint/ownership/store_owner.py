@@ -23,8 +23,8 @@ from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.ownership.run_lock import read_locked_epoch
 from phalanx.checkpoint.stores.protocol import Store, StoreOwnerRecord
 from phalanx.core.disk import Disk, write_json_durably
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
-from phalanx.core.files import build_path_resource_error
 
 OWNER_COPY_FILE_NAME = "checkpoint-owner.json"
 OWNER_FORMAT_VERSION = 1

@@ -20,8 +20,8 @@ from phalanx.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, list_checkpoint_paths_in
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
+from phalanx.core.disk_errors import suggest_fix_for_path_error
 from phalanx.core.errors import StorageError
-from phalanx.core.files import suggest_fix_for_path_error
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 # File systems, and files of another one or owner, that take no hard link: a copy is written then.
