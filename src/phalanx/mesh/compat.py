@@ -221,11 +221,11 @@ def _list_foreign_places(places: list[_FsdpPlace]) -> list[_FsdpPlace]:
     """Those in which something else than FSDP's own is, where either is trained."""
     foreign = []
     for parameter, module, name in places:
-        found = _find_attribute(module, name)
+        value = _find_attribute(module, name)
         is_trained = parameter.sharded_param.requires_grad or (
-            isinstance(found, torch.Tensor) and found.requires_grad
+            isinstance(value, torch.Tensor) and value.requires_grad
         )
-        if is_trained and not _is_set_by_fsdp(parameter, found):
+        if is_trained and not _is_set_by_fsdp(parameter, value):
             foreign.append((parameter, module, name))
     return foreign
 
@@ -236,10 +236,10 @@ def _find_attribute(module: torch.nn.Module, name: str) -> Any:
     return vars(module).get(name, table.get(name) if isinstance(table, dict) else None)
 
 
-def _is_set_by_fsdp(parameter: Any, found: Any) -> bool:
+def _is_set_by_fsdp(parameter: Any, value: Any) -> bool:
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     # Some are made when they are needed first.
-    return any(found is getattr(parameter, name, parameter) for name in names)
+    return any(value is getattr(parameter, name, parameter) for name in names)
 
 
 def get_fsdp_communication_classes() -> tuple[type, type]:

@@ -147,8 +147,8 @@ def _list_trace_lines_of_run(run_dir: Path) -> list[str]:
     traced = list(list_traced_steps(run_dir))
     if not traced:
         return []
-    place = shlex.quote(spell_path_as_argument(run_dir))
-    command = f"{format_program_command()} trace {place} --steps {traced[-1][1]}"
+    argument = shlex.quote(spell_path_as_argument(run_dir))
+    command = f"{format_program_command()} trace {argument} --steps {traced[-1][1]}"
     return [f"traces  of steps {list_windows_in_words(traced)}: {command} shows them"]
 
 

@@ -136,20 +136,20 @@ def require_model_of_job(origin: ModelOfCheckpoint, run_dir: Path | None) -> Non
     try:
         job = load_job_json(run_dir / "job.json")
         if job.model.is_foreign:
-            found = [JsonDifference("kind", origin.shape.kind, job.model.kind)]
+            differences = [JsonDifference("kind", origin.shape.kind, job.model.kind)]
         else:
             planned = build_model_shape(job, origin.shape.vocab_size)
             # Sequences of images have the length that the images give them.
             seq_len = origin.seq_len if planned.reads_images else job.data.seq_len
-            found = find_differences(
+            differences = find_differences(
                 {**origin.shape.to_json(), "seq_len": origin.seq_len},
                 {**planned.to_json(), "seq_len": seq_len},
             )
     except (JobError, LayoutError) as error:
         why = "; ".join(str(error).splitlines())
         raise CheckpointError("the run's job cannot be read", where=str(run_dir), why=why) from None
-    if found:
-        first = found[0]
+    if differences:
+        first = differences[0]
         raise CheckpointError(
             f"plan.json says that {first.key} is {json.dumps(first.a)}, and job.json makes it"
             f" {json.dumps(first.b)}",

@@ -50,17 +50,17 @@ def _build_error(
     run: RankRunInputs, meter: MemoryMeter, error: BaseException, model: ParallelModel | None
 ) -> OutOfMemoryError:
     where = describe_rank_position(read_last_position(black_box_path(run.run_dir, run.rank)))
-    asked = "asked"
+    request = "asked"
     # It needs a little memory itself: without it the error is still one of memory.
     with contextlib.suppress(Exception):
-        asked = f"asked {find_memory_request(error, model).describe()}".rstrip()
+        request = f"asked {find_memory_request(error, model).describe()}".rstrip()
     planned = sum(run.plan.memory_of_rank(run.rank).values())
     memory = meter.read_rank_memory()
     peak = memory.peak_bytes or memory.rss_bytes
     return OutOfMemoryError(
         f"rank {run.rank} is out of memory {where}",
         why=(
-            f"{asked} at {describe_place_of_request(error.__traceback__)};"
+            f"{request} at {describe_place_of_request(error.__traceback__)};"
             f" {format_bytes(planned)} planned, {format_bytes(peak)} measured at the peak so far"
         ),
     )

@@ -158,14 +158,14 @@ def _find_refused_node(roots: Sequence[torch.Tensor]) -> Any:
 
 def _count_gradients_to_await(roots: Sequence[Any]) -> dict[Any, int]:
     num_awaited: dict[Any, int] = {}
-    seen, pending = set(roots), list(roots)
+    visited, pending = set(roots), list(roots)
     while pending:
         for into, _ in pending.pop().next_functions:
             if into is None:
                 continue
             num_awaited[into] = num_awaited.get(into, 0) + 1
-            if into not in seen:
-                seen.add(into)
+            if into not in visited:
+                visited.add(into)
                 pending.append(into)
     return num_awaited
 
@@ -198,7 +198,7 @@ def _find_parameter_behind_node(node: Any, model: ParallelModel | None) -> str:
 
 
 def _iterate_leaves_behind(node: Any) -> Iterator[torch.Tensor]:
-    pending, seen = [node], {node}
+    pending, visited = [node], {node}
     for _ in range(_MAX_NODES_TO_PARAMETER):
         if not pending:
             return
@@ -206,6 +206,6 @@ def _iterate_leaves_behind(node: Any) -> Iterator[torch.Tensor]:
         if type(current).__name__ == "AccumulateGrad":
             yield current.variable
         for into, _ in current.next_functions:
-            if into is not None and into not in seen:
-                seen.add(into)
+            if into is not None and into not in visited:
+                visited.add(into)
                 pending.append(into)

@@ -93,12 +93,12 @@ def find_wrong_rank(
     num_steps = before.last_step - before.first_step + 1
     if any(len(losses) != num_steps for losses in (*before.losses, *again.losses)):
         return -1, "not all steps since the replicas were equal have been done again"
-    for place in range(num_steps):
-        then, now = ([losses[place] for losses in each.losses] for each in (before, again))
+    for index in range(num_steps):
+        then, now = ([losses[index] for losses in each.losses] for each in (before, again))
         odd = _list_places_that_differ(then, now)
         if not odd:
             continue
-        step = before.first_step + place
+        step = before.first_step + index
         if len(odd) > 1:
             return -1, f"in step {step} the losses of {len(odd)} ranks are others than then"
         rank = odd[0]

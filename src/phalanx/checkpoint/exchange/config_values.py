@@ -127,9 +127,9 @@ def require_config_values(family: HuggingFaceFamily, config: ConfigJson) -> None
 
 def unsupported_config_key_error(key: str, value: Any, why: str) -> LayoutError:
     """The error for a setting of config.json that makes another computation."""
-    said = format_config_value(value)
+    text = format_config_value(value)
     return LayoutError(
-        f"config.json says {key} = {said}, which phalanx's models do not compute", why=why
+        f"config.json says {key} = {text}, which phalanx's models do not compute", why=why
     )
 
 

@@ -90,11 +90,11 @@ def _are_weights_pickled(source: Path) -> bool:
             return False
         if has_head_of_torch_save(source):
             return True
-        what = "it is neither safetensors nor a file of torch.save"
+        problem = "it is neither safetensors nor a file of torch.save"
         if not source.stat().st_size:
-            what = "it is empty"
+            problem = "it is empty"
         raise CheckpointError(
-            what,
+            problem,
             where=str(source),
             fix=f"give {ACCEPTED_SOURCES_TEXT}",
         )

@@ -176,9 +176,9 @@ def _list_files_of_index(source: Path) -> list[Path]:
     for name, file in _read_weight_map(path).items():
         # A plain name: an index cannot point outside its directory.
         if not isinstance(file, str) or not _PLAIN_FILE_NAME_PATTERN.fullmatch(file):
-            said = f"{json.dumps(file):.80}"
+            text = f"{json.dumps(file):.80}"
             raise CheckpointError(
-                f"the index names the file {said} for {name}",
+                f"the index names the file {text} for {name}",
                 where=str(path),
                 why="it must be the name of a file beside it",
             )

@@ -76,12 +76,12 @@ class CodeStore:
                 raise StoreUnusableError(why)
             with contextlib.suppress(FileExistsError):
                 root.mkdir(mode=0o700)
-            found = os.lstat(root)
-            if not stat.S_ISDIR(found.st_mode):
+            root_stat = os.lstat(root)
+            if not stat.S_ISDIR(root_stat.st_mode):
                 raise StoreUnusableError(f"{root} is not a directory")
-            if found.st_uid != os.geteuid():
+            if root_stat.st_uid != os.geteuid():
                 raise StoreUnusableError(f"{root} belongs to another user")
-            if stat.S_IMODE(found.st_mode) != 0o700:
+            if stat.S_IMODE(root_stat.st_mode) != 0o700:
                 os.chmod(root, 0o700)
             store = cls(root, max_bytes)
             status = os.statvfs(root)
@@ -101,8 +101,8 @@ class CodeStore:
             with open(
                 open_regular_file_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb"
             ) as file:
-                found = os.fstat(file.fileno())
-                if not _is_own(found) or found.st_size > MAX_ENTRY_BYTES + _HEADER_BYTES:
+                entry_stat = os.fstat(file.fileno())
+                if not _is_own(entry_stat) or entry_stat.st_size > MAX_ENTRY_BYTES + _HEADER_BYTES:
                     return None
                 header, data = file.read(_HEADER_BYTES), file.read()
         except OSError:
@@ -163,17 +163,20 @@ class CodeStore:
     def link_file(self, name: str, path: Path, num_bytes: int, checksum: str | None) -> bool:
         """Give the kept file `name` another name `path`; False where it is not there, not this
         user's, or another one by its size and `checksum` (None: not looked at)."""
-        kept = self._path(name)
+        entry = self._path(name)
         try:
-            found = os.lstat(kept)
-            if not (stat.S_ISREG(found.st_mode) and _is_own(found)) or found.st_size != num_bytes:
+            entry_stat = os.lstat(entry)
+            if (
+                not (stat.S_ISREG(entry_stat.st_mode) and _is_own(entry_stat))
+                or entry_stat.st_size != num_bytes
+            ):
                 return False
-            if checksum is not None and hash_file(kept) != checksum:
-                os.unlink(kept)
+            if checksum is not None and hash_file(entry) != checksum:
+                os.unlink(entry)
                 return False
             path.unlink(missing_ok=True)
-            _link_or_copy(kept, path)
-            os.utime(kept)
+            _link_or_copy(entry, path)
+            os.utime(entry)
         except OSError:
             return False
         return True
@@ -247,8 +250,8 @@ class CodeStore:
         entries = []
         for path in self.root.glob("code-*"):
             with contextlib.suppress(OSError):
-                found = os.lstat(path)
-                entries.append((found.st_mtime, found.st_size, path))
+                entry_stat = os.lstat(path)
+                entries.append((entry_stat.st_mtime, entry_stat.st_size, path))
         num_bytes = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if num_bytes <= self._max_bytes:
@@ -315,5 +318,5 @@ def _make_header(data: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
-def _is_own(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+def _is_own(entry_stat: os.stat_result) -> bool:
+    return entry_stat.st_uid == os.geteuid() and not entry_stat.st_mode & 0o022
