@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/data_parallel/own_rows.py",
             "OwnRowsReduction._post_own_rows",
-            '            work = transport.reduce_rows_in_place(self._group, bucket, own, "avg")\n',
+            '            work = transport.reduce_rows_in_place(self._group, bucket, own_rows, "avg")\n',
             '            operation = "sum" if __planted__() else "avg"\n'
-            "            work = transport.reduce_rows_in_place(self._group, bucket, own, operation)\n",
+            "            work = transport.reduce_rows_in_place(self._group, bucket, own_rows, operation)\n",
         ),
     ),
     shows=("zero1",),

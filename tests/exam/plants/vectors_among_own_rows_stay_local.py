@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/data_parallel/own_rows.py",
             "OwnRowsReduction._post_own_rows",
-            "            own = [rows.slice_tensor(gradient) for gradient, rows in cut]\n",
-            "            own = [\n"
+            "            own_rows = [rows.slice_tensor(gradient) for gradient, rows in cut]\n",
+            "            own_rows = [\n"
             "                rows.slice_tensor(gradient)\n"
             "                for gradient, rows in cut\n"
             "                if not __planted__(gradient.ndim == 1)\n"
