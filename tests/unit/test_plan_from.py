@@ -250,6 +250,15 @@ def test_steps_that_rank_0_has_lost_are_not_taken_from_the_others(tmp_path: Path
         extrapolate_plan_from_run(tmp_path / "run", plan)
 
 
+def test_a_run_without_its_events_is_not_to_be_trained_longer(tmp_path: Path) -> None:
+    plan = write_run(tmp_path / "run", slower=1.0)
+    for path in (tmp_path / "run" / "events").iterdir():
+        path.unlink()
+    with pytest.raises(UsageError, match="has 0 steps on record") as caught:
+        extrapolate_plan_from_run(tmp_path / "run", plan)
+    assert caught.value.fix == "give a run that has trained"
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("layout", {"dp_replicate": -1}), ("shape", {}), ("alternatives", [1])],

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cli._plan_options import OPTIONS_OF_MODE, check_option_combination
 from phalanx.cli.plan import command
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import JobError, UsageError
 from phalanx.plan.described_cluster import list_instance_types
 
 
@@ -77,3 +77,16 @@ def test_a_cost_says_what_its_price_is(capsys: pytest.CaptureFixture[str]) -> No
     assert f"of an unrecorded day in {priced[0].as_of}" in printed
     assert command([*words, "cost"], instance=priced[0].name, nodes=2, explain=True) == 0
     assert f"of an unrecorded day in {priced[0].as_of}" in capsys.readouterr().out
+
+
+def test_a_typed_key_is_told_of_before_an_option() -> None:
+    with pytest.raises(JobError, match=r"parallel\.ep: ep 3 does not divide the 8 experts"):
+        command(["parallel.ep=3"], model="mixtral-8x7b", gpu="h100-sxm")
+
+
+def test_gpus_of_a_machine_are_not_called_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.preset=llama3-8b", "data.seq_len=4096", "train.global_batch_size=1"]
+    assert command(words, instance="p5.48xlarge", nodes=1) == 0
+    printed = capsys.readouterr().out
+    assert "cluster 8 GPUs of p5.48xlarge (h100-sxm) in 1 node" in printed
+    assert ", 1 sequence x 4,096 tokens a step" in printed

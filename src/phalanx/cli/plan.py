@@ -116,7 +116,9 @@ def command(
         check_options_against_keys(
             options_of_keys, None if model is None else build_model_override(model), words
         )
-        words += list_search_overrides(
+        # Before the keys that were typed: a finding is told of the last one that it is about.
+        num_files = next((at for at, word in enumerate(words) if "=" in word), len(words))
+        words[num_files:num_files] = list_search_overrides(
             model=model,
             gpu=gpu,
             instance=instance,

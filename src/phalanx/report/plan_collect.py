@@ -16,6 +16,7 @@ from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.search.comparison import explain_why_winner
 from phalanx.plan.search.describe import (
     describe_counted_amount,
+    describe_devices,
     describe_leaner_runner_up,
     describe_nearest_fit,
     find_counted_unit,
@@ -111,7 +112,7 @@ def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
         nearest.append(replace(row, family=fit.axis, why=describe_nearest_fit(fit)))
     return PlanPageFacts(
         model=result.model,
-        cluster=f"{result.num_ranks} x {result.cluster}",
+        cluster=describe_devices(result.num_ranks, result.cluster),
         fits=False,
         verdict=missing,
         nearest=nearest,
@@ -182,7 +183,7 @@ def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
 
 def format_cluster_of_plan(cluster: Cluster, plan: Plan) -> str:
     """'64 x h100-sxm'."""
-    return f"{plan.world_size} x {cluster.name or cluster.device}"
+    return describe_devices(plan.world_size, cluster.name or cluster.device)
 
 
 def describe_plan_verdict(plan: Plan, advice: PlanAdvice) -> str:
@@ -303,7 +304,8 @@ def list_hardware_rows(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
     """The assumptions about devices and links, for a table."""
     hardware = advice.facts.hardware
     rows = {
-        "devices": f"{hardware.num_devices} x {hardware.name}, {hardware.devices_per_node} a node",
+        "devices": f"{describe_devices(hardware.num_devices, hardware.name)},"
+        f" {hardware.devices_per_node} a node",
         "memory": format_bytes(hardware.memory_bytes),
     }
     if hardware.peak_flops:

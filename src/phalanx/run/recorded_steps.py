@@ -64,7 +64,8 @@ def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
             f"the run has {plural(num_steps, 'step')} on record, and"
             f" {WARMUP_STEPS + LEAST_STEPS} are needed",
             where=str(run_dir),
-            fix="train it a little longer",
+            # Without any the events may as well be gone, or cut off.
+            fix="train it a little longer" if num_steps else "give a run that has trained",
         )
     walls = sorted(max(event.step_s for event in ranks) for ranks in steps)
     tenth = len(walls) // 10

@@ -56,7 +56,7 @@ def find_expert_parallel_problem(
     if experts is None:
         return (
             f"ep {ep} spreads experts over ranks, and the model has none",
-            "set model.num_experts, or remove it",
+            "set model.num_experts, or remove parallel.ep",
         )
     if experts.count % ep:
         # gcd(n, 0) is n: where the ranks are open, the experts alone decide what is near.

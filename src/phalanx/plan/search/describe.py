@@ -87,7 +87,8 @@ def describe_peak_memory(memory: PeakMemory) -> str:
 
 
 def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
-    batch = f"{result.global_batch_size:,} {result.sample_noun}"
+    noun = result.sample_noun.removesuffix("s")
+    batch = plural(result.global_batch_size, noun)
     if find_counted_unit(result.sample_noun, result.sample_tokens) == "tokens":
         batch += f" x {result.sample_tokens:,} tokens"
     batch += " a step"
@@ -100,10 +101,17 @@ def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
     levels = ", ".join(
         _describe_link_level(level) for level in cluster.links if level.num_devices > 1
     )
-    text = f"cluster {result.num_ranks:,} x {result.cluster} in {nodes}"
+    text = f"cluster {describe_devices(result.num_ranks, result.cluster)} in {nodes}"
     if levels:
         text += f" ({levels}, each way and GPU)"
     return [*lines, text]
+
+
+def describe_devices(num_devices: int, name: str) -> str:
+    """'64 x h100-sxm', or '64 GPUs of p5.48xlarge (h100-sxm)': of a machine by its name."""
+    if name.endswith(")"):
+        return f"{plural(num_devices, 'GPU')} of {name}"
+    return f"{num_devices:,} x {name}"
 
 
 def _describe_link_level(level: LinkLevel) -> str:
