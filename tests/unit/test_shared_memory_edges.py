@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from phalanx.mesh.shared_memory import futex
 from phalanx.mesh.shared_memory.arena import OwnArena
 from phalanx.mesh.shared_memory.board import CONSUMED, POSTED, REDUCED, has_left, say_left
 from phalanx.mesh.shared_memory.operations import CollectivesDifferError, Operation
+from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.tensors import ArenaTensors
 from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
 from shared_ranks import ARENA_BYTES, SharedRanks, build_call
@@ -64,6 +67,32 @@ def test_a_forked_copy_gives_back_no_page_of_its_rank() -> None:
     arena.close()
 
 
+def test_a_forked_copy_waits_for_no_thread_of_its_rank() -> None:
+    """A thread of the rank may have the arena's lock at the fork: the copy has no such thread."""
+    arena = OwnArena(ARENA_BYTES)
+    block = arena.allocate(64)
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with arena._lock:
+            is_held.set()
+            may_end.wait()
+
+    def free() -> None:
+        signal.alarm(5)
+        arena.free(block)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    try:
+        assert run_forked(free) == 0
+    finally:
+        may_end.set()
+        thread.join()
+        arena.close()
+
+
 def test_a_forked_copy_leaves_nothing_in_the_place_of_its_rank(make_ranks: MakeRanks) -> None:
     ranks = make_ranks(1)
     transport = SharedMemoryTransport(ranks.arenas[0], 0, {}, [set()], ReduceOps())
@@ -104,27 +133,59 @@ CALLS_OF_GLOO: dict[str, tuple[Any, ...]] = {
     "three rows to reduce": ("reduce_scatter_", rows_of(1), [rows_of(3)], None, None),
     "one part for two ranks": ("alltoall_", rows_of(1), rows_of(1), None),
     "parts of two types": ("alltoall_", [INTS, INTS], rows_of(2, 4), None),
-    "rows that do not divide": ("alltoall_base_", torch.ones(5), torch.ones(5), None, [], []),
+    "more than is received": ("alltoall_base_", torch.ones(4), torch.ones(8), None, [], []),
+    "rows that do not divide": (
+        "alltoall_base_",
+        torch.ones(3, 2),
+        torch.ones(2),
+        None,
+        [],
+        [1, 1],
+    ),
     "parts that leave rows out": (
         *("alltoall_base_", torch.ones(2), torch.ones(3), None, [1, 1], [1, 1]),
     ),
     "parts beyond the rows": (
         *("alltoall_base_", torch.ones(2), torch.ones(2), None, [1, 1], [1, 2]),
     ),
-    "a part of less than nothing": (
-        *("alltoall_base_", torch.ones(2), torch.ones(2), None, [1, 1], [3, -1]),
-    ),
     "parts for three ranks": (
         *("alltoall_base_", torch.ones(2), torch.ones(2), None, [1, 1], [1, 1, 0]),
     ),
-    "no rows": ("alltoall_base_", torch.ones(()), torch.ones(()), None, [], []),
-    "floats, received as integers": ("alltoall_base_", INTS, torch.ones(4), None, [], []),
+}
+# Those that gloo takes, with bytes beside the tensors.
+CALLS_OF_NOBODY: dict[str, tuple[Any, ...]] = {
+    "elements that do not divide": (torch.ones(5), torch.ones(5), None, [], []),
+    "a number": (torch.ones(()), torch.ones(()), None, [], []),
+    "a part of less than nothing": (torch.ones(2), torch.ones(2), None, [1, 1], [3, -1]),
+    "floats, received as integers": (INTS, torch.ones(4), None, [], []),
+    "floats, received as longer ones": (
+        *(torch.ones(4, dtype=torch.float64), torch.ones(4), None, [2, 2], [2, 2]),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CALLS_OF_GLOO)
 def test_tensors_that_do_not_belong_together_are_left_to_gloo(what: str) -> None:
     assert build_call(*CALLS_OF_GLOO[what]) is None
+
+
+@pytest.mark.parametrize("what", CALLS_OF_NOBODY)
+def test_what_gloo_would_take_and_move_wrong_is_refused(what: str) -> None:
+    with pytest.raises(ValueError, match="all_to_all of"):
+        build_call("alltoall_base_", *CALLS_OF_NOBODY[what])
+
+
+def test_tensors_of_other_shapes_and_as_many_elements_move(make_ranks: MakeRanks) -> None:
+    """As over gloo: were the one whose rows do not divide left to gloo, ranks would wait for ever."""
+    ranks = make_ranks(2)
+    first, second = torch.zeros(6), torch.zeros(3, 2)
+    calls = [
+        ranks.post(0, "alltoall_base_", first, torch.arange(6.0), None, [], []),
+        ranks.post(1, "alltoall_base_", second, torch.arange(6.0, 12).view(3, 2), None, [], []),
+    ]
+    assert ranks.advance(calls)
+    assert first.tolist() == [0.0, 1.0, 2.0, 6.0, 7.0, 8.0]
+    assert second.tolist() == [[3.0, 4.0], [5.0, 9.0], [10.0, 11.0]]
 
 
 def test_a_tensor_is_not_taken_for_the_first_chunk_of_a_longer_one(make_ranks: MakeRanks) -> None:
@@ -312,3 +373,20 @@ def test_a_receive_of_any_rank_names_a_dead_one_and_outlives_one_that_left(
     receive = ranks.post(0, "recv_any_source_", [torch.zeros(1)], None, 0)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .* has died, and recv"):
         wait_for(ranks, receive)
+
+
+def test_a_rank_that_leaves_and_ends_while_one_looks_has_left(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receive of any rank goes on: rank 2 lives."""
+    ranks = make_ranks(3)
+    receive = ranks.post(0, "recv_any_source_", [torch.zeros(1)], None, 0)
+
+    def leave_and_end(peer: Peer) -> bool:
+        if peer.rank == 1:
+            say_left(ranks.arenas[1])
+        return peer.rank == 2
+
+    monkeypatch.setattr(Peer, "is_alive", leave_and_end)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        wait_for(ranks, receive, timeout_s=0.12)

@@ -106,6 +106,9 @@ class OwnArena(MappedArena):
 
     def free(self, block: ArenaBlock) -> None:
         """Let others have the block."""
+        # A thread of the rank may have held the lock at the fork: nobody would ever release it.
+        if self._guard.is_copy:
+            return
         with self._lock:
             self._free[block.capacity].append(block.offset)
 

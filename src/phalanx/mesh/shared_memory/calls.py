@@ -2,7 +2,8 @@
 
 A builder returns None for a call that shared memory does not take: a type that it cannot reduce, a
 layout that is not strided, sizes and types that do not belong together, which gloo refuses in its
-own words. The same call is one that it does not take on every rank.
+own words (what it would take, a builder refuses). The same call is one that it does not take on
+every rank.
 """
 
 from __future__ import annotations
@@ -342,11 +343,15 @@ def _build_all_to_all(context: CallContext, args: Sequence[Any]) -> TakenCall | 
 
 def _build_all_to_all_base(context: CallContext, args: Sequence[Any]) -> TakenCall | None:
     output, source, output_rows, input_rows = args[0], args[1], args[3], args[4]
-    if not _is_plain(output, source) or output.dtype != source.dtype:
+    if not _is_plain(output, source):
         return None
-    if not _can_split(output, output_rows, context.num_ranks):
-        return None
-    if not _can_split(source, input_rows, context.num_ranks):
+    _require_parts(context, output, source, [*output_rows, *input_rows])
+    if output_rows or input_rows:
+        if not _can_split(output, output_rows, context.num_ranks):
+            return None
+        if not _can_split(source, input_rows, context.num_ranks):
+            return None
+    elif output.numel() != source.numel():
         return None
     places = _Places()
     transfer = AllToAll(
@@ -397,13 +402,28 @@ def _split_evenly(values: Bytes, num_parts: int) -> list[Bytes]:
     return [values[part * length : (part + 1) * length] for part in range(num_parts)]
 
 
+def _require_parts(
+    context: CallContext, output: torch.Tensor, source: torch.Tensor, num_rows: Sequence[int]
+) -> None:
+    """Raise ValueError where gloo would move bytes that are not there: it believes the output's
+    type, the sign of a split, and that a tensor without splits divides."""
+    if output.dtype != source.dtype:
+        raise ValueError(f"all_to_all of {source.dtype} into {output.dtype}")
+    if min(num_rows, default=0) < 0:
+        raise ValueError(f"all_to_all of {min(num_rows)} rows")
+    if not num_rows and source.numel() % context.num_ranks:
+        raise ValueError(
+            f"all_to_all of {source.numel()} elements, which do not divide by {context.num_ranks}"
+        )
+
+
 def _can_split(tensor: torch.Tensor, num_rows: Sequence[int], num_parts: int) -> bool:
     """True if the first dimension is what `num_rows` add up to, or divides where none are given."""
     if tensor.ndim == 0:
         return False
     if not num_rows:
         return tensor.shape[0] % num_parts == 0
-    return len(num_rows) == num_parts and min(num_rows) >= 0 and sum(num_rows) == tensor.shape[0]
+    return len(num_rows) == num_parts and sum(num_rows) == tensor.shape[0]
 
 
 def _split_by_rows(

@@ -246,7 +246,8 @@ class GroupChannel:
         """A rank that has died or left, of those that `operation` waits for. Of a message of any
         rank those that left are missed when all have."""
         awaited = self._list_awaited(operation)
-        dead = [peer for peer in awaited if not has_left(peer.arena) and not peer.is_alive()]
+        # In this order: one that leaves and ends in between has left.
+        dead = [peer for peer in awaited if not peer.is_alive() and not has_left(peer.arena)]
         left = [peer for peer in awaited if has_left(peer.arena)]
         if dead:
             return dead[0]
