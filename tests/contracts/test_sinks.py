@@ -542,6 +542,29 @@ def test_a_sink_that_raises_is_dropped_and_said_once(error: BaseException, tmp_p
     assert len(bad.seen) == 1
 
 
+class _NoWords(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (_NoWords(), "_NoWords: <its message cannot be printed>"),
+        (ValueError("x" * 10_000_000), r"ValueError: x{8192} … 9,983,616 characters … x{8192}"),
+    ],
+)
+def test_a_sink_whose_error_has_no_words_or_a_book_is_dropped_and_said(
+    error: Exception, said: str, tmp_path: Path
+) -> None:
+    bus = Bus(rank=0, run_dir=tmp_path, sinks=[("bad", lambda: Raising(error))])
+    bus.emit(Note("n"))
+    bus.close()
+    ((name, _, reason),) = dropped(in_file(tmp_path))
+    assert name == "bad"
+    assert re.fullmatch(said, reason)
+
+
 def test_a_sink_that_cannot_open_is_dropped_and_said_once(tmp_path: Path) -> None:
     def fails() -> Collecting:
         raise EnvironmentProblem("no server", fix="start one")

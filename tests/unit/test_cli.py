@@ -26,6 +26,7 @@ from phalanx.core.errors import (
     UsageError,
 )
 from phalanx.job.load import load_job
+from phalanx.launch.outcome import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import list_end_of_run_lines
@@ -33,6 +34,7 @@ from phalanx.report.reduce import collect_run_facts
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import prepare_run
+from phalanx.run.supervised import find_refusal_before_first_step
 
 
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
@@ -335,6 +337,20 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Pa
     with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
         said = "\n".join(format_run_announcement(run))
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
+
+
+def test_a_refusal_takes_no_checkpoints_along_where_events_were_lost(tmp_path: Path) -> None:
+    """The run of a refusal before its first step is removed. Without the events of its steps a run
+    that has trained must not be taken for one."""
+    source = write_text(tmp_path / "text") / "abc.py"
+    job = load_job(
+        None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"]
+    )
+    refused = RunOutcome(ExitCode.DATA, "failed", "shard-00000.tokens is not what was written", 1)
+    with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
+        assert isinstance(find_refusal_before_first_step(run, refused), DataError)
+        (tmp_path / "run" / "checkpoints" / "step-10").mkdir(parents=True)
+        assert find_refusal_before_first_step(run, refused) is None
 
 
 def test_a_run_without_a_directory_gets_a_fresh_name(

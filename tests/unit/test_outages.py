@@ -64,3 +64,16 @@ def test_a_disk_that_fails_is_no_outage_and_a_file_server_is() -> None:
 
     assert not outage_of(errno.EIO)
     assert outage_of(errno.ESTALE) == "OSError: Stale file handle"
+
+
+class _NoWords(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_of_a_dataset_that_cannot_be_printed_is_still_that_of_the_dataset() -> None:
+    assert str(format_user_exception(_NoWords(), "sample 17 of own:sums")) == (
+        "sample 17 of own:sums: _NoWords: <its message cannot be printed>"
+    )
+    told = str(format_user_exception(ValueError("x" * 10_000_000), "sample 17 of own:sums"))
+    assert len(told) < 20_000

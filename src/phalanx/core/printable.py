@@ -11,6 +11,8 @@ BIDIRECTIONAL_CONTROL_CHARACTERS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 MAX_PRINTABLE_LINE_CHARS = 8192
 # At the end our own lines say what to do.
 _KEPT_TAIL_CHARS = MAX_PRINTABLE_LINE_CHARS // 4
+# An exception may hold a whole batch in its message.
+_MAX_ERROR_MESSAGE_CHARS = 1 << 14
 _CONTROL_CHARACTERS_PATTERN = re.compile(
     f"[\x7f-\x9f\u2028\u2029{BIDIRECTIONAL_CONTROL_CHARACTERS}\ud800-\udfff]"
 )
@@ -37,6 +39,23 @@ def printable_text(text: str) -> str:
     if text.isprintable() and len(text) <= MAX_PRINTABLE_LINE_CHARS:
         return text
     return "\n".join(_escape_and_shorten_line(line) for line in text.split("\n"))
+
+
+def describe_foreign_error(error: BaseException) -> str:
+    """ "ValueError: no room", of code that is not ours.
+
+    Its `__str__` may raise, and of a message as long as a book the middle goes.
+    """
+    try:
+        message = str(error)
+    except Exception:
+        # A broken `__str__` must not hide the error.
+        message = "<its message cannot be printed>"
+    num_more = len(message) - _MAX_ERROR_MESSAGE_CHARS
+    if num_more > 0:
+        half = _MAX_ERROR_MESSAGE_CHARS // 2
+        message = f"{message[:half]} … {num_more:,} characters … {message[-half:]}"
+    return f"{type(error).__name__}: {message}"
 
 
 def escape_controls(text: str) -> str:

@@ -25,6 +25,7 @@ from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import DataError, DataSourceError
 from phalanx.core.outages import find_outage
+from phalanx.core.printable import describe_foreign_error
 from phalanx.core.registry import import_object_of_kind
 from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
@@ -192,9 +193,7 @@ def format_user_exception(error: Exception, where: str) -> DataSourceError:
         if frame.filename != __file__:
             where = f"{frame.filename}:{frame.lineno}, {where}"
             break
-    return DataSourceError(
-        f"{type(error).__name__}: {error}", where=where, outage=find_outage(error)
-    )
+    return DataSourceError(describe_foreign_error(error), where=where, outage=find_outage(error))
 
 
 @contextlib.contextmanager

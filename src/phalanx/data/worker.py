@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError, DataSourceError, PhalanxError
 from phalanx.core.outages import find_outage
 from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.core.printable import describe_foreign_error
 from phalanx.core.stop_signals import ignore_stop_signals
 from phalanx.data.whereabouts import WorkerStatus, create_unlinked_file
 
@@ -185,7 +186,7 @@ def _encode_error(error: Exception) -> Message:
         parts |= {"is_of_source": is_of_source, "outage": outage}
         return parts | {"exit_code": int(error.exit_code)}
     return {
-        "what": f"{type(error).__name__}: {error}",
+        "what": describe_foreign_error(error),
         "where": None,
         "why": None,
         "fix": None,

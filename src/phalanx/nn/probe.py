@@ -22,6 +22,7 @@ import phalanx
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
+from phalanx.core.printable import describe_foreign_error
 from phalanx.job.module_probe import TellProgress, make_progress_writer, print_answer
 from phalanx.job.schema import Model
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
@@ -163,7 +164,7 @@ def format_innermost_user_frame(frames: Sequence[traceback.FrameSummary]) -> str
 
 def summarize_error(error: BaseException) -> str:
     """The error as the planner shows it: its line in the user's code, its type, its message."""
-    return " ".join(f"{format_user_error_location(error)}{type(error).__name__}: {error}".split())
+    return " ".join(f"{format_user_error_location(error)}{describe_foreign_error(error)}".split())
 
 
 @contextmanager

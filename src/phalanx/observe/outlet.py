@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from phalanx.core.errors import PhalanxError
+from phalanx.core.printable import describe_foreign_error
 from phalanx.observe.events import Envelope, Event, Note, SinkDropped
 
 
@@ -218,4 +219,4 @@ def describe_sink_error(error: BaseException) -> str:
     """ "RuntimeError: no room", or what a PhalanxError says."""
     if isinstance(error, PhalanxError):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    return describe_foreign_error(error)

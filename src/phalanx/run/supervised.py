@@ -12,6 +12,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.errors import (
+    CheckpointError,
     DataError,
     EnvironmentProblem,
     ExitCode,
@@ -135,7 +136,7 @@ def train_in_supervised_ranks(
             _print_new_events(console, tail)
         # Again: scoring took a while.
         require_run_still_owned(fence)
-        refusal = _find_refusal_before_first_step(run, outcome)
+        refusal = find_refusal_before_first_step(run, outcome)
         return record_and_report_end_of_run(
             run, outcome, bus, stack, output, began_s=began_s, refusal=refusal
         )
@@ -209,11 +210,12 @@ def require_run_still_owned(fence: RunOwnershipWatch) -> None:
         raise fence.run_taken_error()
 
 
-def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:
+def find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:
     """The error of a rank that refused the job before its first step was done: as if it had been
     seen before the start.
 
-    None for any other end, and where the message points to a log of the run.
+    None for any other end, where the message points to a log of the run, and where a checkpoint is
+    there: events can be lost, and what was trained must not go with them.
     """
     kind = _ERROR_CLASS_OF_EXIT_CODE.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
@@ -221,7 +223,17 @@ def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> Ph
     # A step is done: there is a run to keep, whatever refused it later.
     if any(True for _ in read_recorded_events(run.run_dir, StepFinished, StepsSummed)):
         return None
+    if _may_have_checkpoints(run):
+        return None
     return kind(outcome.message)
+
+
+def _may_have_checkpoints(run: PreparedRun) -> bool:
+    """True if the run's store has checkpoints, whole or not, or does not say."""
+    try:
+        return bool(run.store.folders())
+    except (OSError, CheckpointError):
+        return True
 
 
 def _print_new_events(console: Console, tail: EventTail) -> list[Envelope]:
