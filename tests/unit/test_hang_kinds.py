@@ -190,6 +190,17 @@ def test_of_two_different_collectives_the_one_that_never_came_there_before() -> 
     assert judge((skipped, ASLEEP), (straight, ASLEEP)) == (ABSENT_COLLECTIVE, (0,))
 
 
+def test_of_two_different_collectives_after_a_save_the_one_that_was_never_called() -> None:
+    """Nothing follows the save in an earlier step: all calls after it are unusual."""
+    before = [call(1, line=1), call(2, line=1), call(3, shape=8, line=9)]
+    straight = position("backward", *before, call(4, line=1, state="waiting"))
+    extra = position("forward", *before, call(4, shape=3, line=5, state="waiting"))
+    assert judge((straight, ASLEEP), (extra, ASLEEP)) == (ABSENT_COLLECTIVE, (1,))
+    assert judge((extra, ASLEEP), (straight, ASLEEP)) == (ABSENT_COLLECTIVE, (0,))
+    other = position("forward", *before, call(4, shape=5, line=6, state="waiting"))
+    assert judge((extra, ASLEEP), (other, ASLEEP)) == (ABSENT_COLLECTIVE, (0, 1))
+
+
 def test_all_in_the_same_collective_is_no_rank_s_fault() -> None:
     assert judge((WAITS, ASLEEP), (WAITS, ASLEEP)) == ("", ())
 

@@ -233,21 +233,32 @@ def find_unusual_callers(
     states: Mapping[int, RankState], suspects: Sequence[int]
 ) -> tuple[int, ...]:
     """The ranks of `suspects` whose newest collective does not follow, in any earlier step that
-    the box remembers, the collective before it. Empty where all or none of them are so."""
-    unusual = []
-    for rank in suspects:
-        position = states[rank].position
-        if position is not None and _is_newest_call_unusual(position):
-            unusual.append(rank)
-    if len(unusual) == len(suspects):
-        return ()
-    return tuple(sorted(unusual))
+    the box remembers, the collective before it; where all are so, as in the step after a save,
+    those whose newest collective is in no earlier step. Empty where all or none of them are so."""
+    positions = {rank: states[rank].position for rank in suspects}
+    for is_unusual in (_is_newest_call_unusual, _is_newest_call_new):
+        unusual = [
+            rank
+            for rank, position in sorted(positions.items())
+            if position is not None and is_unusual(position)
+        ]
+        if len(unusual) < len(positions):
+            return tuple(unusual)
+    return ()
 
 
 def _is_newest_call_unusual(position: LastPosition) -> bool:
-    keys = [_make_call_key(position, each) for each in position.collectives if each.is_foreground]
-    pairs = list(itertools.pairwise(keys))
+    pairs = list(itertools.pairwise(_list_call_keys(position)))
     return len(pairs) > 1 and pairs[-1] not in pairs[:-1]
+
+
+def _is_newest_call_new(position: LastPosition) -> bool:
+    keys = _list_call_keys(position)
+    return len(keys) > 1 and keys[-1] not in keys[:-1]
+
+
+def _list_call_keys(position: LastPosition) -> list[tuple[object, ...]]:
+    return [_make_call_key(position, each) for each in position.collectives if each.is_foreground]
 
 
 def _make_call_key(position: LastPosition, call: RecordedCollective) -> tuple[object, ...]:
