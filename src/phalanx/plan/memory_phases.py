@@ -331,21 +331,8 @@ def predict_rank_memory_by_phase(
         uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
         states["parameters"] = states["parameters"] / dp_size + uneven * StateBytes().parameters
     num_readers = num_ranks // work.tp
-    moments = StepMoments(
-        shape,
-        work,
-        zero_stage,
-        dp_size,
-        num_readers,
-        states["gradients"],
-        # A CPU has no other memory to move them to.
-        work.offloads_activations and device != "cpu",
-        # Ranks on CPUs share memory, and read gradients where they lie.
-        zero_stage == 1
-        and 1 < dp_size == num_readers
-        and device != "cpu"
-        and not work.options.static_graph,
-        gathers_ahead=device != "cpu",
+    moments = _build_step_moments(
+        shape, work, zero_stage, dp_size, num_readers, states["gradients"], device
     )
     backward = max(
         [moments.final_norm(), *moments.blocks(), moments.reduction()],
@@ -373,6 +360,32 @@ def predict_rank_memory_by_phase(
         for memory_of_phase in phases.values():
             memory_of_phase["allocator"] += retained
     return phases
+
+
+def _build_step_moments(
+    shape: ModelCosts,
+    work: Workload,
+    zero_stage: int,
+    dp_size: int,
+    num_readers: int,
+    gradient_bytes: float,
+    device: str,
+) -> StepMoments:
+    is_on_gpu = device != "cpu"
+    scatters_gradients = zero_stage == 1 and 1 < dp_size == num_readers
+    return StepMoments(
+        shape,
+        work,
+        zero_stage,
+        dp_size,
+        num_readers,
+        gradient_bytes,
+        # A CPU has no other memory to move them to.
+        offloads_activations=is_on_gpu and work.offloads_activations,
+        # Ranks on CPUs share memory, and read gradients where they lie.
+        scatters_messages=is_on_gpu and scatters_gradients and not work.options.static_graph,
+        gathers_ahead=is_on_gpu,
+    )
 
 
 def _predict_state_bytes(
