@@ -21,6 +21,7 @@ RECOVERY_FILES = (
     "core/black_box.py",
     "core/black_box_format.py",
     "core/black_box_reader.py",
+    "core/disk_errors.py",
     "core/files.py",
     "core/outages.py",
     "core/phases.py",
