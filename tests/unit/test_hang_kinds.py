@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import phalanx
 from phalanx.core.black_box_reader import BoxGroup, BoxHeader, LastPosition, RecordedCollective
+from phalanx.launch import other_collective
+from phalanx.launch.attempt_end import AttemptEnd
+from phalanx.launch.blamed_rank import BlamedRank
 from phalanx.launch.endless_steps import EndlessStep, EndlessStepWatch
 from phalanx.launch.hang_kinds import (
     ABSENT_COLLECTIVE,
@@ -199,6 +203,25 @@ def test_of_two_different_collectives_after_a_save_the_one_that_was_never_called
     assert judge((extra, ASLEEP), (straight, ASLEEP)) == (ABSENT_COLLECTIVE, (0,))
     other = position("forward", *before, call(4, shape=5, line=6, state="waiting"))
     assert judge((extra, ASLEEP), (other, ASLEEP)) == (ABSENT_COLLECTIVE, (0, 1))
+
+
+def test_the_call_that_is_named_is_none_of_a_save_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [call(1, line=1), call(2, line=1)]
+    of_save = replace(call(1, shape=24, line=9), is_foreground=False)
+    straight = position("backward", *before, call(3, line=1, state="waiting"))
+    extra = position("forward", *before, call(3, shape=3, line=5, state="waiting"), of_save)
+    monkeypatch.setattr(
+        other_collective, "read_black_boxes", lambda end, run_dir: {0: straight, 1: extra}
+    )
+    first = BlamedRank(0, AttemptEnd(0), tmp_path, straight)
+    failure = first.build_restartable_failure("exception", "", "", [], "")
+    blamed = other_collective.blame_rank_in_other_collective(failure, first, "rank 0 noticed")
+    assert blamed.rank == 1
+    assert blamed.summary.startswith(
+        "rank 1 called all_reduce #3 of world (float32 [3], 12 B) at model.py:5, where others"
+    )
 
 
 def test_all_in_the_same_collective_is_no_rank_s_fault() -> None:

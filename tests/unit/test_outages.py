@@ -75,5 +75,8 @@ def test_an_error_of_a_dataset_that_cannot_be_printed_is_still_that_of_the_datas
     assert str(format_user_exception(_NoWords(), "sample 17 of own:sums")) == (
         "sample 17 of own:sums: _NoWords: <its message cannot be printed>"
     )
+    assert str(format_user_exception(StopIteration(), "sample 17 of own:sums")) == (
+        "sample 17 of own:sums: StopIteration"
+    )
     told = str(format_user_exception(ValueError("x" * 10_000_000), "sample 17 of own:sums"))
     assert len(told) < 20_000

@@ -55,7 +55,8 @@ def describe_foreign_error(error: BaseException) -> str:
     if num_more > 0:
         half = _MAX_ERROR_MESSAGE_CHARS // 2
         message = f"{message[:half]} … {num_more:,} characters … {message[-half:]}"
-    return f"{type(error).__name__}: {message}"
+    name = type(error).__name__
+    return f"{name}: {message}" if message else name
 
 
 def escape_controls(text: str) -> str:

@@ -25,7 +25,8 @@ def blame_rank_in_other_collective(
         return failure
     (rank,) = odd
     position = positions[rank]
-    call = position.collectives[-1]
+    # A save beside training calls collectives of its own.
+    call = [each for each in position.collectives if each.is_foreground][-1]
     name = describe_collective(call, find_group(position, call))
     file, line = find_newest_call_site(position)
     text = f"rank {rank} called {name} at {os.path.basename(file)}:{line},"
