@@ -236,6 +236,22 @@ def test_a_tag_is_received_whatever_lies_untaken_before_it(
     assert ranks.advance(sends)
 
 
+def test_a_sender_sleeps_on_what_it_is_asked_for(make_ranks: MakeRanks) -> None:
+    """Its queue is full; that another message is wanted comes as soon as that one was taken."""
+    ranks = make_ranks(2)
+    full = [ranks.post(0, "send", rows_of(1), None, 1, 5) for _ in range(40)][-1]
+    wanted = ranks.channels[0]._find_blocker(full)
+    assert wanted is not None
+    assert not wanted.has_changed()
+    ranks.post(1, "recv_", rows_of(1), None, 0, 6)
+    assert wanted.has_changed()
+    ranks.channels[0].advance()
+    taken = ranks.channels[0]._find_blocker(ranks.post(0, "send", rows_of(1), None, 1, 5))
+    assert taken is not None
+    ranks.post(1, "recv_", rows_of(1), None, 0, 5)
+    assert taken.has_changed()
+
+
 def test_a_receive_of_any_rank_looks_often(
     make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,12 +17,12 @@ from phalanx.mesh.shared_memory.segments import TABLE_BYTES as SEGMENT_TABLE_BYT
 NUM_SLOTS = 64
 NUM_MESSAGE_SLOTS = 32
 
-# Lines of a board. After them come three of each rank of the group: how many messages this one has
-# sent to it, how many of its messages this one has taken, and how many it has seen where it waits
-# for another one than those.
+# Lines of a board. After them come four of each rank of the group: how many messages this one has
+# sent to it, how many of its messages this one has taken, how many it has seen where it waits for
+# another one than those, and how often it has written one of the last two.
 POSTED, REDUCED, CONSUMED = range(3)
 _NUM_LINES = 3
-_NUM_LINES_OF_PAIR = 3
+_NUM_LINES_OF_PAIR = 4
 _LINE_BYTES = 64
 _SLOT_BYTES = 64
 _MASK = 2**32 - 1
@@ -118,12 +118,12 @@ class Board:
 
     def write(self, line: int, value: int) -> None:
         """Set a word of this rank's own board, and wake those who wait for it."""
-        self.arena.words[self._first_word + line * (_LINE_BYTES // 4)] = value & _MASK
+        self.write_quietly(line, value)
         wake_waiters(self.address_of(line))
 
-    def wake(self, line: int) -> None:
-        """Have those who wait for a word of this rank's own board look again."""
-        wake_waiters(self.address_of(line))
+    def write_quietly(self, line: int, value: int) -> None:
+        """Set a word of this rank's own board that nobody waits for."""
+        self.arena.words[self._first_word + line * (_LINE_BYTES // 4)] = value & _MASK
 
     def read_slot(self, sequence: int) -> Slot:
         return self._read_slot_at(self._slots_at + sequence % NUM_SLOTS * _SLOT_BYTES)
@@ -150,6 +150,11 @@ class Board:
         """The line that counts the messages of `source` that have been seen, where this board's
         rank waits for a later one."""
         return _NUM_LINES + 2 * self._num_ranks + source
+
+    def answered_line(self, source: int) -> int:
+        """The line that counts how often `taken_line` or `wanting_line` was written before: a
+        sender waits for either."""
+        return _NUM_LINES + 3 * self._num_ranks + source
 
     def _message_slot_at(self, target: int, number: int) -> int:
         index = target * NUM_MESSAGE_SLOTS + number % NUM_MESSAGE_SLOTS

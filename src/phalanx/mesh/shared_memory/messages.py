@@ -65,10 +65,12 @@ class _Outbox:
 @dataclass
 class _Inbox:
     """Messages of one rank: how many were seen, and those that nobody has taken yet, by number.
-    `num_wanting`: so many had been seen when a receive last waited for another one."""
+    `num_wanting`: so many had been seen when a receive last waited for another one. `num_answers`:
+    how often that rank was told what was taken or wanted."""
 
     num_seen: int = 0
     num_wanting: int = 0
+    num_answers: int = 0
     untaken: dict[int, Slot] = field(default_factory=dict)
 
 
@@ -119,6 +121,8 @@ class Messages:
         board, blocker = self._find_board(target)
         num_taken = num_wanting = 0
         if board is not None:
+            # Read before the others, so that what changes meanwhile is not slept through.
+            blocker = self._block_on(target, board, board.answered_line(self._own_index))
             num_taken = board.read(board.taken_line(self._own_index))
             num_wanting = board.read(board.wanting_line(self._own_index))
         while outbox.staged and has_reached(num_taken, outbox.staged[0][0]):
@@ -132,8 +136,6 @@ class Messages:
             # It has seen all, which makes their slots free, and waits for what comes behind them.
             is_wanted = is_same_count(num_wanting, outbox.num_sent)
             if (is_full or too_large) and not is_wanted:
-                if board is not None:
-                    blocker = self._block_on(target, board, board.taken_line(self._own_index))
                 outbox.blocker = blocker
                 return
             outbox.queued.popleft()
@@ -185,9 +187,12 @@ class Messages:
     def _ask_for_more(self, source: int, inbox: _Inbox) -> None:
         if inbox.untaken and inbox.num_wanting != inbox.num_seen:
             inbox.num_wanting = inbox.num_seen
-            self._own.write(self._own.wanting_line(source), inbox.num_seen)
-            # It waits for that one.
-            self._own.wake(self._own.taken_line(source))
+            self._answer(source, inbox, self._own.wanting_line(source), inbox.num_seen)
+
+    def _answer(self, source: int, inbox: _Inbox, line: int, count: int) -> None:
+        self._own.write_quietly(line, count)
+        inbox.num_answers += 1
+        self._own.write(self._own.answered_line(source), inbox.num_answers)
 
     def _look_for_new(self, source: int, board: Board, inbox: _Inbox) -> None:
         num_sent = board.read(board.sent_line(self._own_index))
@@ -208,7 +213,7 @@ class Messages:
         np.copyto(receive.values, board.arena.view(slot.place, slot.num_bytes))
         # All messages before the oldest that lies untaken.
         num_taken = min(inbox.untaken, default=inbox.num_seen + 1) - 1
-        self._own.write(self._own.taken_line(source), num_taken)
+        self._answer(source, inbox, self._own.taken_line(source), num_taken)
         receive.source = source
         receive.values = make_nothing()
         receive.end()
