@@ -131,5 +131,5 @@ def test_the_next_command_trains_what_was_planned(capsys: pytest.CaptureFixture[
     assert _app.run_command_line(command) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.endswith(
-        "phalanx train parallel.ranks=2 data.seq_len=64 model.preset=small-mixtral"
+        "phalanx train data.seq_len=64 model.preset=small-mixtral parallel.ranks=2"
     )
