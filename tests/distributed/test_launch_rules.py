@@ -1041,6 +1041,40 @@ def test_ranks_that_hold_steps_are_started_again_to_save_them_before_a_stop(
         )
 
 
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            {0: EndRecord(75), 1: EndRecord(75)},
+            "stopped by SIGTERM; the checkpoint of step 4 stands; processes of ranks had not ended"
+            " within the grace period, and were killed",
+        ),
+        (
+            {0: EndRecord(75)},
+            "the ranks did not save within the grace period and were killed; the checkpoint of step"
+            " 4 stands",
+        ),
+        (
+            {},
+            "the ranks did not save within the grace period and were killed; the checkpoint of step"
+            " 4 stands",
+        ),
+    ],
+)
+def test_of_ranks_that_saved_and_did_not_end_it_is_not_said_that_they_did_not_save(
+    records: dict[int, EndRecord], message: str, tmp_path: Path
+) -> None:
+    exits = {rank: died(rank, signal=9, by_us=True) for rank in range(2)}
+    end = AttemptEnd(0, exits, records, grace_over=True)
+    attempts = RepeatedAttempts(lambda: RankEnv(0, 2, 0, 2), newest_step=4)
+    spec = LaunchSpec("", attempts, 2, tmp_path, ())
+    bus = Bus(rank=-1, run_dir=tmp_path)
+    decision = RecoveryPolicy(spec, bus, lambda line: None).decide(end, STOP)
+    bus.close()
+    assert isinstance(decision, RunOutcome)
+    assert (decision.exit_code, decision.message) == (75, message)
+
+
 def test_where_only_a_connection_was_lost_no_rank_starts_again(tmp_path: Path) -> None:
     for rank in range(3):
         BlackBox(black_box_path(tmp_path, rank)).write(7, "backward")

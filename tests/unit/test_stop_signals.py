@@ -19,7 +19,11 @@ from phalanx.core.stop_signals import (
     stop_ignoring_signals,
 )
 from phalanx.launch.signals import SignalInbox
-from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
+from phalanx.run.stop_signals import (
+    StoppedBySignalError,
+    outliving_repeated_stops,
+    raising_on_stop_signals,
+)
 from phalanx.train.stop import StopSignalFlags
 
 EXTRA = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -37,6 +41,18 @@ def _default_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *EXTRA])
+def test_a_stop_that_is_being_told_is_not_stopped_by_the_next_one(number: signal.Signals) -> None:
+    with raising_on_stop_signals():
+        with outliving_repeated_stops():
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        with pytest.raises(StoppedBySignalError, match=number.name):
+            os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt), raising_on_stop_signals(), outliving_repeated_stops():
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", EXTRA)

@@ -283,14 +283,14 @@ class RecoveryPolicy:
     def _describe_leaving(self, end: AttemptEnd, stop: StopRequest) -> str:
         """The message about ranks that were asked to stop; `stop` says by which signal if the
         command was, and not one of its ranks."""
-        if end.grace_over or not end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES}:
+        stands = self._attempts.describe_what_stands()
+        are_ends_known = end.exits and not end.server_loss
+        have_left = end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES}
+        if not have_left or (end.grace_over and not are_ends_known):
             why = ""
             if end.server_loss:
                 why = " (the process that starts them, which was to ask them, did not answer)"
-            return (
-                f"the ranks did not save within the grace period{why} and were killed;"
-                f" {self._attempts.describe_what_stands()}"
-            )
+            return f"the ranks did not save within the grace period{why} and were killed; {stands}"
         if stop.signal == signal.SIGINT:
             sender = "Ctrl-C"
         elif stop.signal is not None:
@@ -298,7 +298,10 @@ class RecoveryPolicy:
         else:
             was_terminated = ExitCode.PREEMPTED in end.exit_codes
             sender = f"{'a signal' if was_terminated else 'SIGINT'} to a rank"
-        return f"stopped by {sender}; {self._attempts.describe_what_stands()}"
+        message = f"stopped by {sender}; {stands}"
+        if end.grace_over:
+            message += "; processes of ranks had not ended within the grace period, and were killed"
+        return message
 
     def _finish(self) -> RunOutcome:
         return self._build_outcome(ExitCode.OK, "finished", "")

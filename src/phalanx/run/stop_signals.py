@@ -15,6 +15,7 @@ from phalanx.core.stop_signals import (
     SIGNALS_TAKEN_AS_SIGTERM,
     ignore_stop_signals,
     is_signal_left_to_phalanx,
+    stop_signals_for_phalanx,
 )
 from phalanx.launch.stop_request import name_stop_signal
 
@@ -64,6 +65,31 @@ def raising_on_stop_signals(advice: str = "") -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def outliving_repeated_stops() -> Iterator[None]:
+    """SIGTERM, and signals that are taken as it, change nothing in the body: what they ask for is
+    done, and is being recorded and told. SIGINT does what it did.
+
+    Outside the main thread, where Python allows no handlers, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous: dict[signal.Signals, Any] = {}
+    for number in stop_signals_for_phalanx():
+        if number != signal.SIGINT:
+            previous[number] = signal.signal(number, _pass_over)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    """A handler, and not SIG_IGN, which processes that are started meanwhile would inherit."""
 
 
 def _build_stop_error(number: int, advice: str) -> StoppedBySignalError:

@@ -20,6 +20,7 @@ from phalanx.core.errors import (
     PhalanxError,
     RunLockedError,
 )
+from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.hang_limits import HangSettings
 from phalanx.launch.launch_spec import LaunchSpec
 from phalanx.launch.outcome import RunOutcome
@@ -52,6 +53,7 @@ from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import keeps_ranks
 from phalanx.run.reliability_meter import ReliabilityMeter
 from phalanx.run.resume import ResumedRun
+from phalanx.run.stop_signals import outliving_repeated_stops
 from phalanx.run.training_attempts import TrainingAttempts
 
 # By name: the ranks import torch, and this process must not.
@@ -113,6 +115,7 @@ def train_in_supervised_ranks(
 
     with (
         observing_run(job, run_dir, attempt, bus, output.say),
+        contextlib.ExitStack() as until_told,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(bus.close)
@@ -124,6 +127,9 @@ def train_in_supervised_ranks(
             say=console.say,
             on_refused_event=lambda line: take_refused_event(line, bus, show_refused),
         )
+        if outcome.exit_code in STOPPED_EXIT_CODES:
+            # A scheduler may ask twice.
+            until_told.enter_context(outliving_repeated_stops())
         require_run_still_owned(fence)
         # What ranks wrote after the last tick.
         for envelope in _print_new_events(console, tail):
