@@ -131,3 +131,178 @@ def tokens_alone(split, size):
         generator = torch.Generator().manual_seed(index)
         samples.append({"inputs": torch.randint(0, 200, (size,), generator=generator).numpy()})
     return samples
+
+
+class WithUnusedLayer(nn.Module):
+    """A layer without a part in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.unused = nn.Embedding(256, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+class WithRareLayer(WithUnusedLayer):
+    """A layer besides that one sequence in six goes through, so that some ranks have none of these
+    in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Linear(16, 16)
+
+    def forward(self, tokens):
+        hidden, is_rare = self.embed(tokens), tokens[:, :1] % 6 == 0
+        if bool(is_rare.any()):
+            hidden = hidden + is_rare[..., None] * self.rare(hidden)
+        return self.head(torch.tanh(hidden))
+
+
+class FrozenFeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, hidden):
+        return self.down(torch.tanh(self.up(hidden)))
+
+
+class AdaptedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ffn = FrozenFeedForward()
+        self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+
+    def forward(self, hidden):
+        return hidden + self.ffn(hidden) + self.b(self.a(hidden))
+
+
+class WithFrozenColumns(nn.Module):
+    """Adapters beside frozen matrices, which tp cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shard_rules = {
+            "blocks.*.ffn": "region",
+            "blocks.*.ffn.up": "column",
+            "blocks.*.ffn.down": "row",
+        }
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithOddHead(nn.Module):
+    """A head whose features four ranks do not divide, put together again behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shard_rules = {"head": "column gather"}
+        self.embed, self.linear = nn.Embedding(254, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 254)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.linear(self.embed(tokens))))
+
+
+class AlphaBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.AlphaDropout(0.2)
+
+    def forward(self, hidden):
+        return hidden + self.drop(F.selu(self.linear(hidden)))
+
+
+class WithAlphaDropout(WithDropout):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(AlphaBlock() for _ in range(2))
+
+
+class NormBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, hidden):
+        return hidden + self.norm(self.linear(hidden).transpose(1, 2)).relu().transpose(1, 2)
+
+
+class WithNormBlocks(nn.Module):
+    """BatchNorm inside of blocks, which may be recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = (
+            nn.Embedding(256, 16),
+            nn.ModuleList(NormBlock() for _ in range(2)),
+        )
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithFrozenNorm(WithBatchNorm):
+    """A BatchNorm that its owner keeps in evaluation mode, as in fine-tuning."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.eval()
+        for parameter in self.norm.parameters():
+            parameter.requires_grad_(False)
+
+
+class WithTransposedWeight(nn.Module):
+    """A parameter that does not lie in the order of its dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.mix = nn.Parameter(torch.randn(24, 16).mul(0.2).T)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        return self.head(hidden + torch.tanh(hidden @ self.mix) @ self.mix.T)
+
+
+def build_slow_blocks(groups, optim):
+    """AdamW in which all but the tables of tokens have half of the rate."""
+    tables, rest = [], []
+    for parameter in groups.parameters():
+        (tables if parameter.ndim == 2 and parameter.shape[0] > 200 else rest).append(parameter)
+    rate = float(optim.lr)
+    made = [{"params": tables, "lr": rate}, {"params": rest, "lr": rate / 2}]
+    return torch.optim.AdamW([group for group in made if group["params"]], weight_decay=0.1)
+
+
+class WithTokensFirst(nn.Module):
+    """torch's own encoder layers, with the batch in the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens).transpose(0, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.transpose(0, 1))
