@@ -597,6 +597,64 @@ def test_only_fused_matrices_that_begin_otherwise_have_blocks_elsewhere() -> Non
     assert "taken to lie elsewhere" in first_of(*fused).cause
 
 
+def _explain_gradients(layout: JudgedLayout, *dots_of_a: tuple[float, ...]) -> str:
+    """The cause of gradients of which "a" has these sums on each rank, and "b" is right."""
+    seen = [saw(tensors={name_gradients_set(0): {"a": dots}}) for dots in dots_of_a]
+    first = LayoutComparator(TRACE, seen, layout, tolerance=1e-10).compare().first
+    assert first is not None
+    return first.cause
+
+
+def test_a_gradient_is_explained_by_what_each_rank_has_of_it() -> None:
+    right, wrong = (0.0, 4.0, 4.0, 4.0), (1.0, 4.2, 3.6, 4.0)
+    data, tensor = JudgedLayout(2), JudgedLayout(1, tp=2)
+    assert "only rank 0 differs, and has no gradient" in _explain_gradients(
+        data, (4.0, 0.0, 0.0, 4.0), right
+    )
+    assert "elsewhere than where" in _explain_gradients(tensor, wrong, right)
+    assert "elsewhere than where" not in _explain_gradients(data, wrong, right)
+    assert "in another order" in _explain_gradients(data, *[(4.0, 4.0, 2.0, 4.0)] * 2)
+
+
+def test_weights_of_tp_that_are_wrong_by_themselves_lack_no_sum() -> None:
+    """What the backward meets after "a" agrees, so what it hands on there is right."""
+    wrong = (1.0, 4.2, 3.6, 4.0)
+    cause = _explain_gradients(JudgedLayout(1, tp=2), wrong, wrong)
+    assert "another microbatch's" in cause
+    assert "region" not in cause
+
+
+@pytest.mark.parametrize(("right", "words"), [("v", "softmax"), ("q", "does not come back")])
+def test_keys_of_a_rank_of_cp_lack_what_others_owe_or_scores_are_wrong(
+    right: str, words: str
+) -> None:
+    kind, names = name_gradients_set(0), [f"x.{part}.weight" for part in "qkv"]
+    sizes = {**TRACE.sizes, kind: dict.fromkeys(names, 1.0)}
+    trace = replace(TRACE, order=tuple(names), sizes=sizes)
+    seen = saw()
+    seen["tensors"][kind] = {
+        name: (0.0, 1.0, 1.0, 1.0) if f".{right}." in name else (0.2, 1.1, 0.95, 1.0)
+        for name in names
+    }
+    seen["held"] |= dict.fromkeys(names, "whole")
+    seen["boxes"] |= {name: [[[0], [4], 1]] for name in names}
+    layout = JudgedLayout(2, cp=2)
+    first = LayoutComparator(trace, [seen, seen], layout, tolerance=1e-10).compare().first
+    assert first is not None
+    assert words in first.cause
+
+
+def test_a_stage_that_loses_its_groups_part_of_the_rate_is_found() -> None:
+    """Of an optimizer of one's own: groups keep their multiples where any two differ."""
+    first_stage, lost = saw(rates={"b": (1.0, 1.0)}), saw(rates={"a": (0.5, 1.0)})
+    first = first_of(first_stage, lost)
+    assert (first.what, first.name, first.ranks) == ("learning rate of", "a", (1,))
+    assert "gives a 1 x the job's learning rate" in first.cause
+    assert first_of(first_stage, saw(rates={"a": (0.5, 0.5)})) is None
+    # One rate for all is the job's.
+    assert first_of(lost, lost) is None
+
+
 def test_few_rows_with_another_gradient_are_told() -> None:
     kind = name_gradients_set(0)
     seen = saw(

@@ -222,3 +222,12 @@ def test_the_first_wrong_gradients_are_kept(step: OneStep) -> None:
     assert (kept.step, list(kept.shards)) == (2, [name])
     # A copy: the layout's own are overwritten next.
     assert kept.shards[name].tensor.data_ptr() != shards[name].tensor.data_ptr()
+
+
+def test_gradients_of_what_one_process_freezes_are_no_sum_over_sequences(
+    step: OneStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the batch owes anything to them."""
+    sampled = torch.ones(9), torch.zeros(9), torch.zeros(9, 3)
+    monkeypatch.setattr("phalanx.verify.row_gradients._sample_elements", lambda *_: sampled)
+    assert fit_part_counts(FirstWrongGradients(0, {}), step.plan, step.trace, 0) is None

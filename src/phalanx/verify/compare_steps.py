@@ -25,6 +25,7 @@ from phalanx.core.block_sizes import (
 )
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.shared_memory.opening import current_transport
+from phalanx.optim.build import set_learning_rate
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.begin import load_starting_weights_of_trace
@@ -95,6 +96,9 @@ class RankObservations:
     mistakes_of_updates: dict[str, dict[str, str]] = field(default_factory=dict)
     """Set of weights -> name -> the mistake that makes its wrong update, to be read after "as
     if"."""
+    rates: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of an optimizer of the user's own, by parameter: how many times the job's rate its group was
+    built with, and how many a step of the trainer gives it."""
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -137,6 +141,8 @@ def train_beside_reference(
     watch = DropoutMaskChecker(model.module, seed, **share) if trace.dropped else None
     load_starting_weights_of_trace(model, trace)
     optimizer = build_optimizer(applied.lr)
+    if rule is None:
+        observations.rates = _observe_rates(model, optimizer, applied.lr)
     examiner = UpdateExaminer(trace, applied, rule, model.mesh.world_size)
     # Once: the places of what is updated stay where they are.
     places = model.trained_shards()
@@ -229,6 +235,25 @@ def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservat
         observations.stages = dict(model.pipeline.staged.stages)
     observations.tensors[INITIAL_KIND] = compute_block_dots(trace, INITIAL_KIND, shards)
     return observations
+
+
+def _observe_rates(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, lr: float
+) -> dict[str, tuple[float, float]]:
+    """`RankObservations.rates`; the groups are as they were."""
+    names = {id(p): name for name, p in map_parameters_by_full_name(model).items()}
+    before = [dict(group) for group in optimizer.param_groups]
+    set_learning_rate(optimizer, lr)
+    rates = {}
+    for group, built in zip(optimizer.param_groups, before, strict=True):
+        # None is that of optimizers that can choose their own.
+        rate = lr if built.get("lr") is None else float(built["lr"])
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                rates[names[id(parameter)]] = rate / lr, float(group["lr"]) / lr
+        group.clear()
+        group.update(built)
+    return rates
 
 
 def _observe_update(

@@ -192,9 +192,12 @@ class DifferenceDiagnosis:
             return self._factors.describe("it", factor, 0)
         if "att" in wrong_output.rpartition(".")[2]:
             return WRONG_ATTENTION_CAUSE
+        words = "computes something else"
+        if self._layout.gathers_weights:
+            words += ", or with other weights: what is gathered of them is not what ranks hold"
         return (
             "it is no multiple of one process's that the layout's numbers explain: the forward of"
-            " some rank, or of all, computes something else"
+            f" some rank, or of all, {words}"
         )
 
     def find_wrong_forward_buffer(self) -> str:

@@ -19,6 +19,11 @@ LOST_KEY_GRADIENTS_CAUSE = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
     " rank's keys and values does not come back to it"
 )
+WRONG_SCORES_GRADIENT_CAUSE = (
+    "gradients of queries and keys differ, and those of values agree: the backward of the softmax"
+    " goes wrong, whose sum over a row is that over all keys that its query attends to: that of a"
+    " block of keys, or of another output"
+)
 # A mistake of some tokens, or of the border of a part, is in few rows of a matrix.
 MAX_SHARE_OF_FEW_ROWS = 0.25
 # Of an error, and of the gradient of the step before.
@@ -65,7 +70,7 @@ class GradientDiagnosis:
             or self._explain_unreduced_gradient(kind, name)
             or self._explain_gradients_by_stage(kind, name, off)
             or self._rows.explain(step)
-            or self._explain_gradient_by_rank_parts(kind, name, ranks, step)
+            or self._explain_gradient_by_rank_parts(kind, name, off, ranks, step)
             or self._explain_shared_blocks(off)
             or self._explain_compression_errors(step)
             or self._explain_narrow_rounding(kind, off, ranks)
@@ -104,6 +109,8 @@ class GradientDiagnosis:
             )
         # What is nearer to the loss owes nothing to keys.
         if self._cp > 1 and step == 0 and _is_key_or_value_weight(off[-1]):
+            if _are_only_scores_wrong(off):
+                return WRONG_SCORES_GRADIENT_CAUSE
             return LOST_KEY_GRADIENTS_CAUSE
         if self._layout.is_plainly_data_parallel and self._do_gradients_beyond_agree(kind, off):
             return (
@@ -111,6 +118,12 @@ class GradientDiagnosis:
                 " later agree: their gradients are not reduced, or not wholly, over the"
                 " data-parallel ranks (a bucket, or the end of one), or the backward goes wrong in"
                 " them alone"
+            )
+        if self._is_handed_on_rightly(kind, off):
+            return (
+                f"{len(off)} of {num_tensors} tensors differ, and those that the backward meets"
+                " later agree: what it hands on is right, and these weights' own gradients are not:"
+                " what their layers keep of their input is another microbatch's, or a part of it"
             )
         if len(off) < num_tensors:
             return (
@@ -132,6 +145,12 @@ class GradientDiagnosis:
             " where it begins: microbatches or tokens weigh otherwise in it than in the loss, or"
             " some of them are lost"
         )
+
+    def _is_handed_on_rightly(self, kind: str, off: Sequence[str]) -> bool:
+        """True if ranks of tp, which keep parts of what their layers are given, have wrong
+        gradients of weights alone, and right ones of what the backward meets after them."""
+        keeps_parts = self._tp > 1 and not self._layout.recompute and not self._layout.has_chunks
+        return keeps_parts and self._do_gradients_beyond_agree(kind, off)
 
     def _do_gradients_beyond_agree(self, kind: str, off: Sequence[str]) -> bool:
         """True if a gradient is right in a block that the backward meets after that of the first
@@ -252,15 +271,24 @@ class GradientDiagnosis:
         return cause
 
     def _explain_gradient_by_rank_parts(
-        self, kind: str, name: str, ranks: Sequence[int], step: int
+        self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
     ) -> str:
         """The cause of one tensor's gradient by what each rank has of it; "" if its parts say
         nothing."""
         if len(ranks) < len(self._compared.find_ranks_holding_parameter(name)):
-            return (
-                f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
-                f" stale{self._describe_wrong_rows(kind, name, ranks)}"
-            )
+            listed = ", ".join(map(str, ranks))
+            if all(self._observations[r]["tensors"][kind][name][1] == 0 for r in ranks):
+                return (
+                    f"only rank {listed} differs, and has no gradient, or zeros: it is taken there"
+                    " for a parameter that nobody uses, or its part was cleared, or not reduced"
+                )
+            words = self._describe_wrong_rows(kind, name, ranks)
+            if self._tp > 1 and self._dp == 1:
+                words += (
+                    ", or a backward cuts what ranks of tp have put together elsewhere than where"
+                    " each of them put its part"
+                )
+            return f"only rank {listed} differs: its part was not reduced, or is stale{words}"
         # A tensor of one element is a multiple on every rank: if each has another factor, that says
         # less than that they have parts of it.
         if not self._have_ranks_same_factor(
@@ -275,7 +303,20 @@ class GradientDiagnosis:
             return self._explain_factor_of_tp_copies(
                 name, factor
             ) or self._factors.describe_gradient(name, factor, step)
+        if off == [name] and self._has_size_of_reference(kind, name):
+            return (
+                f"{name} alone differs, and its gradient is as long as it should be, in another"
+                " direction: the same elements in another order (transposed, or as they lie in"
+                " memory), or with other signs"
+            )
         return ""
+
+    def _has_size_of_reference(self, kind: str, name: str) -> bool:
+        """True if the norm of a gradient of several elements is right, far from it as it is."""
+        sizes = [seen["tensors"][kind].get(name, ZERO_DOTS) for seen in self._observations]
+        ours, theirs = (sum(dots[i] for dots in sizes) for i in (1, 3))
+        is_far = self._compared.error(kind, name) > 0.05
+        return is_far and abs(ours - theirs) <= 1e-9 * theirs
 
     def _describe_wrong_rows(self, kind: str, name: str, ranks: Sequence[int]) -> str:
         """Say in which rows a matrix is wrong, where these are few on each of `ranks`; else ""."""
@@ -419,6 +460,12 @@ class GradientDiagnosis:
             if low < error < high:
                 return narrow
         return ""
+
+
+def _are_only_scores_wrong(off: Sequence[str]) -> bool:
+    """True if of the attention that the last of `off` is in queries are off and values are not."""
+    attention = off[-1].rsplit(".", 2)[0]
+    return f"{attention}.q.weight" in off and f"{attention}.v.weight" not in off
 
 
 def _is_key_or_value_weight(name: str) -> bool:

@@ -28,6 +28,8 @@ class JudgedLayout:
     """Regions of tp go through a sequence in chunks."""
     pads_sequences: bool = False
     """The ranks of tp do not divide the sequence, which they share."""
+    gathers_weights: bool = False
+    """Forwards read copies of weights that are gathered from other ranks (ZeRO-2 and 3)."""
     queries_per_key: int = 1
     """Query heads that share a head of keys and values."""
 
@@ -50,6 +52,9 @@ class JudgedLayout:
             keeps_error=is_lossy_compression(plan.parallel.compress),
             pipeline=plan.pipeline,
             has_chunks=plan.parallel.tp_chunks > 1,
+            gathers_weights=(
+                plan.parallel.zero_stage >= 2 and layout.gradient_reduction_layout.dp_shard > 1
+            ),
             queries_per_key=_count_queries_per_key(plan),
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
         )

@@ -176,6 +176,9 @@ def fit_part_counts(
     parts = rows[:, usable]
     most = MAX_UNEXPLAINED_OF_DTYPE[trace.dtype]
     off = (actual - reference).norm()
+    # No part owes anything to what one process leaves frozen.
+    if not parts.shape[1]:
+        return None
     if not len(actual) > 2 * parts.shape[1] or not (parts.sum(1) - reference).norm() <= most * off:
         return None
     # Of one size, so that the condition says how alike they are.

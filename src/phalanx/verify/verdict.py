@@ -29,6 +29,8 @@ from phalanx.verify.trace_facts import (
 
 # A gradient that was added up wrongly is off by more, whatever it is rounded to.
 SMALL_ERROR = 0.1
+# Of a learning rate: a quotient and a product of the same numbers.
+RATE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class LayoutComparator:
         yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
         yield from iterate_one_process_faults(self._trace, self._observations)
         yield from self._compare_rotary_tables()
+        yield from self._compare_rates()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
@@ -205,6 +208,29 @@ class LayoutComparator:
         )
         error = EPSILON_OF_DTYPE.get(dtype, EPSILON_OF_DTYPE[FP8]) / 2
         yield Difference("rotary table of", name, 0, error, ranks[0], tuple(ranks), "whole", cause)
+
+    def _compare_rates(self) -> Iterator[Difference]:
+        """The parameters to which a step of the trainer gives another rate than the user's own
+        optimizer has for them: its groups have their multiples of the job's rate, or, where no two
+        differ in that, the job's."""
+        rates_of_ranks = [observation.get("rates", {}) for observation in self._observations]
+        built = {rates[0] for of_rank in rates_of_ranks for rates in of_rank.values()}
+        differ = bool(built) and max(built) - min(built) > RATE_TOLERANCE * max(built)
+        wrong: dict[str, dict[int, tuple[float, float]]] = {}
+        for rank, of_rank in enumerate(rates_of_ranks):
+            for name, (ratio, given) in of_rank.items():
+                due = ratio if differ else 1.0
+                if not abs(given - due) <= RATE_TOLERANCE * max(abs(due), abs(given)):
+                    wrong.setdefault(name, {})[rank] = given, due
+        for name, by_rank in wrong.items():
+            rank, (given, due) = next(iter(by_rank.items()))
+            cause = (
+                f"a step of the trainer gives {name} {given:.4g} x the job's learning rate, and its"
+                f" group was built with {due:.4g} x: the group's part of the rate is lost"
+            )
+            error = abs(given - due) / max(abs(due), abs(given))
+            part = self._observations[rank]["held"].get(name, "nothing")
+            yield Difference("learning rate of", name, 0, error, rank, tuple(by_rank), part, cause)
 
     def _compare_dropout_masks(self, step: int) -> Iterator[Difference]:
         """The dropout layers with wrong masks, in the order in which a forward meets them."""
