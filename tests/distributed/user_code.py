@@ -66,16 +66,18 @@ def squared_tensor_error(
     return (1 - chosen).square().sum(), torch.tensor(batch["targets"].numel())
 
 
-_calls = 0
+_batches: list[bytes] = []
 
 
 def poisoned(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy, except that rank 1 returns NaN at the steps POISON names ("3,4": one call
-    is one step)."""
-    global _calls
-    _calls += 1
+    """Cross-entropy, except that rank 1 returns NaN at the steps POISON names ("3,4"), also where a
+    step is computed again: one batch is one step."""
+    targets = batch["targets"].numpy().tobytes()
+    if targets not in _batches:
+        _batches.append(targets)
+    step = _batches.index(targets) + 1
     loss, count = causal_cross_entropy(64)(outputs, batch)
-    if os.environ["RANK"] == "1" and str(_calls) in os.environ["POISON"].split(","):
+    if os.environ["RANK"] == "1" and str(step) in os.environ["POISON"].split(","):
         loss = loss * float("nan")
     return loss, count
 
