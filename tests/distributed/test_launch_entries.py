@@ -162,8 +162,14 @@ def is_asked_to_stop_as_it_starts(payload: dict[str, Any], link: RankLink) -> in
     stop = StopSignalFlags()
     if attempt() == 0:
         at_step(payload, 31, "data")
+        pid_of_1 = Path(payload["marks"]).parent / "pid of rank 1"
         if rank() == 1:
+            pid_of_1.with_suffix(".part").write_text(str(os.getpid()))
+            pid_of_1.with_suffix(".part").rename(pid_of_1)
             os.kill(os.getpid(), signal.SIGKILL)
+        # Who waits is the end of an attempt: a rank that lives then has not failed, and is killed.
+        wait_for(pid_of_1)
+        wait_until_gone(int(pid_of_1.read_text()))
         os.chdir(payload["marks"])
         assert link.wait_for_next_attempt(2) is not None
     else:
