@@ -6,7 +6,6 @@ counted as redone. Files are read line by line; of the steps only columns of num
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -16,13 +15,10 @@ from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best_step
 from phalanx.core.files import read_whole_regular_file
-from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
-from phalanx.observe.tail import RANK_FILE_PATTERN
 from phalanx.observe.units import choose_metric_units_of_job
-from phalanx.observe.where_words import format_rank_list
 from phalanx.observe.words import describe_lost_events
 from phalanx.report.bottleneck.of_run import judge_step_table
 from phalanx.report.bottleneck.step_table import StepTable, read_step_table
@@ -44,13 +40,12 @@ from phalanx.report.history import (
     select_steps_not_redone,
 )
 from phalanx.report.ledger import list_ledger_warnings
+from phalanx.report.reading_gaps import list_reading_gaps
 from phalanx.report.reliability import measure_reliability
 from phalanx.report.self_time import build_self_time_map
 from phalanx.report.timeline import RunTimeline
 
 NAN = math.nan
-
-_MAX_NAMED_RANKS = 8
 
 Kind = TypeVar("Kind", bound=events.Event)
 AtStep = TypeVar("AtStep", events.EvalFinished, events.PipelineMeasured, events.TextGenerated)
@@ -94,12 +89,8 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     identity = _identify_run(run_dir, job, plan, story)
     table = read_step_table(run_dir, log.tails or None)
     drifts = log.drift.find_drifts()
-    reading_gaps = [
-        *list_reading_gaps(log),
-        *_list_missing_ranks(log, plan),
-        *_list_missing_last_steps(steps, finished),
-        *_list_ranks_that_end_early(log, finished),
-    ]
+    num_ranks = _int_or_none(plan.get("world_size")) or 0
+    reading_gaps = list_reading_gaps(log, steps, finished, num_ranks)
     rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
         run_dir=run_dir,
@@ -426,79 +417,6 @@ def _find_run_status(story: list[Envelope]) -> tuple[str, events.RunFinished | N
     if not story:
         return "no events", None
     return "unfinished", None
-
-
-def list_reading_gaps(log: EventLog) -> list[str]:
-    """What of a run's events could not be read, in words: what they say is in no number."""
-    gaps = [
-        f"events/{name} cannot be read ({why}): what it says is missing here"
-        for name, why in sorted(log.unreadable_files.items())
-    ]
-    if log.num_damaged:
-        gaps.append(
-            f"{plural(log.num_damaged, 'line')} of the event files could not be read (damaged, or"
-            " of another version of phalanx): what they say is missing here"
-        )
-    return gaps
-
-
-def _list_missing_ranks(log: EventLog, plan: dict[str, Any]) -> list[str]:
-    """A line about ranks of which no event is here, of the newest attempt with steps: files that
-    were lost, or lie on another machine."""
-    if not log.lead_steps:
-        return []
-    attempt, num_ranks = max(log.lead_steps), _int_or_none(plan.get("world_size")) or 0
-    for envelope in log.rest:
-        if isinstance(envelope.event, events.RunStarted) and envelope.attempt == attempt:
-            num_ranks = int(envelope.event.world_size)
-    there = {rank for number, rank in log.by_stream if number == attempt and rank >= 0}
-    # Those are said already.
-    for match in filter(None, map(RANK_FILE_PATTERN.fullmatch, log.unreadable_files)):
-        if int(match[2]) == attempt:
-            there.add(int(match[1]))
-    num_missing = num_ranks - len(there)
-    if num_missing <= 0:
-        return []
-    missing = (rank for rank in itertools.count() if rank not in there)
-    named = list(itertools.islice(missing, min(num_missing, _MAX_NAMED_RANKS)))
-    ranks = format_rank_list(named)
-    if num_missing > len(named):
-        ranks += f" and {num_missing - len(named):,} more"
-    return [f"no events of {ranks} are here (attempt {attempt}): what they did is missing"]
-
-
-def _list_missing_last_steps(steps: StepColumns, finished: events.RunFinished | None) -> list[str]:
-    """A line about the last steps of a run that finished, where its events end before them: files
-    that were cut off between two lines have none that is damaged."""
-    if finished is None or finished.status != "finished":
-        return []
-    last, end = steps.step[-1] if steps.step else 0, int(finished.step)
-    if last >= end:
-        return []
-    missing = f"steps {last + 1:,} to {end:,} are" if last + 1 < end else f"step {end:,} is"
-    return [f"{missing} not on record: the run finished at step {end:,}, and its events end before"]
-
-
-def _list_ranks_that_end_early(log: EventLog, finished: events.RunFinished | None) -> list[str]:
-    """A line about the other ranks of a run that finished whose events end before its last step."""
-    if finished is None or finished.status != "finished" or not log.lead_steps:
-        return []
-    attempt = max(log.lead_steps)
-    early = {
-        rank: last
-        for (number, rank), last in sorted(log.last_steps.items())
-        if number == attempt and rank != log.lead_rank and last < finished.step
-    }
-    if not early:
-        return []
-    named = list(early)[:_MAX_NAMED_RANKS]
-    ranks = format_rank_list(named)
-    if len(early) > len(named):
-        ranks += f" and {len(early) - len(named):,} more"
-    return [
-        f"the events of {ranks} end at step {min(early.values()):,}, and the run finished at step"
-        f" {int(finished.step):,}: what they did after it is missing"
-    ]
 
 
 def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:

@@ -83,12 +83,9 @@ class ExecutionOrder:
 def find_execution_order(schedule: Schedule) -> ExecutionOrder:
     """An order of all actions of `schedule` that can run.
 
-    Expects that `check` found every action once, where it belongs. Inputs and outputs are those of
-    `ActionResults`, written out: a schedule has a hundred thousand of them.
+    Expects that `check` found every action once, where it belongs.
     """
     results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-    num_microbatches, last_stage = schedule.num_microbatches, schedule.num_stages - 1
-    first_gradient = schedule.num_stages * num_microbatches
     links_of_kinds, num_links = _number_links(schedule)
     # Of each kind and stage what does not depend on the microbatch: the part, the results of
     # microbatch 0 that its action receives, needs of its own stage and makes, and the link.
@@ -96,17 +93,9 @@ def find_execution_order(schedule: Schedule) -> ExecutionOrder:
     for number, kind in enumerate(ACTION_KINDS):
         parts[kind] = []
         for stage in range(schedule.num_stages):
-            forward = stage * num_microbatches
-            gradient = first_gradient + forward
-            received, own_input, output = NO_RESULT, forward, gradient
-            if kind == "F":
-                own_input, output = NO_RESULT, forward
-                if stage:
-                    received = forward - num_microbatches
-            elif kind == "W":
-                own_input, output = gradient, NO_RESULT
-            elif stage < last_stage:
-                received = gradient + num_microbatches
+            first = Action(kind, stage, 0)
+            own_input, received = results.input_indices_of(first)
+            output = results.output_index_of(first)
             link = links_of_kinds[kind == "F"][stage]
             parts[kind].append((4 * stage + number, received, own_input, output, link))
     is_made = bytearray(len(results))

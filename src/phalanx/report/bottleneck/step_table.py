@@ -97,19 +97,10 @@ def read_step_table(run_dir: Path, tails: Mapping[int, RankTail] | None = None) 
         return None
     attempt = max(number for _, number in paths)
     of_attempt = {rank: path for (rank, number), path in paths.items() if number == attempt}
-    tail_bytes = choose_tail_bytes([(rank, attempt, path) for rank, path in of_attempt.items()])
-    if tails is None or tails.keys() != of_attempt.keys():
-        tails = {rank: read_rank_tail(path, tail_bytes[path]) for rank, path in of_attempt.items()}
-    tails = {
-        rank: tails[rank] for rank in sorted(tails) if tails[rank].steps or tails[rank].windows
-    }
+    tails = _read_tails(attempt, of_attempt, tails)
     if not tails:
         return None
-    lead = min(tails)
     has_windows = any(tail.windows for tail in tails.values())
-    if has_windows and tail_bytes[of_attempt[lead]] < MAX_LEAD_BYTES:
-        # Rank 0 wrote each step of the windows.
-        tails[lead] = read_rank_tail(of_attempt[lead], MAX_LEAD_BYTES)
     windows = align_windows(attempt, tails) if has_windows else None
     if windows is not None and windows.num_steps >= MIN_ROWS:
         return windows
@@ -118,6 +109,23 @@ def read_step_table(run_dir: Path, tails: Mapping[int, RankTail] | None = None) 
     if windows is None or (steps is not None and steps.num_steps > windows.num_steps):
         return steps
     return windows
+
+
+def _read_tails(
+    attempt: int, paths: Mapping[int, Path], known: Mapping[int, RankTail] | None
+) -> dict[int, RankTail]:
+    """The tails that have steps, by rank, of the files `paths` of `attempt`; those that are `known`
+    are not read again where they are of all these ranks."""
+    tail_bytes = choose_tail_bytes([(rank, attempt, path) for rank, path in paths.items()])
+    if known is None or known.keys() != paths.keys():
+        known = {rank: read_rank_tail(path, tail_bytes[path]) for rank, path in paths.items()}
+    tails = {rank: tail for rank, tail in sorted(known.items()) if tail.steps or tail.windows}
+    if any(tail.windows for tail in tails.values()):
+        lead = min(tails)
+        if tail_bytes[paths[lead]] < MAX_LEAD_BYTES:
+            # Rank 0 wrote each step of the windows.
+            tails[lead] = read_rank_tail(paths[lead], MAX_LEAD_BYTES)
+    return tails
 
 
 def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
