@@ -86,6 +86,17 @@ class ObservedRun:
         ]
 
 
+def has_scraped_twice(server: PrometheusServer) -> bool:
+    training = server.samples('sum_over_time(phalanx_run_state{state="training"}[1h])')
+    return any(count >= 2 for _, count in training)
+
+
+def has_stored_the_end(server: PrometheusServer) -> bool:
+    times = server.times('phalanx_run_state{state="finished"}')
+    ended = server.samples('phalanx_run_state{state="finished"} == 1', times[-1])
+    return bool(ended)
+
+
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
     folder = tmp_path_factory.mktemp("observed")
@@ -126,12 +137,18 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedRun]:
         env = environment(TEST_WEBHOOK=receiver.url)
         process = start("train", *job, cwd=folder, env=env)
         wait_until(lambda: any("SIGSTOP" in b["text"] for b in receiver.bodies))
+        if prometheus is not None:
+            # It finds its target late on a slow machine, where the other steps last less than a scrape's interval.
+            wait_until(lambda: has_scraped_twice(prometheus))
         position = read_last_position(black_box_path(run_dir, 1))
         assert position is not None
         assert position.header is not None
         os.kill(position.header.pid, signal.SIGCONT)
         done = finish(process)
         assert done.code == 0, done.err
+        if prometheus is not None:
+            # The end was served before the run ended, and is stored a moment later.
+            wait_until(lambda: has_stored_the_end(prometheus))
         lines = [json.loads(line) for line in kept.read_text().splitlines()]
         yield ObservedRun(run_dir, done, receiver, lines, prometheus)
 
