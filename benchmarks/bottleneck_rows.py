@@ -25,7 +25,7 @@ class ToldVerdict:
     @property
     def named(self) -> list[str]:
         """The kinds of the causes, the largest first."""
-        return [cause["kind"] for cause in self.facts["causes"]]
+        return [_name_kind(cause) for cause in self.facts["causes"]]
 
     @property
     def rank(self) -> int | None:
@@ -51,7 +51,7 @@ class ToldVerdict:
         neither."""
         saved_share, is_upper_bound = 0.0, False
         for cause in self.facts["causes"]:
-            if cause["kind"] not in trial.expected:
+            if _name_kind(cause) not in trial.expected:
                 continue
             for gain in cause["gains"]:
                 if gain["setting"] == trial.setting:
@@ -70,6 +70,13 @@ class ToldVerdict:
             return set(trial.expected) <= set(self.named) and self.rank == trial.rank
         is_named_first = self.named[0] == trial.expected[0]
         return is_named_first and trial.rank in (None, self.rank)
+
+
+def _name_kind(cause: Mapping[str, Any]) -> str:
+    """The kind; of an update that memory bounds that of any long update."""
+    if cause["phase"] == "optimizer":
+        return "optimizer"
+    return str(cause["kind"])
 
 
 @dataclass

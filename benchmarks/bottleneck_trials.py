@@ -194,7 +194,7 @@ def _draw_wide_table(rng: random.Random, name: str) -> Trial:
     larger_batch = f"train.global_batch_size={factor * 2}"
     return Trial(
         name,
-        ("memory bandwidth",),
+        ("optimizer",),
         (*WIDE_TABLE_JOB, f"model.args.num_rows={rows}"),
         ("train.global_batch_size=2",),
         without=(larger_batch,),
@@ -208,9 +208,9 @@ def _draw_shared_update(rng: random.Random, name: str) -> Trial:
     rows = rng.choice((65_536, 98_304))
     return Trial(
         name,
-        ("memory bandwidth",),
+        ("optimizer",),
         (*WIDE_TABLE_JOB, f"model.args.num_rows={rows}"),
-        ("parallel.zero_stage=0",),
+        ("parallel.zero_stage=none",),
         without=("parallel.zero_stage=1",),
         about=f"a table of {rows:,} rows, each rank updates all (without: zero1)",
         setting="parallel.zero_stage=1",

@@ -16,6 +16,7 @@ CAUSE_KINDS = (
     "no processor time",
     "uneven steps",
     "memory bandwidth",
+    "optimizer",
     "compute",
 )
 

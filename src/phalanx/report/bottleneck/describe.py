@@ -18,10 +18,7 @@ def describe_bottleneck(verdict: BottleneckVerdict) -> str:
             " fifths"
         )
     if main.kind == "compute":
-        sentence = f"computation, {format_percent(main.share, 1)} of a step"
-        if main.phase == "optimizer":
-            return f"{sentence}, much of it the optimizer's update: nothing else takes a tenth"
-        return f"{sentence}: nothing else takes a tenth"
+        return f"computation, {format_percent(main.share, 1)} of a step: nothing else takes a tenth"
     sentence = (
         f"{main.subject}, {format_percent(main.share, 1)} of a step"
         f"{'' if main.share >= CLEAR_SHARE else ' (a small part)'}: without it steps would be"

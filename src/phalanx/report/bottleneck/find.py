@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.core.units import plural
-from phalanx.report.bottleneck.cause import CLEAR_SHARE, COMPUTE_SHARE, BottleneckVerdict, Cause
+from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
 from phalanx.report.bottleneck.communication import find_bubble, find_communication
 from phalanx.report.bottleneck.memory_bandwidth import (
-    advise_on_update,
     describe_roofline,
+    find_long_update,
     find_traffic_between_products,
-    find_update_bandwidth,
     list_missing_evidence,
-    list_update_gains,
 )
 from phalanx.report.bottleneck.shared import (
     DATA,
@@ -58,7 +56,7 @@ def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
         find_straggler(study, group)
     for find in (
         find_small_operators,
-        find_update_bandwidth,
+        find_long_update,
         find_traffic_between_products,
         find_communication,
         find_bubble,
@@ -106,13 +104,6 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
         evidence.append(text)
     if roofline := describe_roofline(study):
         evidence.append(roofline)
-    action, gains = _advise_on_compute(utilization), list_update_gains(study)
-    update_share = study.typical_share(("optimizer",))
-    if update_share < CLEAR_SHARE:
-        gains = ()
-    else:
-        evidence.append(f"the optimizer's update takes {format_percent(update_share, 1)} of a step")
-        action = advise_on_update(gains)
     return [
         Cause(
             "compute",
@@ -120,9 +111,7 @@ def _describe_compute(study: StepStudy) -> list[Cause]:
             1.0,
             "computation",
             tuple(evidence),
-            action,
-            phase="optimizer" if gains else "",
-            gains=gains,
+            _advise_on_compute(utilization),
         )
     ]
 

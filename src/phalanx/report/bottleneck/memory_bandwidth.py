@@ -23,53 +23,67 @@ MAX_RATE_SHARE = 1.25
 _BATCH_FACTORS = (2, 4)
 
 
-def find_update_bandwidth(study: StepStudy) -> None:
-    """An update of the weights that takes a fifth of a step, at the rate of memory.
+def find_long_update(study: StepStudy) -> None:
+    """An update of the weights that takes a fifth of a step: memory bounds it where it moves bytes
+    at the rate of memory; else why it takes so long is not judged.
 
     A fifth and not a tenth: every step has an update.
     """
-    update, memory = study.outline.update, study.outline.memory
     share = study.typical_share(("optimizer",))
-    if share < CLEAR_SHARE or update is None:
-        return
     update_s = _measure_update_s(study)
-    if not update_s > 0:
+    if share < CLEAR_SHARE or not update_s > 0:
         return
-    rate = update.moved_bytes / update_s
-    roof = 0.0 if memory is None else memory.find_rate(update.touched_bytes)
-    if memory is None or not roof > 0:
+    at_memory_rate, why_not = _compare_with_copies(study, update_s)
+    if why_not:
         study.not_judged.append(
-            f"whether memory bounds the update of the weights ({format_percent(share, 1)} of a"
-            f" step, at least {format_rate(rate)} on each rank): the evidence does not suffice, as"
-            f" {_say_why_unknown(memory is None)}"
+            f"why the update of the weights takes {format_percent(share, 1)} of a step: {why_not}"
         )
-        return
-    if not MIN_RATE_SHARE <= rate / roof <= MAX_RATE_SHARE:
-        study.not_judged.append(
-            f"why the update of the weights takes {format_percent(share, 1)} of a step: it moves"
-            f" {format_rate(rate)} on each rank, and memory gives {format_rate(roof)}"
-            f" ({memory.basis})"
-        )
-        return
+    took = f"the update takes {format_milliseconds(update_s)} of a step"
+    kind, subject, evidence = "optimizer", "the optimizer's update", took
+    if at_memory_rate:
+        kind, subject = "memory bandwidth", "memory bandwidth in the optimizer's update"
+        evidence = f"{took} and {at_memory_rate}"
     gains = list_update_gains(study)
     study.causes.append(
         Cause(
-            "memory bandwidth",
+            kind,
             share,
             study.take_out_groups(("optimizer",)),
-            "memory bandwidth in the optimizer's update",
-            (
-                f"the update takes {format_milliseconds(update_s)} of a step and moves at least"
-                f" {format_bytes(update.moved_bytes)} on each rank: {format_rate(rate)},"
-                f" {format_percent(rate, roof)} of the {format_rate(roof)} that memory gives it"
-                f" ({memory.basis})",
-            ),
-            advise_on_update(gains),
+            subject,
+            (evidence,),
+            _advise_on_update(gains),
             phase="optimizer",
             is_upper_bound=True,
             gains=gains,
         )
     )
+
+
+def _compare_with_copies(study: StepStudy, update_s: float) -> tuple[str, str]:
+    """What the update moves at the rate of memory, or else why that is not said of it."""
+    update, memory = study.outline.update, study.outline.memory
+    if update is None:
+        return (
+            "",
+            "an own optimizer, or one whose state lies elsewhere, moves nobody knows how much",
+        )
+    rate = update.moved_bytes / update_s
+    if memory is None or not (roof := memory.find_rate(update.touched_bytes)) > 0:
+        why = _say_why_unknown(memory is None)
+        return "", (
+            f"it moves at least {format_rate(rate)} on each rank; the evidence does not suffice, as"
+            f" {why}"
+        )
+    if not MIN_RATE_SHARE <= rate / roof <= MAX_RATE_SHARE:
+        return "", (
+            f"it moves {format_rate(rate)} on each rank, and memory gives {format_rate(roof)}"
+            f" ({memory.basis})"
+        )
+    return (
+        f"moves at least {format_bytes(update.moved_bytes)} on each rank: {format_rate(rate)},"
+        f" {format_percent(rate, roof)} of the {format_rate(roof)} that memory gives it"
+        f" ({memory.basis})"
+    ), ""
 
 
 def find_traffic_between_products(study: StepStudy) -> None:
@@ -155,7 +169,7 @@ def list_update_gains(study: StepStudy) -> tuple[ExpectedGain, ...]:
     return tuple(gains)
 
 
-def advise_on_update(gains: tuple[ExpectedGain, ...]) -> str:
+def _advise_on_update(gains: tuple[ExpectedGain, ...]) -> str:
     """What to do about an update that takes long, in words."""
     advice = "more tokens to each update, or ranks that share it"
     if not gains:
