@@ -162,6 +162,7 @@ def _draw_bubble(rng: random.Random, name: str) -> Trial:
         ("parallel.pp=2", "model.dim=256", f"train.global_batch_size={batch}"),
         (f"train.micro_batch_size={batch // 2}",),
         without=("train.micro_batch_size=2",),
+        setting="train.micro_batch_size=2",
         about=f"two stages and two microbatches of {batch // 2} (without: of 2)",
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded_steps import write_run
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
@@ -30,6 +31,7 @@ from phalanx.plan.pipeline.trace import (
     sum_forward_backward_s,
 )
 from phalanx.plan.planner import make_plan
+from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.bubble import MeasuredPipeline, parse_pipeline_of_plan
 from phalanx.train.pipeline_record import (
     align_rank_clocks,
@@ -246,6 +248,37 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
     assert of_one_sample.startswith(
         "16 microbatches instead of 8 (a train.global_batch_size 2 times as large)"
     )
+
+
+def test_the_gain_of_more_microbatches_is_that_of_the_steps_with_less_waiting(
+    tmp_path: Path,
+) -> None:
+    """With 16 microbatches for 8 ranks wait half as long for a second of work: 3/16 for 3/8."""
+    planned, waited_s = pipeline(), 0.060
+    found = judged(planned, [EVEN] * 4)
+    assert found.more_microbatches is not None
+    assert found.shrink_wait(found.more_microbatches) == pytest.approx(0.5)
+    event = measured(planned, [EVEN] * 4)
+    run = write_run(tmp_path / "run", {-1: {"pipeline": waited_s}}, more=(event,))
+    plan: dict[str, Any] = {
+        "pipeline": planned.to_json(), "layout": {"pp": 4}, "device": "cpu", "world_size": 4,
+        "micro_batch_size": 4, "num_microbatches": 8, "global_batch_size": 32,
+    }  # fmt: skip
+    verdict = judge_run(run, plan)
+    assert verdict is not None
+    cause = verdict.main
+    assert cause is not None
+    assert cause.kind == "bubble"
+    step_s = verdict.mean_step_s
+    (gain,) = cause.gains
+    assert (gain.setting, gain.limit) == ("train.micro_batch_size=2", "at most")
+    assert gain.speedup == pytest.approx(step_s / (step_s - waited_s / 2), abs=0.01)
+    assert f"train.micro_batch_size=2: at most {gain.speedup:.2f} x" in cause.action
+    # Of one sample: only a larger batch has more of them.
+    verdict = judge_run(run, plan | {"micro_batch_size": 1, "global_batch_size": 8})
+    assert verdict is not None
+    assert verdict.main is not None
+    assert verdict.main.gains[0].setting == "train.global_batch_size=16"
 
 
 def test_a_slow_stage_is_named_and_the_rest_is_said_of_even_ones() -> None:

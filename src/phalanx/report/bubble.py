@@ -39,6 +39,17 @@ MAX_UNEXPLAINED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
+class MoreMicrobatches:
+    """So many microbatches, `factor` times those of now, by a setting of the job, "" where only a
+    larger batch has them; `bubble` of the schedule then, 0 to 1."""
+
+    count: int
+    factor: float
+    setting: str
+    bubble: float
+
+
+@dataclass(frozen=True)
 class MeasuredPipeline:
     """A PipelineMeasured beside the plan of its run.
 
@@ -185,22 +196,37 @@ class MeasuredPipeline:
             return "the wait of even stages"
         return "the wait"
 
-    def _suggest_microbatches(self) -> list[str]:
-        """The least number with which the schedule keeps to the limit."""
+    @cached_property
+    def more_microbatches(self) -> MoreMicrobatches | None:
+        """The least number with which the schedule keeps to the limit; None where none does."""
         remedy = find_microbatches_for_small_bubble(
             self.pipeline, self.samples_per_rank, self._measured_or_even_costs
         )
         if remedy is None:
-            return []
+            return None
         count, is_divided, bubble = remedy
-        now, share = self.pipeline.num_microbatches, formats.format_percent(bubble, 1.0)
-        how = f"a train.global_batch_size {count / now:g} times as large"
+        setting = ""
         if is_divided:
-            how = f"train.micro_batch_size={self.samples_per_rank // count}"
+            setting = f"train.micro_batch_size={self.samples_per_rank // count}"
+        return MoreMicrobatches(count, count / self.pipeline.num_microbatches, setting, bubble)
+
+    def shrink_wait(self, more: MoreMicrobatches) -> float:
+        """The seconds that ranks wait for each second of work with so many microbatches, over those
+        they wait now, as the schedule has both; 1 where it does not tell."""
+        now, then = self.event.bubble_predicted, more.bubble
+        if not (0 < then <= now < 1):
+            return 1.0
+        return (then / (1 - then)) / (now / (1 - now))
+
+    def _suggest_microbatches(self) -> list[str]:
+        more = self.more_microbatches
+        if more is None:
+            return []
+        share = formats.format_percent(more.bubble, 1.0)
+        how = more.setting or f"a train.global_batch_size {more.factor:g} times as large"
         return [
-            f"{count} microbatches instead of {now} ({how}) would bring {self._get_wait_noun} to"
-            " about"
-            f" {share}."
+            f"{more.count} microbatches instead of {self.pipeline.num_microbatches} ({how}) would"
+            f" bring {self._get_wait_noun} to about {share}."
         ]
 
     def _suggest_interleaving(self) -> list[str]:
