@@ -711,6 +711,24 @@ def test_a_damaged_npy(tmp_path: Path, out_dir: Path, length: int) -> None:
     refused_without_trace(tmp_path / "ids.npy", out_dir, "not a readable .npy file")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i8', 'fortran_order': False, 'shape': \xf41000,), }",  # half of a bracket
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (999999999999999999999,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (4611686018427387904,), }",
+        "{'descr': '<i8', b'fortran_order': False, 'shape': (1000,), }",
+        "{[]: '<i8', 'fortran_order': False, 'shape': (1000,), }",
+    ],
+)
+def test_a_npy_whose_header_is_damaged(tmp_path: Path, out_dir: Path, header: str) -> None:
+    line = f"{header:<117}\n".encode("latin1")
+    begin = b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little")
+    (tmp_path / "ids.npy").write_bytes(begin + line + bytes(8000))
+    refused_without_trace(tmp_path / "ids.npy", out_dir, "ids.npy: not a readable .npy file")
+
+
 def test_tokens_beyond_the_models_vocabulary(
     tmp_path: Path, library: Path, shards: Path, out_dir: Path
 ) -> None:

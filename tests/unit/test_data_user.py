@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.core.errors import DataError, LayoutError
+from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.data import workers
 from phalanx.data.loader import RankBatchShare, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
@@ -21,6 +21,7 @@ from phalanx.data.user_dataset import (
     UserSamples,
     collate_samples,
     hash_sample_subset,
+    open_user_dataset,
 )
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import count_loader_processes, is_own_dataset
@@ -97,6 +98,10 @@ def test_arrays_tensors_and_numbers_are_stacked() -> None:
         (({"inputs": 1}, {"inputs": 1, "mask": 2}), "sample 1 has ['inputs', 'mask']"),
         (({"inputs": 1, "name": "cat"},), "'name' is no number and no array of numbers (str)"),
         (({"inputs": [[1, 2], [3]]},), "sample 0"),
+        (({"inputs": 10**30},), "sample 0 of own:data: 'inputs' cannot be made an array"),
+        (({"inputs": np.array([10**30])},), "no array of numbers (ndarray of object)"),
+        (({"inputs": np.zeros(3, np.longdouble)},), f"(ndarray of {np.dtype(np.longdouble)})"),
+        (({"a.b": 1, "a": {"b": 2}},), "sample 0 of own:data: two entries are both called 'a.b'"),
     ],
 )
 def test_what_cannot_be_a_batch(samples: tuple[object, ...], said: str) -> None:
@@ -104,6 +109,19 @@ def test_what_cannot_be_a_batch(samples: tuple[object, ...], said: str) -> None:
         batch_of(*samples)
     assert said in str(caught.value)
     assert "own:data" in str(caught.value)
+
+
+def test_a_sample_that_holds_itself() -> None:
+    sample: dict[str, object] = {"inputs": 1}
+    sample["itself"] = sample
+    with pytest.raises(DataError, match="sample 0 of own:data: it is nested too deeply, or holds"):
+        batch_of(sample)
+
+
+def test_another_machines_order_of_bytes_becomes_this_ones() -> None:
+    swapped = np.dtype(np.float32).newbyteorder("S")
+    inputs = batch_of({"inputs": np.array([1.5, -2], swapped)})["inputs"]
+    assert torch.from_numpy(inputs).tolist() == [[1.5, -2]]
 
 
 def test_nothing_is_shared_with_the_samples() -> None:
@@ -189,6 +207,15 @@ class Sticky(Data):
         os._exit(0) if self.how == "ends" else time.sleep(1000)
 
 
+class LessThanNothing(Data):
+    def __len__(self):
+        return -1
+
+
+def less_than_nothing(split):
+    return LessThanNothing(1)
+
+
 def sticky(split, how):
     return Sticky(how) if split == "train" else None
 """
@@ -225,6 +252,10 @@ def test_the_facts_of_a_dataset_are_known_before_the_start(prepare: Callable[...
         ),
         ("a_list_of_nothing", "the dataset is empty"),
         ("an_iterator", "has no __len__"),
+        (
+            "less_than_nothing",
+            "own_factories:less_than_nothing, split 'train', len(): ValueError: __len__()",
+        ),
         ("tuples", "a sample must be a dict of arrays, tensors or numbers (it is tuple)"),
         ("dies", "the library says why"),
     ],
@@ -236,6 +267,26 @@ def test_a_dataset_that_cannot_be_used(
         prepare(name)
     assert said in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import os\nx = y", "own_broken.py:2, data.source own_broken:data, import: NameError: "),
+        ("def f(:", "own_broken.py:1, data.source own_broken:data, import: SyntaxError: "),
+        ("\0", "data.source own_broken:data, import: SyntaxError: "),
+        ("import no_such_module", "own_broken.py:1, data.source own_broken:data, import: ModuleN"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    (tmp_path / "own_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        open_user_dataset("own_broken:data", {}, "train")
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(said)
+    assert caught.value.exit_code is ExitCode.DATA
 
 
 def test_a_sample_that_ends_the_process_is_named(prepare: Callable[..., object]) -> None:

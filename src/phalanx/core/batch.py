@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from phalanx.core.errors import DataError
+
 # A target that counts for nothing. It is the default of torch's cross_entropy.
 IGNORE_INDEX = -100
 # What text needs: 256 byte values and the end of a document.
@@ -28,10 +30,15 @@ def flatten_batch(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict
     A dict is a level; so is a list or tuple with a dict, or with arrays of several shapes, in it:
     another list is an array of its numbers. `of_tensors`: entries are tensors, and any list or
     tuple is a level.
+
+    Raises DataError where two entries have one name, as of {"a.b": ..., "a": {"b": ...}}.
     """
     entries: dict[str, Any] = {}
-    for name, value in batch.items():
-        entries.update(_flatten_entries(str(name), value, of_tensors))
+    for outermost, outermost_value in batch.items():
+        for name, value in _flatten_entries(str(outermost), outermost_value, of_tensors):
+            if name in entries:
+                raise DataError(f"two entries are both called {name!r}", fix="rename one of them")
+            entries[name] = value
     return entries
 
 

@@ -21,6 +21,7 @@ import xxhash
 
 from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import open_regular_file, resolve_regular_file_path
+from phalanx.core.printable import describe_foreign_error, printable
 from phalanx.data.dataset import (
     DATASET_FILE_NAME,
     TokenizerFacts,
@@ -289,14 +290,19 @@ def _open_npy(path: Path) -> Tokens:
     Raises DataError unless that is what the file holds.
     """
     try:
-        with resolve_regular_file_path(path) as opened:
+        # The sizes of a damaged header may overflow.
+        with resolve_regular_file_path(path) as opened, np.errstate(over="ignore"):
             # Unlike np.load it never unpickles.
             ids = np.lib.format.open_memmap(opened, mode="r")
     except OSError as error:
         raise build_unreadable_data_error(error, f"data.source {path}") from None
-    except (ValueError, EOFError) as error:
+    # A header is a Python literal: of a damaged one numpy lets through whatever its parser raises.
+    except Exception as error:
         raise DataError(
-            "not a readable .npy file", where=f"data.source {path}", why=str(error)
+            "not a readable .npy file",
+            where=f"data.source {path}",
+            why=printable(describe_foreign_error(error), 200),
+            fix="write it again with numpy.save",
         ) from None
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         why = f"it is {ids.ndim}-D {ids.dtype}"

@@ -10,11 +10,13 @@ never notices.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,19 +25,22 @@ from numpy.typing import NDArray
 
 from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import hash_to_stable_64_bits
-from phalanx.core.errors import DataError, DataSourceError
+from phalanx.core.errors import DataError, DataSourceError, PhalanxError
 from phalanx.core.outages import find_outage
 from phalanx.core.printable import describe_foreign_error
 from phalanx.core.registry import import_object_of_kind
+from phalanx.core.uncaught import find_innermost_user_code_line
 from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
 
 Arrays = dict[str, NDArray[Any]]
 
+_PACKAGE_DIR = str(Path(__file__).parents[1])
 # Samples that are compared between processes: several, because processes that shuffle for
 # themselves may agree on one of them by chance.
 NUM_COMPARED_SAMPLES = 16
-_TENSOR_DTYPE_KINDS = "biufc"  # numpy's kinds of types that a tensor can have
+# numpy's kinds of types that a tensor can have, and the most bytes of a number of each.
+_TENSOR_ITEMSIZES = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,21 @@ class UserDatasetFacts:
 def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
     """The result of the factory: a dataset with at least one sample, or None for "held_out".
 
-    Raises LayoutError (exit 3) if there is no such factory, DataSourceError for what it raises, and
-    DataError for what it returns.
+    Raises LayoutError (exit 3) if there is no such factory, DataSourceError for what it or its
+    module raises, and DataError for what it returns.
     """
-    factory = import_object_of_kind(source, "phalanx.data", "dataset")
+    where = f"data.source {source}"
+    try:
+        factory = import_object_of_kind(source, "phalanx.data", "dataset")
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise format_user_exception(error, f"{where}, import") from error
+    where += f", split {split!r}"
     try:
         dataset = factory(split, **args)
     except Exception as error:
-        raise format_user_exception(error, f"data.source {source}, split {split!r}") from error
+        raise format_user_exception(error, where) from error
     if dataset is None and split == "held_out":
         return None
     for name in ("__len__", "__getitem__"):
@@ -70,10 +82,14 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
             raise DataError(
                 summary, where="data.source", fix="return a map-style dataset: len() and [i]"
             )
-    if len(dataset) == 0:
+    try:
+        num_samples = len(dataset)
+    except Exception as error:
+        raise format_user_exception(error, f"{where}, len()") from error
+    if num_samples == 0:
         raise DataError(
             "the dataset is empty",
-            where=f"data.source {source}, split {split!r}",
+            where=where,
             why="its len() is 0",
         )
     return dataset
@@ -133,7 +149,10 @@ def collate_samples(
     arrays of float64, which is its default and rarely meant. Tensors keep their type. Entries of
     nested samples have joined names.
     """
-    samples = [flatten_batch(sample) for sample in samples]
+    samples = [
+        _flatten_sample(sample, f"sample {index} of {source}")
+        for index, sample in zip(places, samples, strict=True)
+    ]
     keys = list(samples[0])
     for index, sample in zip(places, samples, strict=True):
         if set(sample) != set(keys):
@@ -143,6 +162,15 @@ def collate_samples(
     for key in keys:
         arrays[key] = _stack_entries(key, [sample[key] for sample in samples], places, source)
     return arrays
+
+
+def _flatten_sample(sample: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        return flatten_batch(sample)
+    except DataError as error:
+        raise DataError(error.what, where=where, fix=error.fix) from None
+    except RecursionError:
+        raise DataError("it is nested too deeply, or holds itself", where=where) from None
 
 
 def _stack_entries(
@@ -167,33 +195,48 @@ def _stack_entries(
 
 
 def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
-    if isinstance(value, bool | int) and not isinstance(value, np.generic):
-        return np.asarray(value, np.int64)
-    # As torch.tensor takes it; numpy's own float64 numbers, too.
-    if isinstance(value, float):
-        return np.asarray(value, np.float32)
     is_tensor = hasattr(value, "detach")
     try:
+        if isinstance(value, bool | int) and not isinstance(value, np.generic):
+            return np.asarray(value, np.int64)
+        # As torch.tensor takes it; numpy's own float64 numbers, too.
+        if isinstance(value, float):
+            return np.asarray(value, np.float32)
         array = np.asarray(value.detach().cpu().numpy() if is_tensor else value)
-    except (TypeError, ValueError) as error:  # a ragged list, or a type that numpy does not have
+    # A ragged list, a type that numpy does not have, or a whole number of more than 64 bits.
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{key!r} cannot be made an array", where=where, why=str(error)) from None
-    if array.dtype.kind not in _TENSOR_DTYPE_KINDS:
-        raise DataError(
-            f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__
-        )
+    if array.dtype.itemsize > _TENSOR_ITEMSIZES.get(array.dtype.kind, 0):
+        why = type(value).__name__
+        if isinstance(value, np.ndarray | np.generic):
+            why += f" of {array.dtype}"
+        raise DataError(f"{key!r} is no number and no array of numbers", where=where, why=why)
     if array.dtype == np.float64 and not is_tensor:
         # numpy's default, and rarely meant; the type of a tensor is.
         return array.astype(np.float32)
-    return array
+    # A tensor has this machine's order of bytes, which a file of another kind may not.
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def format_user_exception(error: Exception, where: str) -> DataSourceError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename != __file__:
-            where = f"{frame.filename}:{frame.lineno}, {where}"
-            break
+    if line := _find_raising_line(error):
+        where = f"{line}, {where}"
     return DataSourceError(describe_foreign_error(error), where=where, outage=find_outage(error))
+
+
+def _find_raising_line(error: Exception) -> str:
+    """The line of the user's own code that raised, else of a library's; "" if it was ours."""
+    # A file that Python cannot read has run no line.
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    if line := find_innermost_user_code_line(error.__traceback__):
+        return line
+    not_theirs = ("<", _PACKAGE_DIR, importlib.__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(not_theirs):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 @contextlib.contextmanager
