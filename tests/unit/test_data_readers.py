@@ -469,6 +469,40 @@ def test_a_damaged_page_of_a_parquet_file(tmp_path: Path) -> None:
     refused([path], tmp_path / "out", "a.parquet", "damaged")
 
 
+@pytest.mark.parametrize("wrong", [-4, 10**6])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (pa.string(), "<i4"),
+        (pa.large_string(), "<i8"),
+        (pa.dictionary(pa.int32(), pa.string()), "<i4"),  # its indices
+    ],
+)
+def test_an_arrow_file_whose_offsets_lead_out_of_it(
+    tmp_path: Path, kind: pa.DataType, number: str, wrong: int
+) -> None:
+    """Pyarrow follows them: it ended the process, or gave what lay in its memory as text."""
+    values = pa.array([f"{row:4}" for row in range(64)]).cast(kind)
+    pa.feather.write_feather(
+        pa.table({"text": values}), tmp_path / "a.feather", compression="uncompressed"
+    )
+    step = 1 if pa.types.is_dictionary(kind) else 4
+    right = np.arange(8, 12, dtype=number) * step
+    damaged = right.copy()
+    damaged[2] = wrong
+    content = (tmp_path / "a.feather").read_bytes()
+    assert content.count(right.tobytes()) == 1
+    (tmp_path / "a.feather").write_bytes(content.replace(right.tobytes(), damaged.tobytes()))
+    refused([tmp_path / "a.feather"], tmp_path / "out", "a.feather", "the Arrow file is damaged")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather"])
+def test_names_of_columns_that_are_not_utf8(tmp_path: Path, name: str) -> None:
+    path = WRITERS[name.replace("a.", "rows.")](tmp_path / name)
+    path.write_bytes(path.read_bytes().replace(b"text", b"\xfeext"))
+    refused([path], tmp_path / "out", name, "'utf-8' codec can't decode byte 0xfe")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_damaged_compressed_rows(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("not compressed\n")

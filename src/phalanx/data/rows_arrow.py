@@ -73,7 +73,8 @@ def _open_columnar_file(path: str, opener: Callable[[str], Any]) -> Any:
     except DataError as error:
         error.where = path
         raise
-    except (arrow.ArrowException, OSError) as error:
+    # Names of columns that are not UTF-8 are no error to Arrow, but to Python.
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         # pyarrow names the file that it was given, which may be a descriptor's.
         why = _first_line(error).replace(opened, path)
         summary = f"not a readable {_format_name(path)} file"
@@ -121,10 +122,16 @@ def _open_arrow(path: str) -> Any:
 
 def _require_text_column(schema: Any, column: str, path: str) -> None:
     arrow = _import_pyarrow(path)
-    if column not in schema.names:
-        raise missing_column_error(column, list(schema.names), path, "column", "its columns are")
-    if schema.names.count(column) > 1:
-        summary = f"{schema.names.count(column)} columns are called {column!r}"
+    try:
+        names = list(schema.names)
+    except UnicodeDecodeError as error:
+        summary = f"the {_format_name(path)} file is damaged"
+        why = f"the name of a column is not UTF-8: {error}"
+        raise DataError(summary, where=path, why=why) from None
+    if column not in names:
+        raise missing_column_error(column, names, path, "column", "its columns are")
+    if names.count(column) > 1:
+        summary = f"{names.count(column)} columns are called {column!r}"
         raise DataError(summary, where=path, fix="write it again with other names")
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
@@ -237,9 +244,10 @@ def _iterate_column_rows(
     before, num_read, row = reading.read, 0, 0
     try:
         for first, batch in batches:
-            values = batch.column(batch.schema.get_field_index(column))
-            step = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * len(values) // max(1, values.nbytes)))
             row = first
+            values = batch.column(batch.schema.get_field_index(column))
+            _require_valid_layout(values)
+            step = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * len(values) // max(1, values.nbytes)))
             _refuse_too_long_cells(values, span, first)
             for start in range(0, len(values), step):
                 for text in _values_to_texts(values.slice(start, step)):
@@ -253,6 +261,29 @@ def _iterate_column_rows(
                     reading.read = before + span.weight * min(1.0, num_read / num_rows)
     except arrow.ArrowException as error:
         raise _build_damaged_file_error(span, f": after row {row}", error) from None
+
+
+def _require_valid_layout(values: Any) -> None:
+    """Raise ArrowException for offsets or indices that lead out of a column's buffers: pyarrow
+    would follow those of a damaged file to whatever lies there.
+
+    The letters are not looked at, for text that is not UTF-8 is no damage.
+    """
+    import pyarrow as arrow
+
+    if arrow.types.is_dictionary(values.type):
+        values.indices.validate(full=True)
+        # Only the length of the dictionary is compared with the indices.
+        arrow.DictionaryArray.from_arrays(values.indices, arrow.nulls(len(values.dictionary)))
+        values = values.dictionary
+    layouts = {
+        arrow.string(): arrow.binary(),
+        arrow.large_string(): arrow.large_binary(),
+        arrow.string_view(): arrow.binary_view(),
+    }
+    if values.type in layouts:
+        values = values.view(layouts[values.type])
+    values.validate(full=True)
 
 
 def _refuse_too_long_cells(values: Any, span: SourceFileSpan, first: int) -> None:
