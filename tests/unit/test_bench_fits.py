@@ -209,7 +209,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: 
         load_profile(path)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), 1e308])
+@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), 1e308, 10**400])
 def test_a_profile_with_a_rate_that_no_machine_has_is_no_profile(
     tmp_path: Path, rate: float
 ) -> None:

@@ -119,7 +119,10 @@ def _convert_json_to_annotated_type(kind: Any, value: object, where: str) -> Any
         return Path(value)
     # A float that was given as 5 is written as an int. By exact type: True is an int, too.
     if kind is float and type(value) in (int, float):
-        return float(cast(float, value))
+        try:
+            return float(cast(float, value))
+        except OverflowError:
+            raise _type_mismatch_error(where, "a number that a float can be", value) from None
     if kind is object or kind is Any or type(value) is kind:
         return value
     raise _type_mismatch_error(where, getattr(kind, "__name__", str(kind)), value)
