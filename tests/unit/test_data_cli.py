@@ -261,6 +261,10 @@ def test_a_picture_takes_the_place_of_no_shard(
     assert _app.run_command_line(["data", "stats", str(facts.parent), "--page", str(facts)]) == 2
     assert "is there already, and is no page" in capsys.readouterr().err
     assert facts.read_bytes() == before
+    os.mkfifo(made / "pipe")
+    pipe = str(made / "pipe")
+    assert _app.run_command_line(["data", "stats", str(facts.parent), "--page", pipe]) == 7
+    assert (made / "pipe").is_fifo()
 
 
 def test_a_picture_where_only_ascii_can_be_shown(made: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import tomllib
@@ -135,6 +136,10 @@ def test_init_writes_a_job_and_says_what_comes_next(
     assert json.loads(Path(SCHEMA_FILE_NAME).read_text()) == build_job_json_schema()
     assert load_job("job.toml") == Job()
     assert sorted(path.name for path in tmp_path.iterdir()) == [SCHEMA_FILE_NAME, "job.toml"]
+    os.mkfifo("pipe")
+    assert _app.run_command_line(["init", "pipe", "--force"]) == 7
+    assert "pipe: it is no file that can be replaced" in capsys.readouterr().err
+    assert Path("pipe").is_fifo()
 
 
 @pytest.mark.parametrize(

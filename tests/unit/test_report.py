@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -796,6 +797,12 @@ def test_a_page_takes_the_place_of_no_file_that_is_none(
     assert run_command_line(["report", str(run), "--out", str(events_file)]) == 2
     assert "is there already, and is no page; it is not overwritten" in capsys.readouterr().err
     assert events_file.read_bytes() == before
+    # Nor of a device, as /dev/null is: it would be gone for the whole machine.
+    os.mkfifo(tmp_path / "pipe")
+    for device in (tmp_path / "pipe", Path("/dev/stdout")):
+        assert run_command_line(["report", str(run), "--out", str(device)]) == 7
+        assert f"{device}: it is no file that can be replaced" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
     # Its own page is written anew.
     for _ in range(2):
         assert run_command_line(["report", str(run), "--out", str(run / "page.html")]) == 0

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import open_regular_file, read_json, require_regular_file_mode
 
 
@@ -27,9 +27,22 @@ def require_writable_place(file: Path, *, makes_folder: bool) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
+def require_no_device(file: Path) -> None:
+    """Raises ResourceError where `file` is there and is neither a file nor a directory: what
+    replaced /dev/null would take its place for the whole machine, and /dev/stdout is a link that
+    leads to a file for a moment."""
+    if not file.exists() or file.is_dir():
+        return
+    if not file.is_file() or os.path.realpath(file.parent) == "/dev":
+        raise ResourceError(
+            "it is no file that can be replaced", where=str(file), fix="give the name of a file"
+        )
+
+
 def require_page_or_new_file(file: Path) -> None:
     """Raises UsageError where `file` is there and is no page that a page may replace: the job file
-    of `phalanx plan --page job.toml`, say, or an event file."""
+    of `phalanx plan --page job.toml`, say, or an event file; ResourceError for a device."""
+    require_no_device(file)
     beginning = _read_beginning(file)
     if beginning and not beginning.lstrip().lower().startswith(b"<!doctype html"):
         raise _build_overwriting_error(file, "page")

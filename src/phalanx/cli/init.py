@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +45,7 @@ def command(
     """
     import shlex
 
+    from phalanx.cli._output_files import require_no_device
     from phalanx.core.terminal import print_document
     from phalanx.job.job_file import (
         load_job_of_run,
@@ -67,6 +69,8 @@ def command(
     if file == "-":
         print_document(text, end="")
         return 0
+    if force:
+        require_no_device(Path(file))
     path = write_job_file(file, text, force=force)
     command = f"{format_program_command()} train {shlex.quote(spell_path_as_argument(path))}"
     print(f"wrote   {path}; next: {command}")
