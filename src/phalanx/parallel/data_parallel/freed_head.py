@@ -60,9 +60,11 @@ class FreedHead:
 
 
 def _list_parameter_groups(root: nn.Module) -> list[Any]:
-    """FSDP2's own groups of parameters of a unit, private in torch: several in 2.13, one in
-    2.11."""
+    """FSDP2's own groups of parameters of a unit, private in torch: any number in 2.13, one or none
+    in 2.11."""
     assert isinstance(root, FSDPModule)
     state = fully_shard.state(root)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else list(groups)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
