@@ -6,12 +6,18 @@ import json
 import math
 import random
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
 from phalanx.cli._app import run_command_line
 from phalanx.observe.events import RunFinished, StepFinished, StepSkipped, wrap_event_in_envelope
-from phalanx.report.compare import RunComparison, compare_runs, list_comparison_lines
+from phalanx.report.compare import (
+    RunComparison,
+    compare_runs,
+    estimate_relative_variance_of_mean,
+    list_comparison_lines,
+)
 from phalanx.report.reduce import collect_run_facts
 
 
@@ -22,11 +28,13 @@ def write_run(
     job: dict[str, object] | None = None,
     attempt: int = 0,
     first_step: int = 1,
+    num_steps: int = 40,
+    step_tokens: int = 100,
 ) -> Path:
     noise = random.Random(run_dir.name)
     (run_dir / "events").mkdir(parents=True, exist_ok=True)
     lines = []
-    for step in range(first_step, first_step + 40):
+    for step in range(first_step, first_step + num_steps):
         seconds = {"forward": 0.03, "backward": backward_s * noise.uniform(0.95, 1.05)}
         step_s = sum(seconds.values())
         event = StepFinished(
@@ -37,6 +45,8 @@ def write_run(
         "\n".join(lines) + "\n"
     )
     (run_dir / "job.json").write_text(json.dumps(job or {}))
+    plan = {"global_batch_size": step_tokens // 10, "seq_len": 10}
+    (run_dir / "plan.json").write_text(json.dumps(plan))
     return run_dir
 
 
@@ -64,10 +74,54 @@ def test_a_run_whose_events_end_before_it_did_says_so(tmp_path: Path) -> None:
     comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
     assert comparison.changed_keys == ("data.seq_len: nan -> 8",)
     assert comparison.remarks == (
+        "they did 40 and 60 steps: their wall times are not those of the same work",
         "the first has no end on record",
         "of the second, steps 41 to 60 are not on record: the run finished at step 60, and its"
         " events end before",
     )
+
+
+def test_runs_of_different_length_or_steps_of_different_size_are_compared_with_a_remark(
+    tmp_path: Path,
+) -> None:
+    first = write_run(tmp_path / "a", 0.06)
+    second = write_run(tmp_path / "b", 0.06, num_steps=90, step_tokens=200)
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    assert comparison.num_steps == (37, 87)
+    for remark in (
+        "their steps are of 100 and 200 tokens: compare tokens/s, and not seconds of a step",
+        "they did 40 and 90 steps: their wall times are not those of the same work",
+        "the last losses are those of steps 40 and 90",
+        "the mean step is that of steps 4 to 40 and of steps 4 to 90",
+    ):
+        assert remark in comparison.remarks
+    assert "37 and 87 steps" in list_comparison_lines(comparison, ("a", "b"))[0]
+    same = compare_runs(collect_run_facts(first), collect_run_facts(first))
+    assert same.remarks == ("the first has no end on record", "the second has no end on record")
+
+
+def test_steps_that_are_slow_together_are_not_so_many_measurements() -> None:
+    """Runs of one code on a machine that is busy for fifty steps at a time: nothing between them is
+    clear, twenty times in twenty-one."""
+    noise = random.Random(5)
+
+    def list_step_seconds() -> list[float]:
+        seconds, load = [], 0.0
+        for _ in range(2000):
+            load = 0.96 * load + noise.gauss(0, 0.02)
+            seconds.append(1 + load + noise.gauss(0, 0.02))
+        return seconds
+
+    num_clear, num_clear_if_independent = 0, 0
+    for _ in range(60):
+        pair = list_step_seconds(), list_step_seconds()
+        apart = abs(math.log(fmean(pair[0]) / fmean(pair[1])))
+        variances = map(estimate_relative_variance_of_mean, pair)
+        num_clear += apart > 2.262 * math.sqrt(sum(variances))
+        independent = ((stdev(each) / fmean(each)) ** 2 / len(each) for each in pair)
+        num_clear_if_independent += apart > 1.96 * math.sqrt(sum(independent))
+    assert num_clear <= 6
+    assert num_clear_if_independent > 30
 
 
 def test_equal_runs_are_not_called_faster(tmp_path: Path) -> None:

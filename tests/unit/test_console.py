@@ -255,7 +255,7 @@ def test_units(job: dict[str, object], is_text: bool) -> None:
             events.CheckpointIntervalChosen(11, 600.0, 2.0, 9.0, 90000.0),
             (
                 "a checkpoint each 10 m 00 s: a save stops training for 2.0 s and takes 9.0 s; a"
-                " failure each 25 h 00 m"
+                " failure each 25 h 00 m, as the job says"
             ),
         ),
         (events.CheckpointsRemoved([5, 10]), "removed old checkpoints step-5, step-10"),

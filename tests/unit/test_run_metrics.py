@@ -19,13 +19,19 @@ import pytest
 from commands import DEADLINE_S
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.launch import hang_kinds
+from phalanx.launch import hang_kinds, rank_failure
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.observe.loss_spikes import MIN_STEPS, LossSpikeDetector
+from phalanx.report import facts
 from phalanx.report.prometheus.dashboard import build_dashboard
 from phalanx.report.prometheus.dashboard_panels import DASHBOARD_ROWS
-from phalanx.report.prometheus.definitions import HANG_KINDS, METRICS, RUN_STATES
+from phalanx.report.prometheus.definitions import (
+    HANG_KINDS,
+    METRICS,
+    RESTART_CAUSES,
+    RUN_STATES,
+)
 from phalanx.report.prometheus.exposition import build_metrics_json, render_metrics
 from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_server
 from phalanx.report.prometheus.run_metrics import RunMetrics
@@ -95,7 +101,7 @@ def test_steps_done_again_count_as_work_and_not_as_progress() -> None:
     assert story.value("phalanx_restarts_total", "signal") == 1
     assert story.value("phalanx_restarts_total", "launcher") == 0
     # 8 steps stand, of a second each.
-    story.tell(events.RunFinished("finished", 0, 8, 20.0), rank=-1)
+    story.tell(events.RunFinished("finished", 0, 8, 13.0), rank=-1)
     lifetime_s = story.now_s - 1001.0
     assert story.value("phalanx_goodput_ratio") == pytest.approx(8 / lifetime_s)
 
@@ -104,7 +110,7 @@ def test_goodput_leaves_out_what_is_no_training() -> None:
     story = Story()
     story.start()
     story.steps(1, 4, phases_s={"forward": 0.25, "data": 0.5, "ckpt_stage": 0.25})
-    story.tell(events.RunFinished("finished", 0, 4, 20.0), rank=-1)
+    story.tell(events.RunFinished("finished", 0, 4, 5.0), rank=-1)
     assert story.value("phalanx_goodput_ratio") == pytest.approx(4 * 0.25 / 5.0)
 
 
@@ -115,7 +121,7 @@ def test_goodput_leaves_out_steps_that_were_not_applied() -> None:
         if number > 1:
             story.tell(events.StepSkipped(number, "nonfinite_gradients", 1.0, 0, 1))
         story.steps(number, number)
-    story.tell(events.RunFinished("finished", 0, 4, 20.0), rank=-1)
+    story.tell(events.RunFinished("finished", 0, 4, 5.0), rank=-1)
     lifetime_s = story.now_s - 1001.0
     assert story.value("phalanx_goodput_ratio") == pytest.approx(1 / lifetime_s)
 
@@ -169,6 +175,36 @@ def test_hangs_stragglers_and_going_back_are_counted() -> None:
 
 def test_the_kinds_of_hangs_are_those_that_the_supervisor_finds() -> None:
     assert HANG_KINDS == hang_kinds.HANG_KINDS
+
+
+def test_each_cause_of_a_restart_and_reason_of_a_skip_is_there_from_the_start() -> None:
+    """Prometheus sees no increase from nothing to one."""
+    assert {rank_failure.OUT_OF_MEMORY, rank_failure.LOST_CONNECTION} <= {*RESTART_CAUSES}
+    story = Story()
+    for cause in RESTART_CAUSES:
+        assert story.value("phalanx_restarts_total", cause) == 0
+    # `describe_skipped_steps` has words for each reason.
+    for reason in facts._TEXT_OF_SKIP_REASON:
+        assert story.value("phalanx_skipped_steps_total", reason) == 0
+
+
+def test_a_rank_that_is_gone_has_no_gauges_and_keeps_its_counters() -> None:
+    """A straggler that the run went on without would else be one for ever."""
+    story = Story()
+    story.start()
+    story.tell(STEP)
+    story.tell(replace(STEP, step_s=9.0), rank=1)
+    assert story.value("phalanx_step_self_seconds", "1") == pytest.approx(8.8)
+    story.tell(events.LayoutChanged(1, 2, 1, "one rank", "rank 1 is gone"), rank=-1)
+    story.attempt = 1
+    story.tell(events.RunStarted("r", "d", 1, 1, 10, "cpu", {}))
+    # Files are read one after another: a last word of before may come late.
+    story.attempt = 0
+    story.tell(replace(STEP, step_s=9.0), rank=1)
+    assert story.value("phalanx_step_self_seconds", "1") is None
+    assert story.value("phalanx_last_progress_timestamp_seconds", "1") is None
+    assert story.value("phalanx_step_self_seconds", "0") is not None
+    assert story.value("phalanx_self_seconds_total", "1") == pytest.approx(2 * 8.8)
 
 
 def test_seconds_of_ranks_are_told_apart() -> None:
@@ -286,6 +322,22 @@ def test_the_age_of_a_checkpoint_is_what_a_crash_would_cost() -> None:
     assert story.value("phalanx_checkpoints_total", "saved") == 1
     story.tell(events.RunFinished("finished", 0, 3, 9.0), rank=-1)
     assert story.value("phalanx_checkpoint_age_seconds") is None, "nothing can be lost any more"
+
+
+def test_steps_that_survived_in_memory_are_still_not_saved() -> None:
+    story = Story()
+    story.start()
+    story.tell(events.CheckpointSaved(3, "checkpoints/step-3", 1000, 0.0, 0.0, 250))
+    story.now_s += 500
+    story.attempt = 1
+    story.start(step=8)  # held by ranks that went on
+    held = story.value("phalanx_checkpoint_age_seconds")
+    story.attempt = 2
+    story.start(step=3)  # from the checkpoint
+    read = story.value("phalanx_checkpoint_age_seconds")
+    assert held is not None
+    assert read is not None
+    assert held - read == pytest.approx(502.0, abs=1.0)
 
 
 def test_spikes_are_found_and_noise_is_not() -> None:
@@ -446,7 +498,6 @@ def test_a_wrong_call_is_exit_2_and_one_line(
 # The counters of what the dashboard has as gauges, and what it has of evaluations and saves by other metrics.
 NOT_ON_THE_DASHBOARD = {
     "phalanx_wait_seconds_total",
-    "phalanx_self_seconds_total",
     "phalanx_evaluations_total",
     "phalanx_eval_seconds_total",
     "phalanx_checkpoint_step",

@@ -29,9 +29,10 @@ from phalanx.observe.trace_rows import (
     TracedGroup,
     TraceRow,
 )
-from phalanx.report.trace.merge import find_parts_of_steps, merge_trace_parts
+from phalanx.report.trace.merge import TraceFacts, find_parts_of_steps, merge_trace_parts
 from phalanx.report.trace.proto_message import ProtoMessage
 from phalanx.report.trace.spans import assign_lanes
+from phalanx.report.trace.words import list_trace_lines
 
 STEPS = StepRange(7, 8)
 BASE_NS = 5_000_000_000_000_000
@@ -184,6 +185,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert facts["missing_ranks"] == [2, 3, 4]
     assert facts["unfinished_ranks"] == [1]
     assert facts["unaligned_ranks"] == [1]
+    lines = list_trace_lines(tmp_path, 1, TraceFacts.from_json(facts))
+    assert "clock   2 clocks; how far these are apart is not known" in lines
     unreadable = facts["unreadable"]
     assert isinstance(unreadable, list)
     assert [each["file"].partition("-attempt")[0] for each in unreadable] == [
@@ -194,6 +197,17 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     parts = [part for part in list_trace_parts(tmp_path) if part.rank == 2]
     with pytest.raises(TracePartError, match="no header"):
         merge_trace_parts(parts, STEPS, bytearray().extend)
+
+
+def test_a_part_without_anything_of_the_steps_does_not_move_the_beginning(tmp_path: Path) -> None:
+    """The viewer would show the time since the machine was started."""
+    write_part(tmp_path, 0, rows_of(), world_size=3)
+    write_part(tmp_path, 1, [], world_size=3, is_complete=False)
+    trace, facts = merge(tmp_path)
+    assert facts["unfinished_ranks"] == [1]
+    times = [each.start_ns for track in trace.tracks.values() for each in track.instants]
+    assert times
+    assert min(times) == BASE_NS
 
 
 def test_an_arrow_leads_from_a_send_to_where_its_receive_ended(tmp_path: Path) -> None:

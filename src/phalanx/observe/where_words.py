@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.core.black_box_reader import BoxGroup, LastPosition, RecordedCollective
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.rank_waits import MIN_WAIT_S, RankState, RankWait, WaitVerdict, find_group
 
 # Below this share of a core, in a process that wants to run, it is starved.
@@ -186,7 +186,8 @@ def _describe_duration(waits: Sequence[RankWait], now_s: float | None) -> str:
     if now_s is None or not waits:
         return ""
     began_s = min(wait.began_s for wait in waits)
-    return f" for {max(0.0, now_s - began_s):.1f} s"
+    waited_s = max(0.0, now_s - began_s)
+    return f" for {waited_s:.1f} s" if waited_s < 59.95 else f" for {format_seconds(waited_s)}"
 
 
 def _is_same_call(one: RankWait, other: RankWait) -> bool:

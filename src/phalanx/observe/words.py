@@ -11,6 +11,7 @@ from phalanx.core.stop_signals import MORE_RANKS_REASON
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
+from phalanx.observe.failure_rate import describe_failure_rate
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 
@@ -75,7 +76,7 @@ def _describe_checkpoint_interval(event: events.CheckpointIntervalChosen) -> str
     interval, stall, took = map(format_seconds, (event.interval_s, event.stall_s, event.save_s))
     why = (
         f"a save stops training for {stall} and takes {took}; a failure each"
-        f" {format_seconds(event.mtbf_s)}"
+        f" {format_seconds(event.mtbf_s)}, as the job says"
     )
     return f"a checkpoint each {interval}: {why}"
 
@@ -318,10 +319,12 @@ def _describe_reliability(event: events.ReliabilityMeasured) -> str:
     text = f"hour {event.hour + 1}: goodput {event.goodput:.1%}"
     if event.participation < 1:
         text += f", with {event.participation:.0%} of the ranks"
-    if math.isfinite(event.mean_between_failures_s):
-        text += f"; a failure each {format_seconds(event.mean_between_failures_s)}"
+    if event.num_failures > 0 and math.isfinite(event.mean_between_failures_s):
+        alive_s = event.num_failures * event.mean_between_failures_s
+        text += f"; {describe_failure_rate(int(event.num_failures), alive_s)}"
     if math.isfinite(event.best_save_every_s):
-        text += f", for which a save each {format_seconds(event.best_save_every_s)} loses least"
+        best = format_seconds(event.best_save_every_s)
+        text += f"; if failures go on like that, a save each {best} loses least"
     return text
 
 

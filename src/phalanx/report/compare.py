@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.printable import printable
-from phalanx.core.units import format_bytes, format_seconds
+from phalanx.core.units import format_bytes, format_seconds, plural
 from phalanx.observe.time_groups import TIME_GROUPS
+from phalanx.observe.units import TEXT_METRIC_UNITS
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 
 MAX_NAMED_KEYS = 12
+NUM_STRETCHES = 10
+# Two-sided 95 % of Student's t with NUM_STRETCHES - 1 degrees of freedom.
+_T = 2.262
 # Of the job's sections those that say where a run is, not what it does.
 _KEYS_OF_PLACE = ("run.dir", "run.name", "checkpoint.url")
 
@@ -40,8 +46,8 @@ class ComparedTerm:
 @dataclass(frozen=True)
 class RunComparison:
     """`terms` of both runs. `speedup`: the first's mean step over the second's, both as in `terms`,
-    between `low` and `high` with 95 % confidence by the spread of the steps (all NaN without steps
-    of both).
+    between `low` and `high` with 95 % confidence by the spread of the steps within each run (all
+    NaN without steps of both). `num_steps`: how many of each these are.
 
     `changed_keys`: keys of the job with both values.
     """
@@ -52,6 +58,7 @@ class RunComparison:
     high: float
     changed_keys: tuple[str, ...]
     remarks: tuple[str, ...]
+    num_steps: tuple[int, int] = (0, 0)
 
     @property
     def is_clear(self) -> bool:
@@ -73,6 +80,7 @@ class RunComparison:
             "speedup_low": _number_or_none(self.low),
             "speedup_high": _number_or_none(self.high),
             "is_clear": self.is_clear,
+            "num_steps": list(self.num_steps),
             "changed_keys": list(self.changed_keys),
             "remarks": list(self.remarks),
         }
@@ -88,13 +96,15 @@ def compare_runs(first: RunFacts, second: RunFacts) -> RunComparison:
         high,
         tuple(_list_changed_keys(first.job, second.job)),
         tuple(_list_remarks(first, second)),
+        (len(_list_compared_step_seconds(first)), len(_list_compared_step_seconds(second))),
     )
 
 
 def _list_terms(first: RunFacts, second: RunFacts) -> list[ComparedTerm]:
+    rate = first.units.rate_unit
     terms = [
         ComparedTerm("step, mean", "s", _mean_step_seconds(first), _mean_step_seconds(second)),
-        ComparedTerm("tokens/s, median", "", first.tokens_per_s, second.tokens_per_s),
+        ComparedTerm(f"{rate}, median", "", first.tokens_per_s, second.tokens_per_s),
     ]
     for group in TIME_GROUPS:
         of_first, of_second = _group_seconds(first, group), _group_seconds(second, group)
@@ -134,20 +144,27 @@ def _last_loss(facts: RunFacts) -> float:
 
 def _compare_step_seconds(first: RunFacts, second: RunFacts) -> tuple[float, float, float]:
     """The ratio of the mean steps that the table shows, and its 95 % interval by the spread of
-    these steps on the lead ranks.
-
-    By the logarithms of the means, whose errors are those of the steps as if they were independent
-    (the delta method).
-    """
+    these steps on the lead ranks."""
     variance = 0.0
     for facts in (first, second):
         seconds = _list_compared_step_seconds(facts)
-        if len(seconds) < 2 or fmean(seconds) <= 0 or not _mean_step_seconds(facts) > 0:
+        if len(seconds) < NUM_STRETCHES or not min(_mean_step_seconds(facts), fmean(seconds)) > 0:
             return math.nan, math.nan, math.nan
-        variance += (stdev(seconds) / fmean(seconds)) ** 2 / len(seconds)
+        variance += estimate_relative_variance_of_mean(seconds)
     speedup = _mean_step_seconds(first) / _mean_step_seconds(second)
-    factor = math.exp(1.96 * math.sqrt(variance))
+    # By the logarithms of the means (the delta method).
+    factor = math.exp(_T * math.sqrt(variance))
     return speedup, speedup / factor, speedup * factor
+
+
+def estimate_relative_variance_of_mean(seconds: Sequence[float]) -> float:
+    """The squared relative standard error of a mean of NUM_STRETCHES steps at least, by the means
+    of as many stretches of them: steps that follow each other are slow together (a busy machine, a
+    slow disk), and are not so many independent measurements."""
+    count = len(seconds)
+    borders = [stretch * count // NUM_STRETCHES for stretch in range(NUM_STRETCHES + 1)]
+    means = [fmean(seconds[start:end]) for start, end in itertools.pairwise(borders)]
+    return (stdev(means) / fmean(means)) ** 2 / NUM_STRETCHES
 
 
 def _list_compared_step_seconds(facts: RunFacts) -> list[float]:
@@ -190,13 +207,55 @@ def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
         remarks.append(f"they have {first.world_size} and {second.world_size} ranks")
     if first.device != second.device:
         remarks.append(f"they ran on {first.device or '?'} and {second.device or '?'}")
+    remarks += _list_remarks_on_work(first, second)
     for name, facts in (("first", first), ("second", second)):
         if not facts.is_finished:
             remarks.append(f"the {name} has no end on record")
         if facts.num_restarts:
-            remarks.append(f"the {name} was restarted {facts.num_restarts} times")
+            remarks.append(f"the {name} was restarted {plural(facts.num_restarts, 'time')}")
         remarks += [f"of the {name}, {gap}" for gap in facts.reading_gaps]
     return remarks
+
+
+def _list_remarks_on_work(first: RunFacts, second: RunFacts) -> list[str]:
+    """The differences in what a step is, how many there were, and which of them are compared."""
+    remarks = []
+    sizes = [_count_step_items(facts) for facts in (first, second)]
+    if all(map(math.isfinite, sizes)) and sizes[0] != sizes[1]:
+        noun = "tokens" if first.units == TEXT_METRIC_UNITS else "samples"
+        remarks.append(
+            f"their steps are of {sizes[0]:,.0f} and {sizes[1]:,.0f} {noun}: compare"
+            f" {first.units.rate_unit}, and not seconds of a step"
+        )
+    if first.last_step != second.last_step:
+        remarks.append(
+            f"they did {first.last_step:,} and {plural(second.last_step, 'step')}: their wall times"
+            " are not those of the same work"
+        )
+    losses = first.final_loss, second.final_loss
+    if losses[0] is not None and losses[1] is not None and losses[0][0] != losses[1][0]:
+        remarks.append(f"the last losses are those of steps {losses[0][0]:,} and {losses[1][0]:,}")
+    ranges = [_name_compared_steps(facts) for facts in (first, second)]
+    if all(ranges) and ranges[0] != ranges[1]:
+        remarks.append(f"the mean step is that of steps {ranges[0]} and of steps {ranges[1]}")
+    return remarks
+
+
+def _count_step_items(facts: RunFacts) -> float:
+    """Tokens of a step by the plan, samples of a model that is not of text; NaN where it does not
+    say."""
+    num_samples = formats.number_or_nan(facts.plan.get("global_batch_size"))
+    if facts.units != TEXT_METRIC_UNITS:
+        return num_samples
+    return num_samples * formats.number_or_nan(facts.plan.get("seq_len"))
+
+
+def _name_compared_steps(facts: RunFacts) -> str:
+    """ "4 to 40"; empty without steps."""
+    verdict = facts.bottleneck
+    if verdict is None or not verdict.mean_step_s > 0:
+        return ""
+    return f"{verdict.first_step:,} to {verdict.last_step:,}"
 
 
 def list_comparison_lines(comparison: RunComparison, names: tuple[str, str]) -> list[str]:
@@ -230,17 +289,25 @@ def list_comparison_lines(comparison: RunComparison, names: tuple[str, str]) -> 
 def _describe_speedup(comparison: RunComparison) -> str:
     if not math.isfinite(comparison.speedup):
         return "steps cannot be compared: a run has too few of them"
-    interval = f"{comparison.low:.2f} to {comparison.high:.2f} with 95 % confidence"
     if not comparison.is_clear:
         return (
-            "the steps of the two cannot be told apart within their spread: those of the second"
-            f" are {comparison.speedup:.2f} x as fast ({interval})"
+            "the steps of the two cannot be told apart within their spread: those of the second are"
+            f" {comparison.speedup:.2f} x as fast"
+            f" ({_describe_interval(comparison, comparison.low, comparison.high)})"
         )
     if comparison.speedup > 1:
+        interval = _describe_interval(comparison, comparison.low, comparison.high)
         return f"steps of the second are {comparison.speedup:.2f} x faster ({interval})"
-    slower = 1 / comparison.speedup
-    interval = f"{1 / comparison.high:.2f} to {1 / comparison.low:.2f} with 95 % confidence"
-    return f"steps of the second are {slower:.2f} x slower ({interval})"
+    interval = _describe_interval(comparison, 1 / comparison.high, 1 / comparison.low)
+    return f"steps of the second are {1 / comparison.speedup:.2f} x slower ({interval})"
+
+
+def _describe_interval(comparison: RunComparison, low: float, high: float) -> str:
+    first, second = comparison.num_steps
+    return (
+        f"{low:.2f} to {high:.2f} with 95 % confidence, by the spread within {first:,} and"
+        f" {second:,} steps"
+    )
 
 
 def _format_value(value: float, unit: str) -> str:

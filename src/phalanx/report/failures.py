@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.core.units import format_seconds, plural
+from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
+from phalanx.observe.failure_rate import describe_failure_rate
 from phalanx.observe.words import describe_event
 from phalanx.report.facts import RunFacts
 from phalanx.report.run_status import describe_last_failure
@@ -69,7 +70,7 @@ def _list_goodput_lines(facts: RunFacts) -> list[str]:
     if math.isfinite(reliability.participation) and reliability.participation < 1:
         line += f"; {reliability.participation:.1%} of the ranks took part"
     if math.isfinite(reliability.mean_between_failures_s):
-        line += f"; a failure each {format_seconds(reliability.mean_between_failures_s)}"
+        line += f"; {describe_failure_rate(reliability.num_failures, reliability.alive_s)}"
     return [line]
 
 

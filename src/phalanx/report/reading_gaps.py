@@ -22,7 +22,7 @@ def list_reading_gaps(
     there. `finished`: the end of a run that has one; `num_ranks`: of the plan."""
     return [
         *_list_unread_lines(log),
-        *_list_missing_ranks(log, num_ranks),
+        *_list_missing_ranks(log, finished, num_ranks),
         *_list_missing_last_steps(steps, finished),
         *_list_ranks_that_end_early(log, finished),
     ]
@@ -41,13 +41,15 @@ def _list_unread_lines(log: EventLog) -> list[str]:
     return gaps
 
 
-def _list_missing_ranks(log: EventLog, num_ranks: int) -> list[str]:
+def _list_missing_ranks(
+    log: EventLog, finished: events.RunFinished | None, num_ranks: int
+) -> list[str]:
     """A line about ranks of which no event is here, of the newest attempt with steps: files that
     were lost, or lie on another machine. `num_ranks`: of the plan, where the attempt
     itself does not say."""
-    if not log.lead_steps:
+    attempt = _find_newest_attempt(log, finished)
+    if attempt is None:
         return []
-    attempt = max(log.lead_steps)
     for envelope in log.rest:
         if isinstance(envelope.event, events.RunStarted) and envelope.attempt == attempt:
             num_ranks = int(envelope.event.world_size)
@@ -62,7 +64,20 @@ def _list_missing_ranks(log: EventLog, num_ranks: int) -> list[str]:
     missing = (rank for rank in itertools.count() if rank not in there)
     named = list(itertools.islice(missing, min(num_missing, _MAX_NAMED_RANKS)))
     ranks = _name_ranks(named, num_missing)
-    return [f"no events of {ranks} are here (attempt {attempt}): what they did is missing"]
+    text = f"no events of {ranks} are here (attempt {attempt}): what they did is missing"
+    if 0 in named:
+        text += ", and what rank 0 alone tells: how long starting took, evaluations, saves"
+    return [text]
+
+
+def _find_newest_attempt(log: EventLog, finished: events.RunFinished | None) -> int | None:
+    """The newest attempt with steps; None where there is none, and none is to be expected."""
+    if log.lead_steps:
+        return max(log.lead_steps)
+    if finished is None or finished.step < 1 or any(rank >= 0 for _, rank in log.by_stream):
+        return None
+    # Not one rank left a word of a run that did steps.
+    return max((attempt for attempt, _ in log.by_stream), default=None)
 
 
 def _list_missing_last_steps(steps: StepColumns, finished: events.RunFinished | None) -> list[str]:

@@ -261,10 +261,13 @@ def _sum_rank_phase_seconds(rank: int, clock: RankStepTimes) -> RankPhaseSeconds
 def _sum_newest_steps(table: StepTable | None) -> list[RankPhaseSeconds]:
     ranks = []
     if table is not None and table.num_steps:
+        # A row may be the mean of a window of steps.
+        count = max(round(table.steps_per_row), 1)
         for rank, rows in table.rows.items():
             clock = RankStepTimes()
             for row in rows:
-                clock.add_steps(row.step_s, 1, row.seconds)
+                groups_s = {name: count * seconds for name, seconds in row.seconds.items()}
+                clock.add_steps(count * row.step_s, count, groups_s)
             ranks.append(_sum_rank_phase_seconds(rank, clock))
     return ranks
 
@@ -301,7 +304,7 @@ def _charge_wall_time(
     skipped: list[events.StepSkipped],
 ) -> WallTimeBreakdown:
     """Charge the wall clock: steps that stand, what they waited for, steps that were not applied,
-    steps that were undone, starting, the rest."""
+    steps that were undone, starting (if that is known), the rest."""
     starts = _select_events(story, events.RunStarted)
     wall_s = timeline.alive_s
     data_s = _sum_positive(steps.groups_s["data"])
@@ -337,12 +340,20 @@ def _charge_wall_time(
         "checkpoints": checkpoint_s,
         "evaluation": in_steps_s + between_steps_s,
         "steps done again": history.rolled_back_s,
-        "starting": _sum_finite(start.startup_s for start in starts),
     }
+    if _knows_starts(story, history):
+        parts["starting"] = _sum_finite(start.startup_s for start in starts)
     # Never less than its parts, so that what is left for "everything else" is not negative.
     wall_s = max(wall_s, sum(parts.values()))
     parts["everything else"] = wall_s - sum(parts.values())
     return WallTimeBreakdown(wall_s, parts)
+
+
+def _knows_starts(story: list[Envelope], history: StepHistory) -> bool:
+    """False where an attempt has steps, and nobody said how long it took to start: rank 0 does,
+    whose file may be lost."""
+    started = {each.attempt for each in story if isinstance(each.event, events.RunStarted)}
+    return history.first_step.keys() <= started
 
 
 def _sum_seconds_of_skipped_steps(

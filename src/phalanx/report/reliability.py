@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.writing.save_clock import compute_optimal_save_interval_s
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
+from phalanx.observe.failure_rate import bound_time_between_failures
 from phalanx.report.timeline import RunTimeline
 
 if TYPE_CHECKING:
@@ -39,11 +40,19 @@ class Reliability:
     best_save_every_s: float
     hours: tuple[events.ReliabilityMeasured, ...] = ()
 
+    @property
+    def alive_s(self) -> float:
+        """The run's life; NaN without failures."""
+        return self.num_failures * self.mean_between_failures_s
+
     def to_json(self) -> dict[str, Any]:
-        """Facts of `phalanx report --json`, numbers that are not known as null."""
+        """Facts of `phalanx report --json`, numbers that are not known as null; with the 95 %
+        interval of the mean time between failures."""
         values = {name: value for name, value in vars(self).items() if name != "hours"}
+        bounds = bound_time_between_failures(self.num_failures, self.alive_s)
         return {
             **{name: _number_or_none(value) for name, value in values.items()},
+            "mean_between_failures_interval_s": [_number_or_none(bound) for bound in bounds],
             "hours": [
                 {name: _number_or_none(value) for name, value in asdict(hour).items()}
                 for hour in self.hours

@@ -36,7 +36,10 @@ def list_status_lines(facts: RunFacts) -> list[str]:
         return [_describe_unseen_job(facts, job)]
     if not facts.num_events:
         return ["no events were recorded, and no job runs here"]
-    return [f"cut off after step {facts.last_step:,}: no end was recorded, and no job runs here"]
+    place = f"cut off after step {facts.last_step:,}:"
+    if facts.total_steps is not None and 0 < facts.total_steps <= facts.last_step:
+        place = f"all {facts.last_step:,} steps are done, but"
+    return [f"{place} no end was recorded, and no job runs here"]
 
 
 def find_run_end(facts: RunFacts) -> events.RunFinished | None:

@@ -53,16 +53,23 @@ class _AttemptLifetime:
 class _TrainCommand:
     """One `phalanx train`: its attempts follow each other without a pause.
 
-    `before_s`: the life of those before.
+    `before_s`: the life of those before. `said_wall_s`: how long it took, as it said itself at
+    `end_s` of its steady clock (NaN: it did not).
     """
 
     spans: dict[int, _AttemptLifetime]
     before_s: float
     said_wall_s: float = math.nan
+    end_s: float = math.nan
 
     @property
     def first_s(self) -> float:
-        return next(iter(self.spans.values())).first_s
+        """When it began: its first sign of life may come when it has started for a while."""
+        first = next(iter(self.spans.values()))
+        began_s = self.end_s - self.said_wall_s
+        if first.is_steady and math.isfinite(began_s):
+            return min(first.first_s, began_s)
+        return first.first_s
 
     @property
     def lifetime_s(self) -> float:
@@ -71,7 +78,7 @@ class _TrainCommand:
         first, last = next(iter(self.spans.values())), list(self.spans.values())[-1]
         if not (first.is_steady and last.is_steady) and math.isfinite(self.said_wall_s):
             return self.said_wall_s
-        return max(last.last_s - first.first_s, 0.0)
+        return max(last.last_s - self.first_s, 0.0)
 
 
 @dataclass
@@ -105,7 +112,8 @@ class TimelineBuilder:
     def __init__(self) -> None:
         self._spans: dict[int, _AttemptLifetime] = {}
         self._restarted: set[int] = set()
-        self._said_wall_s: dict[int, float] = {}
+        # By attempt: what its command said of its duration, and when.
+        self._said_wall_s: dict[int, tuple[float, float]] = {}
         self._attempts = AttemptCounter()
 
     def add_event(self, envelope: Envelope) -> None:
@@ -115,15 +123,14 @@ class TimelineBuilder:
         if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
             self._restarted.add(attempt)
         elif isinstance(envelope.event, RunFinished):
-            self._said_wall_s[attempt] = envelope.event.wall_s
+            self._said_wall_s[attempt] = envelope.event.wall_s, envelope.monotonic_s
 
     def build_measured_timeline(self) -> RunTimeline:
         timeline = RunTimeline()
         for attempts in self._group_attempts_by_command():
             spans = {attempt: self._spans[attempt] for attempt in attempts}
-            command = _TrainCommand(
-                spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan)
-            )
+            said_wall_s, end_s = self._said_wall_s.get(attempts[-1], (math.nan, math.nan))
+            command = _TrainCommand(spans, timeline.alive_s, said_wall_s, end_s)
             timeline.alive_s += command.lifetime_s
             timeline.num_commands += 1
             timeline._by_attempt |= dict.fromkeys(attempts, command)

@@ -45,6 +45,8 @@ def list_verdict_lines(verdict: BottleneckVerdict) -> list[str]:
     if verdict.main is not None:
         lines += verdict.main.evidence
         lines.append(f"next: {verdict.main.action}")
+    if verdict.mean_step_s > 0:
+        lines.append(f"looked at: {describe_basis(verdict)}")
     if utilization := describe_utilization(verdict):
         lines.append(utilization)
     lines += [f"not judged: {text}" for text in verdict.not_judged]

@@ -127,6 +127,11 @@ def _advise_on_compute(utilization: float) -> str:
 
 def _list_not_judged(study: StepStudy, causes: Sequence[Cause]) -> tuple[str, ...]:
     outline, missing = study.outline, list(study.not_judged)
+    if study.num_ranks > len(study.table.ranks):
+        missing.append(
+            f"who waits for whom: steps of {len(study.table.ranks):,} of {study.num_ranks:,} ranks"
+            " are here"
+        )
     if any(cause.kind == "compute" for cause in causes):
         missing += list_missing_evidence(study)
     if outline.device == "cuda" and outline.zero_stage >= 2:

@@ -130,7 +130,7 @@ _RUN_VARIABLE = {
     "definition": "label_values(phalanx_run_info, run)",
     "query": {"query": "label_values(phalanx_run_info, run)", "refId": "runs"},
     "refresh": 2,  # whenever the time range changes
-    "sort": 2,  # newest last: names of runs end with their time
+    "sort": 2,  # by name from Z to A, the newest first: names of runs end with their time
     "multi": True,
     "includeAll": True,
 }
@@ -139,6 +139,8 @@ _RESTART_ANNOTATION = {
     "datasource": _DATASOURCE,
     "enable": True,
     "iconColor": "orange",
-    "expr": f"changes(phalanx_restarts_total{{{RUN_SELECTOR}}}[$__interval]) > 0",
-    "titleFormat": "restart: {{cause}}",
+    # A range that reaches into the one before: `changes` compares samples within it alone, and
+    # would miss a restart between the last of one and the first of the next.
+    "expr": f"changes(phalanx_restarts_total{{{RUN_SELECTOR}}}[$__rate_interval]) > 0",
+    "titleFormat": "{{run}} restarts: {{cause}}",
 }

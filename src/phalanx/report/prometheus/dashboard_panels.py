@@ -8,6 +8,12 @@ from typing import Literal
 # The variable `run` is set at the top of the page; several runs may be chosen.
 RUN_SELECTOR = 'run=~"$run"'
 _INTERVAL = "$__rate_interval"
+# Steps a second, each counted once for each rank that did it: also where not all of them have a
+# phase, or send over an axis, its seconds are then in the mean over all.
+_RANK_STEPS = (
+    "(count by (run) (rate(phalanx_self_seconds_total{RUN}[INTERVAL]) > 0)"
+    " * on (run) (rate(phalanx_steps_total{RUN}[INTERVAL]) > 0))"
+)
 
 
 @dataclass(frozen=True)
@@ -201,8 +207,8 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 "Mean seconds of a step by phase, over all ranks.",
                 (
                     _query(
-                        "avg by (run, phase) (rate(phalanx_phase_seconds_total{RUN}[INTERVAL]))"
-                        " / on (run) group_left () (rate(phalanx_steps_total{RUN}[INTERVAL]) > 0)",
+                        "sum by (run, phase) (rate(phalanx_phase_seconds_total{RUN}[INTERVAL]))"
+                        f" / on (run) group_left () {_RANK_STEPS}",
                         "{{phase}}",
                     ),
                 ),
@@ -226,9 +232,9 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
                 "Mean seconds of a step in collectives, over all ranks.",
                 (
                     _query(
-                        "avg by (run, axis)"
+                        "sum by (run, axis)"
                         " (rate(phalanx_communication_seconds_total{RUN}[INTERVAL]))"
-                        " / on (run) group_left () (rate(phalanx_steps_total{RUN}[INTERVAL]) > 0)",
+                        f" / on (run) group_left () {_RANK_STEPS}",
                         "{{axis}}",
                     ),
                 ),

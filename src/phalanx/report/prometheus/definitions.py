@@ -44,6 +44,21 @@ RUN_STATES = (
 )
 """Values of the label `state` of phalanx_run_state; the first three are those of a live run."""
 
+RESTART_CAUSES = (
+    "exception",
+    "signal",
+    "exit",
+    "hang",
+    "lost_connection",
+    "out of memory",
+    "launcher",
+)
+"""Values of the label `cause` of phalanx_restarts_total; the last one where another launcher than
+phalanx started the ranks again."""
+
+SKIP_REASONS = ("nonfinite_gradients", "no_targets", "overflow", "loss_spike")
+"""Values of the label `reason` of phalanx_skipped_steps_total."""
+
 HANG_KINDS = (
     "gone",
     "frozen",
@@ -79,9 +94,9 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _counter(
         "phalanx_restarts_total",
-        "Times that ranks were started again after a failure. cause: exception, signal, exit, hang"
-        " or lost_connection, as the supervisor saw it; launcher where another launcher started"
-        " them again.",
+        "Times that ranks were started again after a failure. cause: exception, signal, exit, hang,"
+        " lost_connection or out of memory, as the supervisor saw it; launcher where another"
+        " launcher started them again.",
         "cause",
     ),
     _counter(
@@ -123,7 +138,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "phalanx_skipped_steps_total",
         "Steps whose update was not applied. reason: nonfinite_gradients, no_targets, overflow (of"
-        " fp16, which then halves its loss scale).",
+        " fp16, which then halves its loss scale), loss_spike (resilience.on_loss_spike).",
         "reason",
     ),
     _counter(
@@ -245,7 +260,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _gauge(
         "phalanx_checkpoint_age_seconds",
         "Seconds of training that a crash would cost now: since the newest checkpoint, or since"
-        " training began. Only while the run is live.",
+        " training began; also where ranks were started again with what they held in memory. Only"
+        " while the run is live.",
     ),
     _counter("phalanx_checkpoint_seconds_total", "Seconds that saves took, beside training too."),
     _counter("phalanx_checkpoint_stall_seconds_total", "Seconds that training waited for saves."),

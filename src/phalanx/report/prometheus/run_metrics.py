@@ -16,7 +16,7 @@ from phalanx.core.clocks import build_monotonic_clock_id
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.report.drift import DriftLog
-from phalanx.report.prometheus.definitions import HANG_KINDS
+from phalanx.report.prometheus.definitions import HANG_KINDS, RESTART_CAUSES, SKIP_REASONS
 from phalanx.report.prometheus.run_state import RunStateMetrics
 from phalanx.report.prometheus.step_metrics import LEAD_RANK, StepMetrics
 from phalanx.report.prometheus.values import MetricSnapshot, MetricValues
@@ -39,6 +39,9 @@ class RunMetrics:
         # Monotonic or wall clock seconds since when a crash would cost training.
         self._unsaved_since: Envelope | None = None
         self._unsaved_before_s = 0.0
+        self._saved_step = 0
+        # The newest attempt that began, and its ranks.
+        self._attempt, self._num_ranks = -1, math.inf
         # Failed checks so far, by rank, attempt and invariant.
         self._num_failed_checks: dict[tuple[int, int, str], int] = {}
         self._progress_unix_s: dict[int, float] = {}
@@ -95,7 +98,7 @@ class RunMetrics:
         if self.is_live and self._unsaved_since is not None:
             age_s = _measure_age(self._unsaved_since) + self._unsaved_before_s
             values.set("phalanx_checkpoint_age_seconds", age_s)
-        return values.build_snapshot(self._run)
+        return values.build_snapshot(self._run, self._num_ranks)
 
     def _set_drift(self) -> None:
         slope = self._drift.measure_step_slope()
@@ -156,7 +159,11 @@ class RunMetrics:
         # Of an attempt with another layout: one series at a time.
         self._values.clear("phalanx_run")
         self._values.set("phalanx_run", 1, *labels, __version__)
-        self._unsaved_since, self._unsaved_before_s = envelope, 0.0
+        if envelope.attempt >= self._attempt:
+            self._attempt, self._num_ranks = envelope.attempt, event.world_size
+        # Steps after the newest checkpoint that ranks held in memory are still not saved.
+        if self._unsaved_since is None or event.step <= self._saved_step:
+            self._unsaved_since, self._unsaved_before_s = envelope, 0.0
 
     def _add_evaluation(self, event: events.EvalFinished) -> None:
         values = self._values
@@ -177,6 +184,7 @@ class RunMetrics:
         if event.num_new_bytes >= 0:
             num_bytes = event.num_new_bytes
         values.add("phalanx_checkpoint_written_bytes_total", num_bytes)
+        self._saved_step = int(event.step)
         # What was trained while it was being written is not in it.
         self._unsaved_since, self._unsaved_before_s = envelope, max(event.wall_s, 0.0)
 
@@ -224,17 +232,10 @@ _COUNTERS_FROM_ZERO = (
     "phalanx_checkpoints_total",
 )
 _LABELS_FROM_ZERO: dict[str, list[tuple[str, ...]]] = {
-    "phalanx_restarts_total": [
-        ("exception",),
-        ("signal",),
-        ("exit",),
-        ("hang",),
-        ("lost_connection",),
-        ("launcher",),
-    ],
+    "phalanx_restarts_total": [(cause,) for cause in RESTART_CAUSES],
     "phalanx_hangs_total": [(kind,) for kind in HANG_KINDS],
     "phalanx_roll_backs_total": [("loss_spike",), ("corruption",)],
-    "phalanx_skipped_steps_total": [("nonfinite_gradients",), ("no_targets",), ("overflow",)],
+    "phalanx_skipped_steps_total": [(reason,) for reason in SKIP_REASONS],
     "phalanx_checkpoints_total": [("saved",), ("failed",), ("postponed",), ("unusable",)],
 }
 

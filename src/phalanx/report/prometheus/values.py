@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,10 +71,15 @@ class MetricValues:
         self._bucket_counts[bisect_left(STEP_SECONDS_BUCKETS, seconds)] += 1
         self._step_seconds_total += seconds
 
-    def build_snapshot(self, run: str) -> MetricSnapshot:
+    def build_snapshot(self, run: str, num_ranks: float = math.inf) -> MetricSnapshot:
+        """The values as they stand. Gauges of ranks from `num_ranks` on are left out: a run that
+        goes on with fewer ranks has no such rank any more, and nothing of it is so now."""
         return MetricSnapshot(
             run=run,
-            values={name: dict(of_name) for name, of_name in self._values.items()},
+            values={
+                name: _select_ranks_below(num_ranks, name, of_name)
+                for name, of_name in self._values.items()
+            },
             step_seconds=HistogramValue(tuple(self._bucket_counts), self._step_seconds_total),
         )
 
@@ -84,3 +90,13 @@ class MetricValues:
             assert name in METRIC_BY_NAME, name
             of_name = self._values[name] = {}
         return of_name
+
+
+def _select_ranks_below(
+    num_ranks: float, name: str, of_name: Mapping[LabelValues, float]
+) -> dict[LabelValues, float]:
+    definition = METRIC_BY_NAME[name]
+    if definition.kind != "gauge" or "rank" not in definition.labels:
+        return dict(of_name)
+    place = definition.labels.index("rank")
+    return {labels: value for labels, value in of_name.items() if float(labels[place]) < num_ranks}

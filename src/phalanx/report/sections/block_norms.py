@@ -117,12 +117,20 @@ def _map_gradients(
     return _NormMap(
         "Gradient norm of each block",
         "Across: the steps that were measured (observe.norms_every). Colour: the norm of the"
-        " block's gradients over all ranks, before clipping, over its own median in the run.",
+        " block's gradients over all ranks, before clipping, over its own median in the run"
+        f" ({_count_measured_steps(norms)}).",
         "last",
         GRADIENT_LEVELS,
         rows,
         end_texts,
     )
+
+
+def _count_measured_steps(norms: BlockNormFacts) -> str:
+    count = len(norms.steps)
+    if count == 1:
+        return "one step was measured: nothing to compare it with"
+    return f"{count:,} measured steps"
 
 
 def _map_updates(

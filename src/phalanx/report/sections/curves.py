@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from phalanx.core.units import MIB
+from phalanx.core.units import MIB, plural
 from phalanx.observe import events
 from phalanx.report import formats
 from phalanx.report.charts import ChartSeries, EventMark, LineChart, ReferenceLine, draw_line_chart
@@ -90,6 +90,8 @@ def _build_series_with_median(steps: Sequence[float], values: Sequence[float]) -
     """Each step, and a running median: it does not smear spikes that belong to one step only (a
     save, a burst)."""
     span = _choose_smoothing_span(len(steps))
+    if len(steps) < span:
+        return [ChartSeries("each step", steps, values, "s0")]
     usual = ChartSeries(f"median of {span}", steps, compute_running_median(values, span), "s0")
     return [ChartSeries("each step", steps, values, "raw"), usual]
 
@@ -98,6 +100,8 @@ def _build_series_with_mean(
     steps: Sequence[float], values: Sequence[float], end_label: str
 ) -> list[ChartSeries]:
     span = _choose_smoothing_span(len(steps))
+    if len(steps) < span:
+        return [ChartSeries("each step", steps, values, "s0", end_label=end_label)]
     name = f"mean of {span}"
     return [
         ChartSeries("each step", steps, values, "raw"),
@@ -203,9 +207,10 @@ def _build_note_below_loss_chart(facts: RunFacts) -> str:
             sentence += f", kept as {checkpoint.checkpoint}"
         sentences.append(f"{sentence}.")
     if facts.num_rolled_back:
+        verb = "was" if facts.num_rolled_back == 1 else "were"
         sentences.append(
-            f"{facts.num_rolled_back:,} steps were rolled back and {facts.num_redone:,} done again;"
-            " the curve shows the last attempt of each."
+            f"{plural(facts.num_rolled_back, 'step')} {verb} rolled back and"
+            f" {facts.num_redone:,} done again; the curve shows the last attempt of each."
         )
     if facts.baselines:
         sentences.append(

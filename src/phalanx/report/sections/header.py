@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.units import plural
+from phalanx.observe.failure_rate import bound_time_between_failures
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import MAX_SHOWN_WARNINGS, NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
@@ -130,11 +131,11 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         last_step, loss = facts.final_loss
         of_step = f"of step {last_step:,}"
     if len(facts.steps):
-        median = "median over steps"
+        median = f"median of {plural(len(facts.steps), 'step')}"
     redone, rolled_back = "", ""
     if facts.num_redone:
         redone = f"{plural(facts.num_redone, 'step')} done again"
-        rolled_back = f"{facts.num_rolled_back:,} steps rolled back"
+        rolled_back = f"{plural(facts.num_rolled_back, 'step')} rolled back"
     held_out, against = _describe_held_out_loss(facts)
     devices = facts.device
     if facts.world_size:
@@ -167,18 +168,25 @@ def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, st
     without failures."""
     if not reliability.num_failures:
         return []
-    remark = plural(reliability.num_failures, "failure")
+    least_s, most_s = bound_time_between_failures(reliability.num_failures, reliability.alive_s)
+    between = formats.format_seconds_or_missing(reliability.mean_between_failures_s)
+    least = formats.format_seconds_or_missing(least_s)
+    interval = f"{least} to {formats.format_seconds_or_missing(most_s)} with 95 % confidence"
+    if reliability.num_failures == 1:
+        # One alone gives no rate.
+        between, interval = f"at least {least}", "with 95 % confidence"
+    alive = formats.format_seconds_or_missing(reliability.alive_s)
+    remark = f"{interval}; {plural(reliability.num_failures, 'failure')} in {alive}"
     if math.isfinite(reliability.best_save_every_s):
         best = formats.format_seconds_or_missing(reliability.best_save_every_s)
-        remark += f"; Young and Daly want a save every {best}"
+        remark += f"; if failures go on like that, Young and Daly want a save every {best}"
         if math.isfinite(reliability.save_every_s):
             now = formats.format_seconds_or_missing(reliability.save_every_s)
-            remark += f", saves came every {now}"
+            remark += f", saves came every {now} (median)"
     if math.isfinite(reliability.participation) and reliability.participation < 1:
         remark += (
             f"; {formats.format_percent(reliability.participation, 1.0)} of the ranks took part"
         )
-    between = formats.format_seconds_or_missing(reliability.mean_between_failures_s)
     return [("Time between failures", between, remark), *_list_goodput_tiles(reliability)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.facts import RankPhaseSeconds, RunFacts
 from phalanx.report.markup import Html, build_table, build_tag
@@ -69,15 +70,21 @@ def render_predicted_step(facts: RunFacts) -> Html | None:
         build_table(["part", "predicted", "measured", "error of the plan"], rows, css_class="num"),
         build_tag(
             "p",
-            f"The whole step is rank {ranks[0].rank}'s median, {inside} the plan's 80 %"
-            f" interval ({interval}). Parts are means over ranks and the newest steps, without the"
-            " first ones of an attempt, communication that of"
-            " the rank which has least of it: the others wait for each other there, too. What the"
-            " plan adds for jitter and offloading is in the whole step alone.",
+            f"The whole step is rank {ranks[0].rank}'s median over"
+            f" {plural(ranks[0].num_steps, 'step')}, {_name_steps(facts)}: {inside} the plan's 80 %"
+            f" interval ({interval}). Parts are means over ranks and these steps, communication"
+            " that of the rank which has least of it: the others wait for each other there, too."
+            " What the plan adds for jitter and offloading is in the whole step alone.",
             class_="note",
         ),
         class_="block",
     )
+
+
+def _name_steps(facts: RunFacts) -> str:
+    if facts.newest_ranks:
+        return "the newest of the last attempt, without its first ones"
+    return "the first ones included"
 
 
 def _measure(part: _Part, ranks: Sequence[RankPhaseSeconds]) -> float:

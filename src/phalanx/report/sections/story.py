@@ -199,7 +199,7 @@ def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str
 
 def _format_job_value(value: Any) -> str:
     if value is None:
-        return "not set (the plan chooses)"
+        return "not set"
     if isinstance(value, str):
         return value
     return repr(value)

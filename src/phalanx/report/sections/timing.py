@@ -14,7 +14,7 @@ from phalanx.report.bottleneck.describe import (
     describe_utilization,
 )
 from phalanx.report.charts import StackChart, draw_stack_chart
-from phalanx.report.facts import RankPhaseSeconds, RunFacts
+from phalanx.report.facts import RankPhaseSeconds, RunFacts, WallTimeBreakdown
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range
@@ -46,7 +46,7 @@ CSS_CLASS_OF_LEDGER_ENTRY = {
 
 def render_time(facts: RunFacts) -> Html:
     if not facts.ranks:
-        body: list[Html] = [build_tag("p", "No step has finished: not measured.", class_="note")]
+        body: list[Html] = [build_tag("p", "No step is on record: not measured.", class_="note")]
     else:
         body = [
             _render_bottleneck(facts),
@@ -121,12 +121,7 @@ def _render_wall_time(facts: RunFacts) -> Html:
         ),
         draw_stacked_bar(ledger.parts_s, CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
         draw_legend(shown, CSS_CLASS_OF_LEDGER_ENTRY),
-        build_tag(
-            "p",
-            "“Everything else” is what lies between the steps: waiting for a restart, generating"
-            " text, stopping.",
-            class_="note",
-        ),
+        build_tag("p", _describe_everything_else(ledger), class_="note"),
         build_tag(
             "details",
             build_tag("summary", "Data table"),
@@ -136,16 +131,27 @@ def _render_wall_time(facts: RunFacts) -> Html:
     )
 
 
+def _describe_everything_else(ledger: WallTimeBreakdown) -> str:
+    text = (
+        "“Everything else” is what lies between the steps: waiting for a restart, generating text,"
+        " stopping"
+    )
+    if "starting" not in ledger.parts_s:
+        text += "; and starting, of which nobody said here how long it took"
+    return f"{text}."
+
+
 def _render_rank_times(facts: RunFacts) -> Html:
     ranks = _choose_shown_ranks(facts.ranks)
     full_s = max(map(_compute_bar_length_s, ranks))
     used = [name for name in TIME_GROUPS if _is_group_used(name, ranks)]
     rows = [_render_rank_time(rank, full_s) for rank in ranks]
-    head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
+    head = ["rank", "mean step by phase", "steps", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
     note = (
-        "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no"
-        " longer. Unaccounted is the time of a step that no phase claims."
+        "Over every step a rank ran, the first ones and steps done again included. p50 is the"
+        " median; p99: 99 % of the steps took no longer, which of fewer than 100 steps is the"
+        " longest. Unaccounted is the time of a step that no phase claims."
     )
     zero_stage = formats.number_or_nan(facts.plan.get("zero_stage"))
     if facts.plan.get("device") == "cuda" and zero_stage >= 2:
@@ -197,6 +203,7 @@ def _render_rank_time(rank: RankPhaseSeconds, full_s: float) -> list[Html | str]
     return [
         str(rank.rank),
         build_tag("div", bar, class_="bars"),
+        f"{rank.num_steps:,}",
         *[formats.format_milliseconds(value) for value in times],
         spare,
     ]

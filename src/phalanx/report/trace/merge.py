@@ -109,7 +109,7 @@ def merge_trace_parts(
         ranks[path.rank] = traced
         tell(len(readable) + len(ranks), 2 * len(paths))
     facts = _collect_facts(ranks, steps, tuple(unreadable), len(messages))
-    first_ns = min(each.first_ns for each in ranks.values())
+    first_ns = min((at for each in ranks.values() if (at := each.first_ns) is not None), default=0)
     for rank in facts.missing_ranks:
         write(_build_packets_of_missing_rank(rank, first_ns))
     write(_build_packets_about(facts, first_ns))
@@ -121,7 +121,7 @@ class TracedRank(NamedTuple):
 
     header: TracePartHeader
     steps: Sequence[int]
-    first_ns: int
+    first_ns: int | None
     num_spans: int
     num_operators: int
     num_collectives: int

@@ -62,9 +62,10 @@ class RankTracks:
         return self._packets.to_bytes()
 
     @property
-    def first_ns(self) -> int:
-        """The first moment of this rank, by the clock of rank 0."""
-        return min((event.at_ns for event in self._events), default=0)
+    def first_ns(self) -> int | None:
+        """The first moment of this rank, by the clock of rank 0; None where its part has nothing of
+        these steps."""
+        return min((event.at_ns for event in self._events), default=None)
 
     def _has_step(self, step: int) -> bool:
         return self._steps.first <= step <= self._steps.last

@@ -20,7 +20,7 @@ def list_trace_lines(path: Path, num_bytes: int, facts: TraceFacts) -> list[str]
     if facts.num_operators:
         counts.append(plural(facts.num_operators, "operator"))
     if facts.num_arrows:
-        counts.append(f"{facts.num_arrows} arrows from a send to its receive")
+        counts.append(f"{plural(facts.num_arrows, 'arrow')} from a send to its receive")
     lines = [
         f"trace   {path} ({format_bytes(num_bytes)})",
         f"        {steps} of {plural(len(facts.ranks), 'rank')}: {', '.join(counts)}",
@@ -34,10 +34,15 @@ def list_trace_lines(path: Path, num_bytes: int, facts: TraceFacts) -> list[str]
 def _describe_clock(facts: TraceFacts) -> str:
     if facts.num_clocks == 1 and not facts.unaligned_ranks:
         return "all ranks have one"
-    return (
+    if not facts.clock_error_s > 0:
+        return f"{facts.num_clocks} clocks; how far these are apart is not known"
+    text = (
         f"{facts.num_clocks} clocks; times of ranks on different ones are right to"
-        f" {facts.clock_error_s * 1e6:.0f} µs"
+        f" {facts.clock_error_s * 1e6:.3g} µs"
     )
+    if facts.unaligned_ranks:
+        text += ", where that is known"
+    return text
 
 
 def _list_gaps(facts: TraceFacts) -> list[str]:
