@@ -364,7 +364,7 @@ def test_the_page_says_what_the_events_say(whole: Run) -> None:
             "Held-out loss 2.2500 nats/token 2.250 nats below unigram (4.500); 0.250 nats above"
             " trigram (2.000)"
         ),
-        "Throughput 41.0 K tokens/s median over steps",
+        "Throughput 41.0 K tokens/s median of 30 steps",
         "Wall time 42.5 s",
         "Restarts 1 10 steps rolled back",
         "Skipped steps 1",

@@ -314,7 +314,7 @@ def test_the_wall_of_a_run_is_that_of_all_its_commands(tmp_path: Path) -> None:
         path = tmp_path / "events" / f"rank-0000-attempt-{attempt:02d}.jsonl"
         path.write_text("\n".join(lines) + "\n")
     facts = collect_run_facts(tmp_path)
-    assert facts.wall_s == facts.ledger.wall_s == pytest.approx(70.0 + 20.0)
+    assert facts.wall_s == facts.ledger.wall_s == pytest.approx(70.0 + 25.0)
 
 
 def test_skipped_steps_are_no_goodput(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ class RankFailed(Event):
     nobody knows which).
 
     `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
-    waited in vain) | "lost_connection" (ranks lost each other, and nothing else is known to have
-    failed). `hang_kind`: as in HangFound, also where gloo noticed another collective first
-    and aborted a rank; "left_early" for a rank that ended before its work was done without an
-    error; empty otherwise, and in files of earlier releases. `is_oom_kill`: the signal was that of
-    the kernel's out-of-memory killer, by the count of the rank's cgroup or machine, which `detail`
-    names.
+    waited in vain) | "out of memory" | "lost_connection" (ranks lost each other, and nothing else
+    is known to have failed). `hang_kind`: as in HangFound, also where gloo noticed another
+    collective first and aborted a rank; "left_early" for a rank that ended before its work was done
+    without an error; empty otherwise, and in files of earlier releases. `is_oom_kill`: the signal
+    was that of the kernel's out-of-memory killer, by the count of the rank's cgroup or machine,
+    which `detail` names.
     """
 
     failed_rank: int

@@ -112,7 +112,7 @@ _OPTIONS_OF_KIND: dict[str, dict[str, Any]] = {
     "stat": {
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "colorMode": "none",
-        "textMode": "value",
+        "textMode": "auto",  # with the name of each run where there are several
     },
 }
 

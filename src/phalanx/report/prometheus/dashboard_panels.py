@@ -51,7 +51,10 @@ class DashboardRow:
 
 
 def _query(expression: str, legend: str = "{{run}}") -> PanelQuery:
-    """A query with RUN in place of the selector of the chosen runs."""
+    """A query with RUN in place of the selector of the chosen runs, of which there may be several:
+    each line says which one it is of."""
+    if "{{run}}" not in legend:
+        legend = f"{{{{run}}}} {legend}"
     return PanelQuery(
         expression.replace("RUN", RUN_SELECTOR).replace("INTERVAL", _INTERVAL), legend
     )
