@@ -207,7 +207,7 @@ def test_lines_are_chosen_by_text_and_by_time(
     assert len(shown(capsys, run, "--since", "1h")) == 5
     assert _app.run_command_line(["logs", run, "--since", "2200-01-01"]) == 0
     assert capsys.readouterr() == ("", "no such line was printed\n")
-    assert "step 300 has not begun" in refused(capsys, run, "--since", "step:300")
+    assert "no record that step 300 began" in refused(capsys, run, "--since", "step:300")
 
 
 def step(number: int) -> StepFinished:

@@ -11,6 +11,7 @@ from test_report import Page
 from phalanx.observe import events
 from phalanx.observe.events import wrap_event_in_envelope
 from phalanx.report.bottleneck.describe import list_verdict_lines
+from phalanx.report.failures import list_failure_lines
 from phalanx.report.page import write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.run_status import list_status_lines
@@ -93,3 +94,28 @@ def test_a_run_whose_steps_are_all_done_was_not_cut_off_in_them(tmp_path: Path) 
         lines = [each for each in path.read_text().splitlines() if "run_started" not in each]
         path.write_text("\n".join([line, *lines]) + "\n")
         assert list_status_lines(collect_run_facts(run)) == [f"{words}, and no job runs here"]
+
+
+def test_resumes_and_commands_that_were_cut_off_are_counted_though_ranks_said_nothing(
+    run_dir: Path,
+) -> None:
+    """The end of the first command is lost, as of a machine that lost its power; the second one
+    failed before its ranks began, the third went on."""
+    supervisor = run_dir / "events" / "supervisor.jsonl"
+    lines = supervisor.read_text().splitlines()[:2]
+    for attempt, event in (
+        (1, events.Note(events.RESUMED, {"step": 3, "told": "phalanx train --resume"})),
+        (1, events.RankFailed(0, 0, "", "exception", "OSError: no disk", 0.1)),
+        (1, events.RunFinished("failed", 1, 3, 4.0)),
+        (2, events.Note(events.RESUMED, {"step": 3, "told": "phalanx train --resume"})),
+    ):
+        envelope = wrap_event_in_envelope(event, rank=-1, attempt=attempt, seq=len(lines))
+        lines.append(envelope.to_line())
+    supervisor.write_text("\n".join(lines) + "\n")
+    facts = collect_run_facts(run_dir)
+    assert facts.num_resumes == 2
+    assert facts.reliability.num_cut_off == 1
+    assert facts.reliability.num_failures == 1
+    (line, goodput) = list_failure_lines(facts)
+    assert "; 1 command cut off without an end on record; first: rank 0 failed" in line
+    assert goodput.endswith("with 95 % confidence), without what was cut off")

@@ -71,5 +71,6 @@ def _find_start_of_step(run_dir: Path, text: str, since: str) -> float:
             return envelope.time_unix_s
         newest = max(newest, int(getattr(event, "step", 0)))
     raise UsageError(
-        f"--since {since}: step {step} has not begun", fix=f"rank 0 has recorded {newest} steps"
+        f"--since {since}: rank 0 has no record that step {step:,} began",
+        fix=f"its newest step on record is {newest:,}" if newest else "it has no step on record",
     )

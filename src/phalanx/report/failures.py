@@ -27,13 +27,16 @@ def list_failure_lines(facts: RunFacts) -> list[str]:
     Empty for a run in which nothing failed."""
     failures = [each for each in facts.story if isinstance(each.event, events.RankFailed)]
     went_back = [each for each in facts.story if isinstance(each.event, events.RolledBack)]
-    if not (failures or went_back or facts.num_restarts):
+    num_cut_off = facts.reliability.num_cut_off
+    if not (failures or went_back or facts.num_restarts or num_cut_off):
         return []
     parts = [plural(facts.num_restarts, "restart")]
     if named := _name_failures(failures):
         parts.append(named)
     if went_back:
         parts.append(f"{plural(len(went_back), 'return')} to an earlier checkpoint")
+    if num_cut_off:
+        parts.append(f"{plural(num_cut_off, 'command')} cut off without an end on record")
     # In the order of the run.
     kinds = events.RankFailed | events.RolledBack
     first = next((each for each in facts.story if isinstance(each.event, kinds)), None)
@@ -71,6 +74,8 @@ def _list_goodput_lines(facts: RunFacts) -> list[str]:
         line += f"; {reliability.participation:.1%} of the ranks took part"
     if math.isfinite(reliability.mean_between_failures_s):
         line += f"; {describe_failure_rate(reliability.num_failures, reliability.alive_s)}"
+        if reliability.num_cut_off:
+            line += ", without what was cut off"
     return [line]
 
 

@@ -142,6 +142,7 @@ def _render_live_line(live: LiveState | None) -> Html | None:
         # A region of its own: screen readers say it when it changes, and not each update.
         build_tag("span", words, role="status", class_="livestate"),
         build_tag("span", class_="updated"),
+        build_tag("noscript", " Without JavaScript the page stays as it is: load it again."),
         id="live",
         class_=f"live {state}",
     )

@@ -108,7 +108,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         num_redone=history.num_redone,
         num_rolled_back=history.num_rolled_back,
         num_restarts=_count_restarts(story, attempts),
-        num_resumes=sum(not attempt.is_restart for attempt in attempts[1:]),
+        num_resumes=_count_resumes(story, attempts),
         skipped=skipped,
         attempts=attempts,
         ranks=[_sum_rank_phase_seconds(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
@@ -200,6 +200,15 @@ def _count_restarts(story: list[Envelope], attempts: list[RunAttempt]) -> int:
     """The restarts of a run, by its supervisor and by another launcher."""
     by_launcher = sum(attempt.is_by_launcher for attempt in attempts)
     return len(_select_events(story, events.RestartScheduled)) + by_launcher
+
+
+def _count_resumes(story: list[Envelope], attempts: list[RunAttempt]) -> int:
+    """How often a person continued the run, also where its ranks came to no word then; of early
+    releases, which did not say so, by the attempts."""
+    said = [each.attempt for each in story if events.is_resume(each.event)]
+    return len(said) + sum(
+        not attempt.is_restart and attempt.number not in said for attempt in attempts[1:]
+    )
 
 
 def _select_newest_baselines(story: list[Envelope]) -> list[events.BaselineMeasured]:

@@ -26,9 +26,11 @@ class Reliability:
     `goodput`: the share of the run's life in steps that stand and were applied, without their
     waiting for data, saves and evaluations. `participation`: over the steps that stand, the mean
     share that took part of the ranks that their command had. `mean_between_failures_s`: the run's
-    life by the number of its failures. `save_every_s`: the median between two saves;
-    `best_save_every_s`: what Young and Daly want for that rate of failures and the cost of these
-    saves. `hours`: those that the supervisor measured; none of less than one without a failure.
+    life by the number of its failures; `num_cut_off`: commands that ended without a word before the
+    run was resumed (a machine that was lost, say), which are none of these. `save_every_s`: the
+    median between two saves; `best_save_every_s`: what Young and Daly want for that rate of
+    failures and the cost of these saves. `hours`: those that the supervisor measured; none of less
+    than one without a failure.
     """
 
     goodput: float
@@ -38,6 +40,7 @@ class Reliability:
     save_stall_s: float
     save_every_s: float
     best_save_every_s: float
+    num_cut_off: int = 0
     hours: tuple[events.ReliabilityMeasured, ...] = ()
 
     @property
@@ -94,6 +97,7 @@ def measure_reliability(
         save_stall_s=stall_s,
         save_every_s=_find_median(gaps),
         best_save_every_s=best_s,
+        num_cut_off=timeline.num_cut_off,
         hours=tuple(e.event for e in story if isinstance(e.event, events.ReliabilityMeasured)),
     )
 

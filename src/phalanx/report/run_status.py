@@ -103,5 +103,5 @@ def describe_last_failure(facts: RunFacts) -> str:
 
 def _begins_anew(event: events.Event) -> bool:
     """True for what tells that a run goes on after all before it."""
-    is_resume = isinstance(event, events.Note) and event.code == events.RESUMED
-    return is_resume or isinstance(event, events.RunStarted | events.RestartScheduled)
+    kinds = events.RunStarted | events.RestartScheduled
+    return events.is_resume(event) or isinstance(event, kinds)

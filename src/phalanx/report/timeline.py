@@ -3,6 +3,7 @@ sets."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from phalanx.observe.events import (
     RolledBack,
     RunFinished,
     RunStarted,
+    is_resume,
 )
 from phalanx.observe.order import AttemptCounter
 from phalanx.report.formats import finite_or_zero
@@ -87,6 +89,8 @@ class RunTimeline:
 
     alive_s: float = 0.0
     num_commands: int = 0
+    num_cut_off: int = 0
+    """Commands that ended without a word before a person resumed the run."""
     _by_attempt: dict[int, _TrainCommand] = field(default_factory=dict)
 
     def elapsed_s(self, envelope: Envelope) -> float:
@@ -112,6 +116,7 @@ class TimelineBuilder:
     def __init__(self) -> None:
         self._spans: dict[int, _AttemptLifetime] = {}
         self._restarted: set[int] = set()
+        self._resumed: set[int] = set()
         # By attempt: what its command said of its duration, and when.
         self._said_wall_s: dict[int, tuple[float, float]] = {}
         self._attempts = AttemptCounter()
@@ -122,12 +127,18 @@ class TimelineBuilder:
         self._spans.setdefault(attempt, _AttemptLifetime()).add_event(envelope)
         if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
             self._restarted.add(attempt)
+        elif is_resume(envelope.event):
+            self._resumed.add(attempt)
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s, envelope.monotonic_s
 
     def build_measured_timeline(self) -> RunTimeline:
         timeline = RunTimeline()
-        for attempts in self._group_attempts_by_command():
+        groups = self._group_attempts_by_command()
+        for before, after in itertools.pairwise(groups):
+            is_silent = self._said_wall_s.keys().isdisjoint(before)
+            timeline.num_cut_off += is_silent and after[0] in self._resumed
+        for attempts in groups:
             spans = {attempt: self._spans[attempt] for attempt in attempts}
             said_wall_s, end_s = self._said_wall_s.get(attempts[-1], (math.nan, math.nan))
             command = _TrainCommand(spans, timeline.alive_s, said_wall_s, end_s)

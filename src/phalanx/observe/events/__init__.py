@@ -34,7 +34,7 @@ from phalanx.observe.events.measurements import (
     OperatorsCounted,
     PipelineMeasured,
 )
-from phalanx.observe.events.notes import EVENTS_UNWRITTEN, RESUMED, Note, SinkDropped
+from phalanx.observe.events.notes import EVENTS_UNWRITTEN, RESUMED, Note, SinkDropped, is_resume
 from phalanx.observe.events.parse import EVENT_CLASS_OF_KIND, parse_event_line
 from phalanx.observe.events.run import RunFinished, RunStarted, StopRequested, WeightsTaken
 from phalanx.observe.events.steps import (
@@ -103,6 +103,7 @@ __all__ = [
     "RESUMED",
     "Note",
     "SinkDropped",
+    "is_resume",
     "SCHEMA",
     "MonotonicClockReading",
     "Envelope",

@@ -20,6 +20,11 @@ class Note(Event):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def is_resume(event: Event) -> bool:
+    """True for the note with which a person's --resume begins."""
+    return isinstance(event, Note) and event.code == RESUMED
+
+
 @dataclass(frozen=True)
 class SinkDropped(Event):
     """A sink died or fell behind: it is out, or lost `num_dropped` events; training goes on."""

@@ -177,6 +177,8 @@ def _list_reliability_tiles(reliability: Reliability) -> list[tuple[str, str, st
         between, interval = f"at least {least}", "with 95 % confidence"
     alive = formats.format_seconds_or_missing(reliability.alive_s)
     remark = f"{interval}; {plural(reliability.num_failures, 'failure')} in {alive}"
+    if reliability.num_cut_off:
+        remark += f", without {plural(reliability.num_cut_off, 'command')} cut off without a word"
     if math.isfinite(reliability.best_save_every_s):
         best = formats.format_seconds_or_missing(reliability.best_save_every_s)
         remark += f"; if failures go on like that, Young and Daly want a save every {best}"

@@ -41,7 +41,7 @@ def collect_raw_events(facts: RunFacts, shown: Iterable[Envelope]) -> RawEvents:
         of_kinds = [each for each in facts.story if isinstance(each.event, kinds)]
         explaining[key] = of_kinds[-MAX_LINES_OF_NUMBER:]
     linked = {id(each): each for each in story}
-    explaining["resumes"] = [each for each in facts.story if _is_resume(each)]
+    explaining["resumes"] = [each for each in facts.story if events.is_resume(each.event)]
     for envelopes in explaining.values():
         linked |= {id(each): each for each in envelopes}
     raw = RawEvents(by_envelope=find_event_lines(facts.run_dir, linked.values()))
@@ -56,10 +56,6 @@ def collect_raw_events(facts: RunFacts, shown: Iterable[Envelope]) -> RawEvents:
             attempt = facts.self_times.attempt
             raw.add_step(key, facts.run_dir, slow.rank, attempt, slow.worst_step)
     return raw
-
-
-def _is_resume(envelope: Envelope) -> bool:
-    return isinstance(envelope.event, events.Note) and envelope.event.code == events.RESUMED
 
 
 def build_key_of_slow_rank(rank: int) -> str:
