@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from commands import DEADLINE_S
 from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.cli import _app
+from phalanx.cli._log_start import find_log_start
 from phalanx.core.log_times import build_log_times_path, parse_log_times
 from phalanx.launch.merge_logs import LogFollower
 from phalanx.launch.output_destination import (
@@ -220,6 +222,14 @@ def test_a_time_that_is_none_is_refused(
 ) -> None:
     write_old_log(tmp_path, 0, 0, "text")
     assert "is no time" in refused(capsys, str(tmp_path), "--since", since)
+
+
+def test_a_time_of_day_is_the_last_one_that_was(tmp_path: Path) -> None:
+    """At ten past midnight 23:50 is twenty minutes ago, and not in the next night."""
+    in_an_hour = datetime.now(UTC) + timedelta(hours=1)
+    start_s = find_log_start(tmp_path, f"{in_an_hour:%H:%M}")
+    assert start_s is not None
+    assert time.time() - start_s == pytest.approx(23 * 3600, abs=120)
 
 
 def write_old_log(run_dir: Path, rank: int, attempt: int, *lines: str) -> None:

@@ -62,6 +62,9 @@ def test_without_any_rank_their_files_are_missed(run_dir: Path) -> None:
     text = Page(write_report(run_dir, facts)).text
     assert "No step is on record: not measured." in text
     assert "No step has finished" not in text
+    # Of a run that has ended nothing is "not yet", and a section without content is none.
+    assert "no rank has reported its memory." in text
+    assert "A sample of what it writes" not in text
 
 
 def test_a_run_that_failed_before_its_first_step_misses_nothing(run_dir: Path) -> None:

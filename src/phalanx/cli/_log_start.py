@@ -30,7 +30,9 @@ def find_log_start(run_dir: Path, since: str | None) -> float | None:
             return time.time() - duration_s
     elif _TIME_OF_DAY_PATTERN.fullmatch(text):
         hours, _, rest = text.partition(":")
-        return _parse_utc(f"{datetime.now(UTC):%Y-%m-%d} {hours:0>2}:{rest}", since)
+        start_s = _parse_utc(f"{datetime.now(UTC):%Y-%m-%d} {hours:0>2}:{rest}", since)
+        # A little after midnight 23:50 was yesterday.
+        return start_s if start_s <= time.time() else start_s - _SECONDS_OF_UNIT["d"]
     elif text[:1].isdigit():
         return _parse_utc(text, since)
     raise _build_refusal(since)

@@ -28,6 +28,7 @@ from phalanx.report.sections.raw import (
     render_raw_events,
 )
 from phalanx.report.sections.story import (
+    has_text_samples,
     render_files,
     render_job,
     render_story,
@@ -171,6 +172,7 @@ def _render_navigation(facts: RunFacts) -> Html:
             ("experts", has_experts),
             ("blocks", has_block_norms),
             ("checks", has_invariants),
+            ("text", has_text_samples),
             ("raw", has_raw_events),
         )
         if not has(facts)

@@ -44,7 +44,9 @@ def choose_css_classes_by_category(names: Iterable[str]) -> dict[str, str]:
 
 def render_memory(facts: RunFacts) -> Html:
     if not facts.memory:
-        body = build_tag("p", "Not measured: no rank has reported its memory yet.", class_="note")
+        so_far = "" if facts.is_finished else " yet"
+        words = f"Not measured: no rank has reported its memory{so_far}."
+        body = build_tag("p", words, class_="note")
         return build_tag(
             "section", build_tag("h2", "Memory, predicted and measured"), body, id="memory"
         )

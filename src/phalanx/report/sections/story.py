@@ -153,18 +153,20 @@ def _render_traceback(envelope: Envelope) -> Html | None:
     return None
 
 
-def render_text_samples(facts: RunFacts) -> Html:
-    if not facts.samples:
-        body = [build_tag("p", "No text was generated.", class_="note")]
-    else:
-        body = []
-        for sample in facts.samples[-MAX_TEXT_SAMPLES:]:
-            body.append(build_tag("h3", f"After step {sample.step:,}"))
-            prompt = build_tag("b", sample.prompt[:MAX_TRACEBACK_CHARS])
-            body.append(build_tag("pre", prompt, sample.text[:MAX_TRACEBACK_CHARS], tabindex=0))
-        body.append(
-            build_tag("p", "The prompt is in bold; the rest is the model's.", class_="note")
-        )
+def has_text_samples(facts: RunFacts) -> bool:
+    return bool(facts.samples)
+
+
+def render_text_samples(facts: RunFacts) -> Html | None:
+    """The section; None where no text was generated: not every model writes."""
+    if not has_text_samples(facts):
+        return None
+    body = []
+    for sample in facts.samples[-MAX_TEXT_SAMPLES:]:
+        body.append(build_tag("h3", f"After step {sample.step:,}"))
+        prompt = build_tag("b", sample.prompt[:MAX_TRACEBACK_CHARS])
+        body.append(build_tag("pre", prompt, sample.text[:MAX_TRACEBACK_CHARS], tabindex=0))
+    body.append(build_tag("p", "The prompt is in bold; the rest is the model's.", class_="note"))
     return build_tag("section", build_tag("h2", "A sample of what it writes"), body, id="text")
 
 
