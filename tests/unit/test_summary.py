@@ -252,7 +252,7 @@ def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> No
     [
         (
             {"terms": {"ideal": 0.11}, "low_s": 0.09, "high_s": 0.12},
-            "110 ms predicted, 100 ms measured (median; the plan was 10 % too high; inside its",
+            "110 ms predicted, 100 ms measured (median of 8 steps; the plan was 10 % too high;",
         ),
         ({"terms": {"ideal": 0.05}, "low_s": 0.04, "high_s": 0.06}, "50 % too low; outside its 80"),
         (None, ""),

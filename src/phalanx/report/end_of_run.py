@@ -12,7 +12,12 @@ from phalanx.checkpoint.folder import resolve_place_in_run
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
 from phalanx.core.registry import is_foreign
-from phalanx.core.units import describe_predicted_bytes_error, format_bytes, format_seconds
+from phalanx.core.units import (
+    describe_predicted_bytes_error,
+    format_bytes,
+    format_seconds,
+    plural,
+)
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.observe.events import (
     BaselineMeasured,
@@ -223,14 +228,15 @@ def _list_time_lines(envelopes: list[Envelope], run_dir: Path) -> list[str]:
     """A line about the time of a step, predicted and measured; none where it was not predicted."""
     plan = _read_json_object(run_dir / "plan.json")
     body = dict_or_empty(plan.get("step_time"))
-    measured_s = _measure_step_s(envelopes, dict_or_empty(plan.get("layout")))
+    step_seconds = _list_step_seconds(envelopes, dict_or_empty(plan.get("layout")))
     try:
         predicted = StepTime.from_json(body)
         predicted_s = predicted.total_s
     except (KeyError, TypeError, ValueError):
         return []  # a plan of before, or one that cannot be read
-    if measured_s is None or not predicted_s > 0:
+    if not step_seconds or not predicted_s > 0:
         return []
+    measured_s = median(step_seconds)
     error = (
         f"{100 * abs(predicted_s / measured_s - 1):.0f} % too"
         f" {_name_error_direction(predicted_s, measured_s)}"
@@ -241,7 +247,8 @@ def _list_time_lines(envelopes: list[Envelope], run_dir: Path) -> list[str]:
     interval = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
         f"time    a step: {format_seconds(predicted_s)} predicted, {format_seconds(measured_s)}"
-        f" measured (median; the plan was {error}; {inside} its 80 % interval, {interval})"
+        f" measured (median of {plural(len(step_seconds), 'step')}; the plan was {error}; {inside}"
+        f" its 80 % interval, {interval})"
     ]
 
 
@@ -254,9 +261,9 @@ def _name_error_direction(predicted_s: float, measured_s: float) -> str:
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
 
 
-def _measure_step_s(envelopes: list[Envelope], layout: dict[str, Any]) -> float | None:
-    """The median seconds of a step, without the first ones, of the newest attempt with enough of
-    them; None where there is none, or it had another layout than the plan's."""
+def _list_step_seconds(envelopes: list[Envelope], layout: dict[str, Any]) -> list[float]:
+    """The seconds of each step, without the first ones, of the newest attempt with enough of them;
+    none where there is none, or it had another layout than the plan's."""
     step_s_of: dict[int, list[float]] = {}
     layout_of: dict[int, dict[str, int]] = {}
     for envelope in envelopes:
@@ -266,10 +273,10 @@ def _measure_step_s(envelopes: list[Envelope], layout: dict[str, Any]) -> float 
             layout_of[envelope.attempt] = envelope.event.layout
     enough = [number for number, steps in step_s_of.items() if len(steps) >= 2 * WARM_UP_STEPS]
     if not enough:
-        return None
+        return []
     if not is_same_layout(layout_of.get(max(enough), layout), layout):
-        return None
-    return median(step_s_of[max(enough)][WARM_UP_STEPS:])
+        return []
+    return step_s_of[max(enough)][WARM_UP_STEPS:]
 
 
 def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:
