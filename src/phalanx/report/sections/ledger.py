@@ -43,7 +43,10 @@ def render_ledgers(facts: RunFacts) -> Html:
     rows = [_render_ledger_row(each, full_s) for each in ledgers]
     return build_tag(
         "div",
-        build_tag("h3", f"The whole run: {formats.format_seconds_or_missing(lead.wall_s)}"),
+        build_tag(
+            "h3",
+            f"The whole run: {formats.format_seconds_or_missing(lead.wall_s)} of rank {lead.rank}",
+        ),
         draw_legend([*used, UNATTRIBUTED], _CSS_CLASS_OF_PART),
         build_table(["rank", "seconds of the run by what they went to", UNATTRIBUTED], rows),
         build_tag("p", _describe_basis(facts, ledgers), class_="note"),
@@ -122,8 +125,9 @@ def _describe_basis(facts: RunFacts, ledgers: list[RankLedger]) -> str:
     )
     if not all(each.is_supervised for each in ledgers):
         note = (
-            "No supervisor has said how long the run took: the wall is from the first to the last"
-            " word of each rank. What no part claims is unattributed."
+            "Where a supervisor said how long its command took, that is the wall, else (no"
+            " supervisor, or one that was cut off) from the first to the last word of each rank."
+            " What no part claims is unattributed."
         )
     num_hidden = len(facts.rank_ledgers) - len(ledgers)
     if num_hidden:
