@@ -122,3 +122,15 @@ def test_resumes_and_commands_that_were_cut_off_are_counted_though_ranks_said_no
     (line, goodput) = list_failure_lines(facts)
     assert "; 1 command cut off without an end on record; first: rank 0 failed" in line
     assert goodput.endswith("with 95 % confidence), without what was cut off")
+
+
+def test_events_of_a_later_schema_are_not_taken_for_those_of_this_one(run_dir: Path) -> None:
+    """Their numbers may mean something else."""
+    for path in (run_dir / "events").iterdir():
+        path.write_text(path.read_text().replace('"schema":1,', '"schema":2,'))
+    facts = collect_run_facts(run_dir)
+    assert (facts.num_events, facts.num_unreadable) == (0, 15)
+    assert list_status_lines(facts) == ["none of its events can be read, and no job runs here"]
+    assert facts.reading_gaps[0].startswith("15 lines of the event files could not be read")
+    text = Page(write_report(run_dir, facts)).text
+    assert "None of the events of this run can be read." in text

@@ -35,7 +35,10 @@ def list_status_lines(facts: RunFacts) -> list[str]:
     if job is not None:
         return [_describe_unseen_job(facts, job)]
     if not facts.num_events:
-        return ["no events were recorded, and no job runs here"]
+        which = (
+            "none of its events can be read" if facts.reading_gaps else "no events were recorded"
+        )
+        return [f"{which}, and no job runs here"]
     place = f"cut off after step {facts.last_step:,}:"
     if facts.total_steps is not None and 0 < facts.total_steps <= facts.last_step:
         place = f"all {facts.last_step:,} steps are done, but"

@@ -19,7 +19,7 @@ from phalanx.observe.events import (
     supervision,
 )
 from phalanx.observe.events.base import Event
-from phalanx.observe.events.envelope import Envelope, MonotonicClockReading
+from phalanx.observe.events.envelope import SCHEMA, Envelope, MonotonicClockReading
 
 # A new family is added here; its events are found by themselves. The reference has this order.
 FAMILIES = (
@@ -62,8 +62,8 @@ def _parse_json(line: str) -> Any:
 
 
 def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> Envelope | None:
-    """The envelope of one line, or None for a line that is torn or of a kind this release does not
-    know.
+    """The envelope of one line, or None for a line that is torn, or of a kind or a schema that this
+    release does not know: numbers of a later schema may mean something else.
 
     `clock` is that of the line before in the same file; a line with which a process begins has its
     own.
@@ -71,6 +71,8 @@ def parse_event_line(line: str, clock: MonotonicClockReading | None = None) -> E
     try:
         body = _parse_json(line)
         cls = EVENT_CLASS_OF_KIND[body["event"]]
+        if body.get("schema", SCHEMA) > SCHEMA:
+            return None
         seq, steady_s = body.get("seq", -1), body.get("monotonic_s", math.nan)
         fields = {name: value for name, value in body.items() if name not in _ENVELOPE_KEYS}
         # Most events are of this release, and finite: only the others pay for a look at each value.

@@ -117,6 +117,8 @@ def _render_goodput(facts: RunFacts) -> Html | None:
 
 def _describe_start_and_duration(facts: RunFacts) -> str:
     if not facts.num_events:
+        if facts.reading_gaps:
+            return "None of the events of this run can be read."
         return "This run has written no events yet."
     started = formats.format_timestamp(facts.started_unix_s)
     when = f"Started {started}, last event {formats.format_timestamp(facts.last_unix_s)}."
