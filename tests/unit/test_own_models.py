@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from models import plan
-from phalanx.core.errors import DataError, LayoutError
+from phalanx.core.errors import DataError, LayoutError, PhalanxError
 from phalanx.job.module_probe import probe_foreign_shape
+from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.attention import make_shared_attention_mask
+from phalanx.nn.build import build_objective
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner, report_os_exit_of_user_code
 from phalanx.parallel.call.bind_batch import build_forward_arguments
@@ -297,6 +299,44 @@ def reads_its_weights() -> nn.Module:
 
 def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
     assert describe_module_for_planner("test_own_models:reads_its_weights", {})["num_params"] == 10
+
+
+def is_traced() -> nn.Module:
+    return torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_a_module_of_torch_jit_is_refused_by_name() -> None:
+    with pytest.raises(
+        PhalanxError, match=r"is_traced returned a module of torch\.jit; return the"
+    ):
+        describe_module_for_planner("test_own_models:is_traced", {})
+
+
+class Scaled(nn.Module):
+    """A loss with a weight for each class, and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(2))
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+        return (outputs * self.temperature).sum(), 1
+
+
+scaled = Scaled()
+
+
+def test_an_objective_with_parameters_is_refused_and_one_without_is_not() -> None:
+    """They stayed as they were, and nothing said so."""
+    job = Job(model=Model(objective="test_own_models:scaled"))
+    with pytest.raises(
+        LayoutError, match=r"test_own_models:scaled: .* \(temperature\); make them a"
+    ):
+        build_objective(job)
+    scaled.requires_grad_(False)
+    assert build_objective(job) is scaled
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from phalanx.nn.hugging_face.adapter import (
 from phalanx.nn.objective import Objective, build_logits_cross_entropy, causal_cross_entropy
 
 MODELS_PACKAGE = "phalanx.nn.models"
-
+_MAX_SHOWN_PARAMS = 5
 
 BUILD_TIMEOUT_S = 1800.0
 """A rank that builds a module for longer keeps the others of its machine from it."""
@@ -125,6 +125,7 @@ def build_objective(job: Job) -> Objective:
     objective: Objective
     if job.model.objective is not None:
         objective = import_object_of_kind(job.model.objective, MODELS_PACKAGE, "objective")
+        _require_nothing_to_train(objective, job.model.objective)
     elif is_hugging_face(job.model.kind):
         objective = build_logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
@@ -134,3 +135,21 @@ def build_objective(job: Job) -> Objective:
             find_model_kind(job.model), MODELS_PACKAGE, "default_objective"
         )(job.train.loss_chunk_tokens)
     return objective
+
+
+def _require_nothing_to_train(objective: Objective, name: str) -> None:
+    """Raise LayoutError for an objective with parameters of its own: the optimizer has the model's,
+    so that they would stay as they are and be in no checkpoint, without a word."""
+    if not isinstance(objective, nn.Module):
+        return
+    names = [own for own, param in objective.named_parameters() if param.requires_grad]
+    if names:
+        raise LayoutError(
+            "the objective has parameters to train, and only the model's are trained",
+            where=f"model.objective {name}",
+            why=", ".join(names[:_MAX_SHOWN_PARAMS]),
+            fix=(
+                "make them a part of the model and return them with its outputs, or set"
+                " requires_grad to False"
+            ),
+        )

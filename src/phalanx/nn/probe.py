@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-import phalanx
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.parent import kill_this_process_with_parent
 from phalanx.core.printable import describe_foreign_error
+from phalanx.core.uncaught import is_library_file
 from phalanx.job.module_probe import TellProgress, make_progress_writer, print_answer
 from phalanx.job.schema import Model
 from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
@@ -35,7 +35,6 @@ from phalanx.nn.module_trace import MAX_BATCHES, trace_module_for_planner
 
 NUM_PARTS_BEFORE_TRACES = 2
 """Building the module, and recording that; then one part for each microbatch that is traced."""
-_OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
 def describe_module_for_planner(
@@ -61,6 +60,11 @@ def describe_module_for_planner(
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
         raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
+    # Nothing says what its forward takes, and its layers are of no class that could be cut.
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PhalanxError(
+            f"{kind} returned a module of torch.jit; return the module it was made of"
+        )
     description = {
         **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
@@ -156,7 +160,7 @@ def format_user_error_location(error: BaseException) -> str:
 def format_innermost_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost frame of the user's own code as "model.py:12: "; "" if there is none."""
     for frame in reversed(frames):
-        if "site-packages" in frame.filename or frame.filename.startswith(("<", _OUR_FOLDER)):
+        if is_library_file(frame.filename):
             continue
         return f"{Path(frame.filename).name}:{frame.lineno}: "
     return ""
