@@ -120,7 +120,7 @@ def test_resumes_and_commands_that_were_cut_off_are_counted_though_ranks_said_no
     assert facts.reliability.num_cut_off == 1
     assert facts.reliability.num_failures == 1
     (line, goodput) = list_failure_lines(facts)
-    assert "; 1 command cut off without an end on record; first: rank 0 failed" in line
+    assert "; 1 command cut off without an end on record; first: rank 0 failed before its" in line
     assert goodput.endswith("with 95 % confidence), without what was cut off")
 
 

@@ -118,12 +118,17 @@ def name_what_failed(event: events.RankFailed) -> str:
     return "a process beside the ranks"
 
 
+def describe_failure_moment(event: events.RankFailed) -> str:
+    """ "at step 7 in backward"; of a rank that had not come to a step, that."""
+    if event.step >= 1:
+        return f"at step {event.step}" + (f" in {event.phase}" if event.phase else "")
+    whose = "its" if event.failed_rank >= 0 else "the"
+    return (f"in {event.phase}, " if event.phase else "") + f"before {whose} first step"
+
+
 def _describe_rank_failure(event: events.RankFailed) -> str:
-    moment = f"step {event.step}"
-    if event.phase:
-        moment += f" in {event.phase}"
     return (
-        f"{name_what_failed(event)} failed at {moment}: {event.cause},"
+        f"{name_what_failed(event)} failed {describe_failure_moment(event)}: {event.cause},"
         f" {find_exception_line_of_traceback(event.detail)}, seen after"
         f" {format_seconds(event.detected_s)}"
     )

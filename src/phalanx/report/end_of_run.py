@@ -37,7 +37,11 @@ from phalanx.observe.events import (
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import MetricUnits
-from phalanx.observe.words import find_exception_line_of_traceback, name_what_failed
+from phalanx.observe.words import (
+    describe_failure_moment,
+    find_exception_line_of_traceback,
+    name_what_failed,
+)
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.cause import BottleneckVerdict
@@ -144,7 +148,7 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (
-                f"{name_what_failed(event)} at step {event.step}:"
+                f"{name_what_failed(event)} {_name_step(event)}:"
                 f" {printable(find_exception_line_of_traceback(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):
@@ -156,6 +160,10 @@ def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         return []
     times = "once" if len(causes) == 1 else f"{len(causes)} times"
     return [f"again   the ranks were started again {times}, after {_join_causes(causes)}"]
+
+
+def _name_step(event: RankFailed) -> str:
+    return f"at step {event.step}" if event.step >= 1 else describe_failure_moment(event)
 
 
 def _join_causes(causes: list[str]) -> str:
