@@ -50,16 +50,16 @@ NUM_STEPS, HALTED_AT, KILLED_AT, SAVED_EACH = 160, 20, 100, 80
 # By panel, the legends of queries for what this run has not: experts, stages of a pipeline, fp16, metrics of its own, a
 # failed check, a slow rank, a sink that lost events, as many steps in one attempt.
 OF_OTHER_RUNS = {
-    ("Experts", "busiest / mean"),
-    ("Experts", "dropped"),
-    ("Pipeline bubble", "{{source}}"),
-    ("Loss scale and own metrics", "loss scale"),
-    ("Loss scale and own metrics", "{{metric}}"),
-    ("Failed checks", "{{invariant}}"),
-    ("Ranks found slow", "rank {{rank}}"),
-    ("What observes", "not in {{sink}}"),
+    ("Experts", "{{run}} busiest / mean"),
+    ("Experts", "{{run}} dropped"),
+    ("Pipeline bubble", "{{run}} {{source}}"),
+    ("Loss scale and own metrics", "{{run}} loss scale"),
+    ("Loss scale and own metrics", "{{run}} {{metric}}"),
+    ("Failed checks", "{{run}} {{invariant}}"),
+    ("Ranks found slow", "{{run}} rank {{rank}}"),
+    ("What observes", "{{run}} not in {{sink}}"),
     ("Steps get slower", "{{run}}"),
-    ("Memory that grows", "rank {{rank}}"),
+    ("Memory that grows", "{{run}} rank {{rank}}"),
 }
 
 
@@ -224,7 +224,7 @@ def test_every_panel_of_the_dashboard_has_data(observed: ObservedRun) -> None:
                     empty.add((panel.title, query.legend))
     expected = set(OF_OTHER_RUNS)
     if observed.has_slow_rank:
-        expected.remove(("Ranks found slow", "rank {{rank}}"))
+        expected.remove(("Ranks found slow", "{{run}} rank {{rank}}"))
     assert empty == expected
 
 
