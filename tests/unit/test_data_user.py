@@ -111,6 +111,19 @@ def test_what_cannot_be_a_batch(samples: tuple[object, ...], said: str) -> None:
     assert "own:data" in str(caught.value)
 
 
+@pytest.mark.parametrize("stored", [np.uint16, ">u2", np.uint32, np.uint64])
+def test_tokens_as_they_are_stored_become_int64(stored: str) -> None:
+    """An embedding of torch looks up no others."""
+    tokens = np.array([7, 250], stored)
+    assert batch_of({"inputs": tokens})["inputs"].dtype == np.int64
+    assert batch_of({"inputs": tokens})["inputs"].tolist() == [[7, 250]]
+    unsigned = torch.tensor([7, 250]).to(torch.uint16)
+    assert batch_of({"inputs": unsigned})["inputs"].dtype == np.int64
+    with pytest.raises(DataError, match="'inputs' holds 18446744073709551615, which is beyond"):
+        batch_of({"inputs": np.array([2**64 - 1], np.uint64)})
+    assert batch_of({"inputs": tokens.astype(np.uint8)})["inputs"].dtype == np.uint8
+
+
 def test_a_sample_that_holds_itself() -> None:
     sample: dict[str, object] = {"inputs": 1}
     sample["itself"] = sample

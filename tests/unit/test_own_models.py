@@ -25,6 +25,7 @@ from phalanx.nn.build import build_objective
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner, report_os_exit_of_user_code
 from phalanx.parallel.call.bind_batch import build_forward_arguments
+from phalanx.parallel.call.check_indices import require_token_ids_in_vocabulary
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.gradients import collect_gradients_and_sum_squares
 from phalanx.parallel.model import ParallelModel
@@ -299,6 +300,16 @@ def reads_its_weights() -> nn.Module:
 
 def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
     assert describe_module_for_planner("test_own_models:reads_its_weights", {})["num_params"] == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_ids_of_a_type_that_is_not_looked_up_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(
+        DataError, match=r"'inputs' are .* and the model looks up int64 or int32; h"
+    ):
+        require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2, dtype=dtype)}, 5)
+    require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2, dtype=torch.int32)}, 5)
+    require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2)}, 0)  # an image
 
 
 def is_traced() -> nn.Module:

@@ -145,9 +145,10 @@ class UserSamples:
 def collate_samples(
     samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str
 ) -> Arrays:
-    """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's
-    arrays of float64, which is its default and rarely meant. Tensors keep their type. Entries of
-    nested samples have joined names.
+    """Stack the samples' entries. Whole numbers become int64, and so do arrays of uint16, uint32
+    and uint64; other numbers become float32, and so do numpy's arrays of float64, which is its
+    default and rarely meant. Tensors keep their type, but for unsigned ones. Entries of nested
+    samples have joined names.
     """
     samples = [
         _flatten_sample(sample, f"sample {index} of {source}")
@@ -214,8 +215,18 @@ def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     if array.dtype == np.float64 and not is_tensor:
         # numpy's default, and rarely meant; the type of a tensor is.
         return array.astype(np.float32)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        # How tokens are stored, and what nearly no operation of torch takes.
+        return _widen_to_int64(key, array, where)
     # A tensor has this machine's order of bytes, which a file of another kind may not.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _widen_to_int64(key: str, array: NDArray[Any], where: str) -> NDArray[Any]:
+    largest = int(array.max(initial=0))
+    if largest > np.iinfo(np.int64).max:
+        raise DataError(f"{key!r} holds {largest}, which is beyond int64", where=where)
+    return array.astype(np.int64)
 
 
 def format_user_exception(error: Exception, where: str) -> DataSourceError:

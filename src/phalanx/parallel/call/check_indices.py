@@ -21,15 +21,23 @@ from phalanx.mesh.devices import is_on_cpu
 Batch = Mapping[str, torch.Tensor]
 # An objective with this attribute takes every target for the number of a class.
 TARGETS_ARE_CLASSES_ATTRIBUTE = "takes_classes"
+_ID_DTYPES = (torch.int64, torch.int32)
 # The built-in objectives look in this order.
 _TARGET_ENTRY_NAMES = ("labels", "targets")
 
 
 def require_token_ids_in_vocabulary(batch: Batch, vocab_size: int) -> None:
-    """Raises DataError for token ids beyond the `vocab_size` rows of a model; 0: it has none, or
-    nobody knows."""
+    """Raises DataError for token ids beyond the `vocab_size` rows of a model, and of a type that no
+    embedding looks up; 0: it has none, or nobody knows."""
     if vocab_size and "inputs" in batch:
-        _require_index_range("'inputs'", batch["inputs"], vocab_size)
+        ids = batch["inputs"]
+        if ids.dtype not in _ID_DTYPES:
+            raise DataError(
+                f"'inputs' are {str(ids.dtype).removeprefix('torch.')}, and the model looks up"
+                " int64 or int32",
+                fix="have the dataset return whole numbers of such a type",
+            )
+        _require_index_range("'inputs'", ids, vocab_size)
 
 
 def require_targets_within_classes(batch: Batch, outputs: Any) -> None:
