@@ -22,6 +22,7 @@ from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.contradiction import explain_contradiction
+from phalanx.plan.search.counts_by_degree import CountsByDegree
 from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
@@ -219,7 +220,7 @@ def test_the_screen_is_near_the_exact_plan(keys):
     work = build_workload(
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
     )
-    totals = MemoryScreen(task.shape, work, rows).total_bytes()
+    totals = MemoryScreen(CountsByDegree(task.shape, work), rows).total_bytes()
     planner = FinalistPlanner(task.job, task.shape, task.cluster)
     for row in (0, len(rows) // 2):
         ranked = planner.plan_layout(list_job_keys_of_row(task.job, rows, row))
@@ -234,14 +235,17 @@ def test_the_least_recompute_is_the_first_that_fits_of_all_that_are_counted():
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
     )
     num_modes = len(task.open_keys.recompute)
-    totals = MemoryScreen(task.shape, work, rows).total_bytes()
+    totals = MemoryScreen(CountsByDegree(task.shape, work), rows).total_bytes()
     limits = np.full(len(rows) // num_modes, 70e9)
     fits = totals.reshape(-1, num_modes) <= limits[:, None]
     groups = np.flatnonzero(fits.any(axis=1))
     expected = num_modes * groups + np.argmax(fits, axis=1)[groups]
-    numbers, found = MemoryScreen(task.shape, work, rows).find_least_recompute(limits, num_modes)
-    assert 0 < len(numbers) < len(limits)
-    assert numbers.tolist() == expected.tolist()
+    layouts = rows.take(np.arange(0, len(rows), num_modes))
+    screen = MemoryScreen(CountsByDegree(task.shape, work), layouts)
+    fitting, found = screen.find_least_recompute(limits, task.open_keys.recompute)
+    assert 0 < len(fitting) < len(limits)
+    for name, column in vars(rows.take(expected)).items():
+        assert getattr(fitting, name).tolist() == column.tolist()
     assert found.tolist() == totals[expected].tolist()
 
 

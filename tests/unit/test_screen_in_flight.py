@@ -8,6 +8,7 @@ import pytest
 from phalanx.job.load import load_job
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.simulate import compute_peak_activation_bytes
+from phalanx.plan.search.counts_by_degree import CountsByDegree
 from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.space import SEARCHED_SCHEDULES, enumerate_layouts
 from phalanx.plan.search.task import build_search_task
@@ -29,7 +30,7 @@ def test_a_rank_holds_as_much_as_its_schedule_makes_it(
     rows = rows.take(rows.stages_per_rank == stages)
     assert {SEARCHED_SCHEDULES[index] for index in rows.schedule} == {name}
     work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
-    screen = MemoryScreen(task.shape, work, rows)
+    screen = MemoryScreen(CountsByDegree(task.shape, work), rows)
     flight = screen._microbatches_in_flight()
     held = screen._bytes_in_flight(
         flight, np.full(len(rows), 100.0), np.full(len(rows), float(weight_bytes))

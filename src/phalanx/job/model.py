@@ -3,17 +3,22 @@ follows from them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError, format_nearest_word_hint
 from phalanx.job.hugging_face import find_vocab_size, is_hugging_face
 from phalanx.job.presets import Preset, find_preset, list_preset_names
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import default_ffn_dim
-from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import BuiltInShape, build_builtin_shape
 from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.user_dataset import is_own_dataset
+
+if TYPE_CHECKING:
+    from phalanx.job.costs import ModelCosts
+    from phalanx.job.module_probe import SampleForm, TellProgress
+    from phalanx.job.shapes.measured import MeasuredModule
 
 DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
 SHAPE_KEYS = tuple(
@@ -51,6 +56,28 @@ def find_vocab_size_of(model: Model) -> int | None:
     if model.is_foreign:
         return model.vocab_size
     return model.vocab_size or find_preset_of_model(model).values.get("vocab_size")
+
+
+def find_model_shape(
+    job: Job,
+    vocab_size: int | None,
+    *,
+    sample_form: SampleForm | None = None,
+    tell: TellProgress | None = None,
+) -> ModelCosts:
+    """The shape of the job's model: measured in another process where it is a user's own module.
+
+    `vocab_size`: what the data needs; before the data is read text is taken for bytes, as it is
+    without a tokenizer. `sample_form`, `tell`: as `measure_foreign_shape` takes them.
+    """
+    if job.model.is_foreign:
+        # Here: a plan of a built-in model has no use for it.
+        from phalanx.job.module_probe import measure_foreign_shape
+
+        measured = measure_foreign_shape(job, sample_form=sample_form, tell=tell)
+        assert measured is not None, "the model is foreign"
+        return measured
+    return build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
 
 
 def build_model_shape(job: Job, vocab_size: int) -> BuiltInShape:

@@ -15,7 +15,6 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
-from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
 from phalanx.plan.cluster import Cluster, choose_headroom, count_communicators, rank_memory_bytes
 from phalanx.plan.communication import (
@@ -111,7 +110,8 @@ def _explain_untraced_module(shape: ModelCosts) -> str:
 
 def describe_wide_products(shape: ModelCosts, compute_bytes: int) -> str:
     """What the memory of a traced module with grouped experts does not know; "" for others."""
-    names = shape.list_wide_products(compute_bytes) if isinstance(shape, MeasuredModule) else ()
+    list_wide_products = getattr(shape, "list_wide_products", None)
+    names = list_wide_products(compute_bytes) if list_wide_products else ()
     if not names:
         return ""
     return (

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError, UsageError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.load import require_job
-from phalanx.job.model import build_model_shape
-from phalanx.job.module_probe import measure_foreign_shape
+from phalanx.job.model import find_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import (
     CandidateEvaluator,
@@ -89,8 +87,7 @@ def make_plan(
     job, why_precision = resolve_precision(job, cluster)
     require_gpus_multiply(job, cluster)
     if shape is None:
-        # Before the data is read, text is taken for bytes, as it is without a tokenizer.
-        shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
+        shape = find_model_shape(job, vocab_size)
     # Before a layout is looked for: what the model cannot read no layout mends.
     _require_large_enough_vocabulary(shape, vocab_size)
     _require_enough_positions(shape, job.data.seq_len)

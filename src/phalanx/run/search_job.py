@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.disk_errors import build_path_resource_error
@@ -17,9 +17,7 @@ from phalanx.core.errors import LayoutError, UsageError
 from phalanx.core.files import write_bytes_atomically, write_json_atomically
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
-from phalanx.job.module_probe import TellProgress
 from phalanx.job.schema import Data, Job
-from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.cluster import Cluster
@@ -29,7 +27,9 @@ from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.task import SearchTask, build_search_task
-from phalanx.run.sample_form import read_sample_form
+
+if TYPE_CHECKING:
+    from phalanx.job.module_probe import TellProgress
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,19 @@ def prepare_layout_search(
     """
     require_layouts_may_be_searched(job)
     vocab_size = _find_vocab_size_before_training(job)
-    sample_form = read_sample_form(job) if is_given_unknown_samples(job) else None
+    sample_form = None
+    if is_given_unknown_samples(job):
+        # Here: a job on text has no use for it.
+        from phalanx.run.sample_form import read_sample_form
+
+        sample_form = read_sample_form(job)
     task = build_search_task(
         job, cluster=cluster, vocab_size=vocab_size, sample_form=sample_form, tell=tell
     )
-    shape = task.shape
-    if isinstance(shape, MeasuredModule) and shape.activations is None:
+    if task.shape.activations is None:
         raise LayoutError(
             f"whether the job fits is not known: model {job.model.kind!r} cannot be traced",
-            why=shape.why_untraced or None,
+            why=getattr(task.shape, "why_untraced", None) or None,
             fix="without --gpu or --instance the plan is of its weights alone",
         )
     return task

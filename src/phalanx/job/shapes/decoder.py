@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, Self
 
 from phalanx.job.costs import ExpertCosts, Flops, ModelFlops
@@ -279,16 +279,7 @@ class DecoderShape(TransformerShape):
         return ModelFlops(Flops(0), blocks, head, head_is_done_at_once=True)
 
     def work(self, seq_len: int) -> ModelWork:
-        return ModelWork(
-            num_tokens=seq_len,
-            dim=self.dim,
-            blocks=work.build_work_of_blocks(self, seq_len),
-            head=Matmul("head", self.dim, self.vocab_size, "column"),
-            num_head_tokens=seq_len,
-            num_embedding_params=self.embedding_params,
-            num_head_params=self.head_params + self.norm_params,
-            num_tied_params=self.tied_params,
-        )
+        return _build_work(self, seq_len)
 
     def list_attention_matmuls(self) -> list[Matmul]:
         if self.has_latent_attention:
@@ -360,3 +351,18 @@ def default_ffn_dim(dim: int) -> int:
     multiple of 32."""
     # The ceiling of 8/3 dim / 32, in whole numbers.
     return -(-8 * dim // 96) * 32
+
+
+# Each layout that is planned asks for it again.
+@lru_cache(maxsize=8)
+def _build_work(shape: DecoderShape, seq_len: int) -> ModelWork:
+    return ModelWork(
+        num_tokens=seq_len,
+        dim=shape.dim,
+        blocks=work.build_work_of_blocks(shape, seq_len),
+        head=Matmul("head", shape.dim, shape.vocab_size, "column"),
+        num_head_tokens=seq_len,
+        num_embedding_params=shape.embedding_params,
+        num_head_params=shape.head_params + shape.norm_params,
+        num_tied_params=shape.tied_params,
+    )

@@ -34,16 +34,17 @@ class DecoderActivations(TransformerActivations):
     """The activations of the decoder `shape`."""
 
     shape: DecoderShape
-    _blocks: dict[tuple[bool, int, int], BlockBytes] = field(
+    _blocks: dict[tuple[bool, int, int, int], BlockBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         # A plan asks for every block of many layouts, and there are two kinds of blocks at most.
-        key = (self.shape.has_experts(layer), batch.compute_bytes, batch.sequence_parts)
+        kind = (self._has_experts_by_layer[layer], batch.compute_bytes, batch.sequence_parts)
+        key = (*kind, batch.tokens)
         if key not in self._blocks:
-            self._blocks[key] = self._count_block(*key)
-        return scale_block_bytes(self._blocks[key], batch.tokens)
+            self._blocks[key] = scale_block_bytes(self._count_block(*kind), batch.tokens)
+        return self._blocks[key]
 
     def list_block_kinds(self, batch: RankMicrobatch) -> tuple[bool, ...]:
         return self._has_experts_by_layer

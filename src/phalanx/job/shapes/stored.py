@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.measured import MeasuredModule, load_stored_counts
 from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.vit import VitShape
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.measured import MeasuredModule
 
 # Beyond it sizes overflow where they are computed with.
 MAX_FIGURE = 2.0**63
 BuiltInShape = DecoderShape | VitShape
-AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, MeasuredModule)
+AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, "MeasuredModule")
 
 
 def parse_stored_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
@@ -26,6 +28,9 @@ def parse_stored_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule
     if not counted:
         return build_builtin_shape(body)
     _require_shape_keys(body)
+    # Here: a plan of a built-in model has no use for it.
+    from phalanx.job.shapes.measured import MeasuredModule, load_stored_counts
+
     return _select_fields(MeasuredModule, {**body, **load_stored_counts(counted)})
 
 

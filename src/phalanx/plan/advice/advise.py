@@ -216,7 +216,7 @@ def _estimate_wave_quantization_loss(
         total = 0.0
         for block, count in work.block_kinds:
             for matmul in block.matmuls:
-                total += count * float(timer.estimate_matmul_times(matmul)[0][0])
+                total += count * float(timer.estimate_block_matmul_times(matmul)[0][0])
         seconds.append(total / times)
     return max(0.0, 1 - seconds[1] / seconds[0])
 

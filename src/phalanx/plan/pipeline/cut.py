@@ -194,10 +194,12 @@ def _find_optimal_cut(work: _IntegerCosts, limit: int | None) -> tuple[int, tupl
     Dynamic programming from the last stage to the first.
     """
     sums = work.sums
-    # (value, blocks) of the stages after one, by the block at which they begin.
-    after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}
+    # The value of the stages after one, by the block at which they begin; None where none can.
+    after: list[int | None] = [None] * work.num_blocks + [0]
+    ends_by_stage: list[dict[int, int]] = []
     for stage in reversed(range(work.num_stages)):
-        best: dict[int, tuple[int, tuple[int, ...]]] = {}
+        best: list[int | None] = [None] * len(after)
+        ends: dict[int, int] = {}
         extra = work.cost_outside_blocks(stage)
         least_blocks, least_end, most_end = work.bound_possible_ends(stage)
         for first in work.list_possible_firsts(stage):
@@ -205,19 +207,17 @@ def _find_optimal_cut(work: _IntegerCosts, limit: int | None) -> tuple[int, tupl
             least = max(first + least_blocks, least_end)
             if least > most_end:
                 break  # nor has a stage that begins later an end
-            lowest, end_of_lowest = None, 0
+            lowest = None
+            too_much: float = math.inf if limit is None else limit + 1
             for end in range(least, most_end + 1):
                 cost = sums[end] - cost_before
                 # A stage of more blocks costs no less, and a value is never below its cost.
-                if limit is not None and cost > limit:
-                    break
-                if lowest is not None and cost >= lowest:
+                if cost >= too_much:
                     break
                 # The stages after this one are at their best already: their order is backwards.
-                following = after.get(end)
-                if following is None:
+                value = after[end]
+                if value is None:
                     continue
-                value = following[0]
                 if limit is not None:
                     value += cost * cost
                 elif cost > value:
@@ -225,14 +225,19 @@ def _find_optimal_cut(work: _IntegerCosts, limit: int | None) -> tuple[int, tupl
                 # Strictly less: of equal values the smallest `end` stays, and with it an
                 # early stage of fewer blocks.
                 if lowest is None or value < lowest:
-                    lowest, end_of_lowest = value, end
-            if lowest is not None:
-                best[first] = lowest, (end_of_lowest - first, *after[end_of_lowest][1])
+                    lowest, ends[first] = value, end
+                    if limit is None:
+                        too_much = value
+            best[first] = lowest
         after = best
-    return after[0]
-
-
-_CutSortKey = tuple[Seconds, Seconds, Seconds]
+        ends_by_stage.append(ends)
+    least_value = after[0]
+    assert least_value is not None, "the caller asks"
+    num_blocks, first = [], 0
+    for ends in reversed(ends_by_stage):
+        num_blocks.append(ends[first] - first)
+        first = ends[first]
+    return least_value, tuple(num_blocks)
 
 
 def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> StageCut:

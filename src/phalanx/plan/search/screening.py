@@ -9,18 +9,18 @@ import numpy.typing as npt
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.costs import ModelCosts
 from phalanx.plan.cluster import choose_headroom, rank_memory_bytes
 from phalanx.plan.search.attempts import (
     ScreenedLayouts,
     choose_smallest_rows,
     count_mechanisms_by_row,
 )
+from phalanx.plan.search.counts_by_degree import CountsByDegree
 from phalanx.plan.search.memory_screen import MemoryScreen
-from phalanx.plan.search.space import LayoutRows, OpenKeys, enumerate_layouts
+from phalanx.plan.search.space import LayoutRows, OpenKeys, enumerate_layouts_in_least_mode
 from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
 from phalanx.plan.search.task import SearchTask
-from phalanx.plan.workload import Workload, build_workload
+from phalanx.plan.workload import build_workload
 
 SCREEN_SLACK = 1.06  # of what a rank may fill: the screen is not exact, and the plan decides
 
@@ -33,54 +33,56 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     """Every layout that the job leaves open, screened by memory and ordered by time."""
     job, shape, cluster = task.job, task.shape, task.cluster
     keys = task.open_keys
-    rows = enumerate_layouts(job, shape, cluster, task.num_ranks, keys)
+    rows = enumerate_layouts_in_least_mode(job, shape, cluster, task.num_ranks, keys)
     if not len(rows):
         raise NoLayoutError(
             f"no layout of {plural(task.num_ranks, 'rank')} divides"
             f" train.global_batch_size {job.train.global_batch_size}"
         )
-    work = _build_any_workload(task, keys)
+    counts = _build_counts(task, keys)
     memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
     headroom = choose_headroom(cluster.device)
     capacity = headroom.compute_capacity_bytes(memory_bytes, 1)
-    num_modes = len(keys.recompute)
-    groups = count_communicators_by_row(rows.take(np.arange(0, len(rows), num_modes)))
+    groups = count_communicators_by_row(rows)
     limits = np.asarray(capacity - headroom.communicator_bytes * (groups - 1), dtype=np.float64)
-    cheapest, bytes_of_cheapest = MemoryScreen(shape, work, rows).find_least_recompute(
-        SCREEN_SLACK * limits, num_modes
+    rows_that_fit, bytes_of_rows = MemoryScreen(counts, rows).find_least_recompute(
+        SCREEN_SLACK * limits, keys.recompute
     )
-    rows_that_fit = rows.take(cheapest)
-    predict = partial(_predict_row_seconds, task, sequence_parallel=work.cuts_sequence)
+    predict = partial(_predict_row_seconds, task, sequence_parallel=counts.work.cuts_sequence)
     seconds = predict(rows_that_fit)
     if np.isnan(seconds).any():
         # The simplest are first, and of these the ones that take least memory.
-        order = np.lexsort((bytes_of_cheapest, count_mechanisms_by_row(rows_that_fit)))
+        order = np.lexsort((bytes_of_rows, count_mechanisms_by_row(rows_that_fit)))
     else:
         order = np.argsort(seconds, kind="stable")
     return ScreenedLayouts(
         rows_that_fit.take(order),
         seconds[order],
-        len(rows),
-        partial(_find_smallest_rows, shape, work, rows),
+        len(rows) * len(keys.recompute),
+        partial(_find_smallest_rows, counts, rows, keys.recompute),
         keys.recompute,
         predict,
     )
 
 
-def _find_smallest_rows(shape: ModelCosts, work: Workload, rows: LayoutRows) -> LayoutRows:
-    return choose_smallest_rows(rows, MemoryScreen(shape, work, rows).total_bytes())
+def _find_smallest_rows(
+    counts: CountsByDegree, rows: LayoutRows, modes: tuple[int, ...]
+) -> LayoutRows:
+    rows = rows.repeat_in_modes(modes)
+    return choose_smallest_rows(rows, MemoryScreen(counts, rows).total_bytes())
 
 
 def estimate_row_bytes(task: SearchTask, rows: LayoutRows) -> npt.NDArray[np.float64]:
     """The bytes of a rank by which the search of `task` screens `rows`."""
-    return MemoryScreen(task.shape, _build_any_workload(task, task.open_keys), rows).total_bytes()
+    return MemoryScreen(_build_counts(task, task.open_keys), rows).total_bytes()
 
 
-def _build_any_workload(task: SearchTask, keys: OpenKeys) -> Workload:
-    """The work of a rank, of which a screen reads what is the same in every layout."""
-    return build_workload(
+def _build_counts(task: SearchTask, keys: OpenKeys) -> CountsByDegree:
+    # The work of any rank: what is the same in every layout is read of it.
+    work = build_workload(
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1]
     )
+    return CountsByDegree(task.shape, work)
 
 
 def _predict_row_seconds(

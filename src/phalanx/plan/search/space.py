@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,11 @@ class LayoutRows:
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> LayoutRows:
         """The layouts at `rows`: their numbers, or a mask."""
         return LayoutRows(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
+
+    def repeat_in_modes(self, modes: Sequence[int]) -> LayoutRows:
+        """Each layout in each of `modes` of recomputation, one after the other."""
+        repeated = self.take(np.repeat(np.arange(len(self)), len(modes)))
+        return replace(repeated, recompute=np.tile(np.array(modes, dtype=np.int64), len(self)))
 
     @property
     def num_zero_shards(self) -> Integers:
@@ -243,8 +248,17 @@ class ModelParallelBase:
 def enumerate_layouts(
     job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, keys: OpenKeys
 ) -> LayoutRows:
-    """Every layout of `num_ranks` that `keys` allow and that divides ranks, batch and blocks; other
-    rules of legality are the planner's."""
+    """Every layout of `num_ranks` that `keys` allow and that divides ranks, batch and blocks, in
+    each mode of recomputation; other rules of legality are the planner's."""
+    rows = enumerate_layouts_in_least_mode(job, shape, cluster, num_ranks, keys)
+    return rows.repeat_in_modes(keys.recompute)
+
+
+def enumerate_layouts_in_least_mode(
+    job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, keys: OpenKeys
+) -> LayoutRows:
+    """The layouts of `enumerate_layouts` in the mode that recomputes least of those that `keys`
+    allow."""
     bases = list(_list_bases(job, shape, num_ranks, keys))
     # Many bases differ in batch and schedule alone, and have the same shardings.
     listed: dict[tuple[int, int, int, bool, bool], Integers] = {}
@@ -265,10 +279,7 @@ def enumerate_layouts(
         for name in _COLUMNS_OF_BASE
     }
     columns |= dict(zip(_COLUMNS_OF_SHARDING, sharding.T, strict=True))
-    # Modes innermost: `MemoryScreen.find_least_recompute` relies on it.
-    columns = {name: np.repeat(column, len(keys.recompute)) for name, column in columns.items()}
-    columns["recompute"] = np.tile(np.array(keys.recompute, dtype=np.int64), len(sharding))
-    return LayoutRows(**columns)
+    return LayoutRows(**columns, recompute=np.full(len(sharding), keys.recompute[0]))
 
 
 _COLUMNS_OF_BASE = (
@@ -359,6 +370,11 @@ def list_shardings(
 ) -> Iterator[tuple[int, int, int, int]]:
     """(ep, dp_replicate, dp_shard, ZeRO stage) of a base."""
     shares = base.data_parallel
+    degrees = {
+        stage: _list_dp_shard_degrees(base, cluster, keys, stage)
+        for stage in keys.zero_stage
+        if stage > 0
+    }
     for ep in keys.ep:
         least = ep // math.gcd(ep, base.cp)  # the dp_shard that lets ep fold over dp_shard x cp
         if shares % least:
@@ -368,7 +384,13 @@ def list_shardings(
                 continue  # experts are reduced over other ranks than the rest
             if stage > 0 and shares * base.cp == 1:
                 continue
-            for shard in _list_dp_shard_degrees(base, cluster, keys, stage, least):
+            if stage > 0:
+                shards = [degree for degree in degrees[stage] if degree % least == 0]
+            elif keys.dp_shard and keys.dp_shard[0] not in (1, least):
+                continue  # the job says that something is sharded
+            else:
+                shards = [least]
+            for shard in shards:
                 replicate = shares // shard
                 if keys.dp_replicate and replicate not in keys.dp_replicate:
                     continue
@@ -376,13 +398,12 @@ def list_shardings(
 
 
 def _list_dp_shard_degrees(
-    base: ModelParallelBase, cluster: Cluster, keys: OpenKeys, stage: int, least: int
-) -> Sequence[int]:
-    """The degrees of dp_shard to try: all ranks, and for ZeRO 2 and 3 a node's and a few nodes'."""
+    base: ModelParallelBase, cluster: Cluster, keys: OpenKeys, stage: int
+) -> list[int]:
+    """The degrees of dp_shard to try with a ZeRO stage: all ranks, and for 2 and 3 a node's and a
+    few nodes'."""
     shares = base.data_parallel
-    if stage == 0:
-        degrees = [least]
-    elif keys.dp_shard:
+    if keys.dp_shard:
         degrees = list(keys.dp_shard)
     elif keys.dp_replicate:
         degrees = [shares // copies for copies in keys.dp_replicate if shares % copies == 0]
@@ -393,6 +414,4 @@ def _list_dp_shard_degrees(
         while stage >= 2 and size < shares:
             degrees.append(size)
             size *= 2
-    if stage == 0 and keys.dp_shard and keys.dp_shard[0] not in (1, least):
-        return ()  # the job says that something is sharded
-    return [d for d in dict.fromkeys(degrees) if shares % d == 0 and d % least == 0]
+    return [degree for degree in dict.fromkeys(degrees) if shares % degree == 0]

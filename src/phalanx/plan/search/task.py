@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
-from phalanx.job.model import build_model_shape
-from phalanx.job.module_probe import SampleForm, TellProgress, measure_foreign_shape
+from phalanx.job.model import find_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.degree_checks import (
@@ -21,6 +20,9 @@ from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.precision import require_gpus_multiply, resolve_precision
 from phalanx.plan.search.space import OpenKeys, list_open_keys
+
+if TYPE_CHECKING:
+    from phalanx.job.module_probe import SampleForm, TellProgress
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,7 @@ def build_search_task(
     job, why_precision = resolve_precision(job, cluster)
     require_gpus_multiply(job, cluster)
     if shape is None:
-        measured = measure_foreign_shape(job, sample_form=sample_form, tell=tell)
-        shape = measured or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
+        shape = find_model_shape(job, vocab_size, sample_form=sample_form, tell=tell)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
     if cluster.device != "cuda" and job.parallel.ranks is None:
         num_ranks = choose_num_ranks(job, cluster, None).value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,9 @@ class BlockTimeEstimator:
     constants: TimingConstants
     num_tokens: int
     """Tokens of one sample."""
+    _times_of_products: dict[Matmul, tuple[Column, Column, Column]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def tokens(self) -> Column:
@@ -107,7 +110,7 @@ class BlockTimeEstimator:
     def estimate_block_times(self, block: BlockWork) -> BlockTimes:
         """Seconds of one microbatch in `block`."""
         columns, constants = self.columns, self.constants
-        products = [self.estimate_matmul_times(matmul) for matmul in block.matmuls]
+        products = [self.estimate_block_matmul_times(matmul) for matmul in block.matmuls]
         forward_matmul = sum((product[0] for product in products), start=np.zeros(1))
         input_matmul = sum((product[1] for product in products), start=np.zeros(1))
         weight_matmul = sum((product[2] for product in products), start=np.zeros(1))
@@ -153,6 +156,13 @@ class BlockTimeEstimator:
         )
         backward = self._add_launch_wait(block, backward, launches)
         return BlockTimes(forward, backward, weight_matmul)
+
+    def estimate_block_matmul_times(self, matmul: Matmul) -> tuple[Column, Column, Column]:
+        """The result of `estimate_matmul_times`, of equal products once: blocks with experts and
+        without have the same attention."""
+        if matmul not in self._times_of_products:
+            self._times_of_products[matmul] = self.estimate_matmul_times(matmul)
+        return self._times_of_products[matmul]
 
     def estimate_matmul_times(
         self, matmul: Matmul, in_blocks: bool = True
