@@ -366,12 +366,13 @@ def test_divisors_and_nearest() -> None:
     assert format_nearest_values(1, [1]) == "none"
 
 
-def test_planning_does_not_import_torch() -> None:
+def test_planning_imports_neither_torch_nor_what_measures_other_modules() -> None:
     code = (
         "import sys; from phalanx.job.schema import Job; from phalanx.plan.planner import"
         " make_plan\nfrom phalanx.plan.cluster import Cluster\njob = Job.model_validate({'train':"
         " {'global_batch_size': 1024}})\nmake_plan(job, cluster=Cluster('cuda', 1024, 80 * 2**30),"
-        " num_ranks=1024)\nprint([name for name in ('torch', 'numpy') if name in sys.modules])"
+        " num_ranks=1024)\nprint([name for name in ('torch', 'numpy', 'phalanx.job.module_probe',"
+        " 'phalanx.job.shapes.measured') if name in sys.modules])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
