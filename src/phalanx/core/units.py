@@ -10,10 +10,10 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def format_bytes(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'."""
     value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         num_digits = 0 if unit == "B" else 1
         # Rounded first: 1023.97 KiB is not shown as 1024.0 KiB.
-        if round(abs(value), num_digits) < 1024 or unit == "TiB":
+        if round(abs(value), num_digits) < 1024 or unit == "EiB":
             return f"{value:.{num_digits}f} {unit}"
         value /= 1024
     raise AssertionError
