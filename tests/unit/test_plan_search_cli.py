@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from phalanx.job.load import load_job
 from phalanx.plan.accelerators import list_accelerators
 from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.comparison import explain_why_slower, explain_why_winner
 from phalanx.plan.search.describe import format_goodput
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import search_layouts
@@ -161,6 +163,24 @@ def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
     assert faster.step_s < winner.step_s
     assert faster.num_mechanisms == winner.num_mechanisms
     assert faster.why_not == "0.5% faster, which is a tie; a copy spread over 16 ranks, not 8"
+    why = explain_why_winner(winner, [winner, *result.runners_up])
+    assert why == "a tie with the fastest (0.5% faster), and as simple or simpler"
+
+
+def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:
+    job = load_job(
+        None,
+        ["model.preset=llama3-8b", "cluster.gpu=h100-sxm", "data.seq_len=4096"]
+        + ["cluster.nodes=1", "train.global_batch_size=64"],
+    )
+    winner = search_layouts(build_search_task(job)).winner
+    assert winner is not None
+    assert winner.time is not None
+    # 2.95 % behind in parts of the fastest, which is 2.87 % of the winner's own step.
+    terms = {term: seconds / 1.0295 for term, seconds in winner.time.terms.items()}
+    fastest = replace(winner, time=replace(winner.time, terms=terms))
+    assert "(2.9% faster)" in explain_why_winner(winner, [winner, fastest])
+    assert explain_why_slower(fastest, winner).startswith("2.9% faster, which is a tie")
 
 
 def test_a_length_that_no_ranks_can_share_is_named_where_nothing_fits(

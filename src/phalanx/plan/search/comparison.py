@@ -39,11 +39,12 @@ def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> 
     times = [layout.step_s for layout in ranked if layout.step_s is not None]
     if winner.step_s is None:
         return "the fewest mechanisms"
-    behind = winner.step_s / min(times) - 1
-    if behind <= 0:
+    # In parts of the winner's step, as `explain_why_slower` has it.
+    faster = 1 - min(times) / winner.step_s
+    if faster <= 0:
         return "the fastest"
     # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
-    return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
+    return f"a tie with the fastest ({faster:.1%} faster), and as simple or simpler"
 
 
 def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
