@@ -30,10 +30,14 @@ from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.scaling import parse_device_counts
-from phalanx.plan.search.screening import count_communicators_by_row, screen_layouts
+from phalanx.plan.search.screening import (
+    count_communicators_by_row,
+    estimate_row_bytes,
+    screen_layouts,
+)
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.simulated_bubble import add_simulated_bubble
-from phalanx.plan.search.space import enumerate_layouts
+from phalanx.plan.search.space import RECOMPUTE_CHOICES, enumerate_layouts
 from phalanx.plan.search.task import SearchTask, build_search_task
 from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 from phalanx.plan.workload import build_workload
@@ -220,7 +224,7 @@ def test_the_screen_is_near_the_exact_plan(keys):
     work = build_workload(
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
     )
-    totals = MemoryScreen(CountsByDegree(task.shape, work), rows).total_bytes()
+    totals = MemoryScreen(CountsByDegree(task.shape, work, gathers_ahead=True), rows).total_bytes()
     planner = FinalistPlanner(task.job, task.shape, task.cluster)
     for row in (0, len(rows) // 2):
         ranked = planner.plan_layout(list_job_keys_of_row(task.job, rows, row))
@@ -235,18 +239,35 @@ def test_the_least_recompute_is_the_first_that_fits_of_all_that_are_counted():
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
     )
     num_modes = len(task.open_keys.recompute)
-    totals = MemoryScreen(CountsByDegree(task.shape, work), rows).total_bytes()
+    totals = MemoryScreen(CountsByDegree(task.shape, work, gathers_ahead=True), rows).total_bytes()
     limits = np.full(len(rows) // num_modes, 70e9)
     fits = totals.reshape(-1, num_modes) <= limits[:, None]
     groups = np.flatnonzero(fits.any(axis=1))
     expected = num_modes * groups + np.argmax(fits, axis=1)[groups]
     layouts = rows.take(np.arange(0, len(rows), num_modes))
-    screen = MemoryScreen(CountsByDegree(task.shape, work), layouts)
+    screen = MemoryScreen(CountsByDegree(task.shape, work, gathers_ahead=True), layouts)
     fitting, found = screen.find_least_recompute(limits, task.open_keys.recompute)
     assert 0 < len(fitting) < len(limits)
     for name, column in vars(rows.take(expected)).items():
         assert getattr(fitting, name).tolist() == column.tolist()
     assert found.tolist() == totals[expected].tolist()
+
+
+def test_zero3_on_cpus_holds_one_unit_less_than_on_gpus_in_its_backward():
+    """On CPUs no unit is gathered ahead: the cores that compute gather."""
+    task = open_task(
+        *("llama3-8b", "cluster.device=cpu", "parallel.zero_stage=3", "parallel.pp=1"),
+        *("parallel.ranks=8", "cluster.memory_gib=4000", "train.micro_batch_size=1"),
+        batch=8,
+    )
+    keys = replace(task.open_keys, tp=(1,), cp=(1,), dp_replicate=(1,))
+    rows = enumerate_layouts(task.job, task.shape, task.cluster, task.num_ranks, keys)
+    work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
+    on_gpus = MemoryScreen(CountsByDegree(task.shape, work, gathers_ahead=True), rows)
+    more = on_gpus.total_bytes() - estimate_row_bytes(task, rows)
+    unit_bytes = task.shape.count_largest_block_params() * work.compute_bytes
+    full = rows.recompute == len(RECOMPUTE_CHOICES) - 1
+    assert more[full].tolist() == [unit_bytes] * np.count_nonzero(full)
 
 
 def test_communicators_are_counted_as_the_planner_counts_them():

@@ -30,7 +30,7 @@ def test_a_rank_holds_as_much_as_its_schedule_makes_it(
     rows = rows.take(rows.stages_per_rank == stages)
     assert {SEARCHED_SCHEDULES[index] for index in rows.schedule} == {name}
     work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
-    screen = MemoryScreen(CountsByDegree(task.shape, work), rows)
+    screen = MemoryScreen(CountsByDegree(task.shape, work, gathers_ahead=True), rows)
     flight = screen._microbatches_in_flight()
     held = screen._bytes_in_flight(
         flight, np.full(len(rows), 100.0), np.full(len(rows), float(weight_bytes))

@@ -38,6 +38,8 @@ class CountsByDegree:
 
     shape: ModelCosts
     work: Workload
+    gathers_ahead: bool
+    """ZeRO 3 gathers the next unit while one computes its backward, as `StepMoments` has it."""
     _shapes: dict[int, ModelCosts] = field(default_factory=dict, repr=False, compare=False)
     _works: dict[tuple[int, int, int, int], Workload] = field(
         default_factory=dict, repr=False, compare=False

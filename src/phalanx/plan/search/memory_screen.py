@@ -231,7 +231,8 @@ class MemoryScreen:
         accumulated_bytes = np.where(
             (rows.num_microbatches > 1) & (rows.accumulates_sharded == 0), 4.0 * local, 0.0
         )
-        num_units = 2 if work.options.prefetch is None else 1 + work.options.prefetch
+        prefetch = work.options.prefetch
+        num_units = 1 + (int(self.counts.gathers_ahead) if prefetch is None else prefetch)
         alive = np.minimum(unit * num_units, self._block_params)
         stage_3 = (self._params_outside_blocks + unit) * work.compute_bytes + accumulated_bytes
         stage_3_backward = (

@@ -82,7 +82,7 @@ def _build_counts(task: SearchTask, keys: OpenKeys) -> CountsByDegree:
     work = build_workload(
         task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1]
     )
-    return CountsByDegree(task.shape, work)
+    return CountsByDegree(task.shape, work, gathers_ahead=task.cluster.device != "cpu")
 
 
 def _predict_row_seconds(
