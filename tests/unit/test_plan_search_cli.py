@@ -170,8 +170,13 @@ def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
 def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:
     job = load_job(
         None,
-        ["model.preset=llama3-8b", "cluster.gpu=h100-sxm", "data.seq_len=4096"]
-        + ["cluster.nodes=1", "train.global_batch_size=64"],
+        [
+            "model.preset=llama3-8b",
+            "cluster.gpu=h100-sxm",
+            "data.seq_len=4096",
+            "cluster.nodes=1",
+            "train.global_batch_size=64",
+        ],
     )
     winner = search_layouts(build_search_task(job)).winner
     assert winner is not None
