@@ -119,6 +119,17 @@ def test_a_refusal_that_nobody_can_read_has_its_exit_code(arguments: tuple[str, 
     assert [process.returncode for process in done] == [ExitCode.JOB, ExitCode.JOB]
 
 
+def test_a_full_standard_output_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code = _app.run_command_line(["plan", "--models"])
+    assert code == ExitCode.RESOURCES
+    # As it is called here; the process's own is called standard output.
+    assert capsys.readouterr().err.startswith("phalanx: /dev/full: no space left while ")
+
+
 def test_an_end_of_a_run_that_nobody_can_read_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 from phalanx.core.printable import escape_controls, printable_text
 from phalanx.core.secrets import Redactor
 
+STANDARD_STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 _COLOUR_CODE_PATTERN = re.compile(r"(\x1b\[(?:0|1|2|3[0-7])m)")
 
 
@@ -37,6 +38,10 @@ class FilteredTextStream:
         write_in_stream_encoding(self.behind, printable_text(self._redactor.redact_text(text)))
         return len(text)
 
+    def flush(self) -> None:
+        with _naming_refusing_stream(self.behind):
+            self.behind.flush()
+
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
@@ -47,7 +52,7 @@ class FilteredTextStream:
         return _FilteredByteStream(self)
 
     def __getattr__(self, name: str) -> Any:
-        """flush, fileno, isatty, encoding, ...: the stream's own."""
+        """fileno, isatty, encoding, ...: the stream's own."""
         # copy and pickle ask before __init__ has set it: without this, over and over again.
         if name in ("behind", "detach"):
             raise AttributeError(name)
@@ -124,8 +129,22 @@ def should_use_colour() -> bool:
 
 def write_in_stream_encoding(stream: TextIO, text: str) -> None:
     """Write `text` with question marks for what the stream's encoding lacks."""
+    with _naming_refusing_stream(stream):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, errors="replace").decode(encoding))
+
+
+@contextlib.contextmanager
+def _naming_refusing_stream(stream: TextIO) -> Iterator[None]:
+    """Inside, an error by which the system refuses to write names the stream, as those of files
+    name the file."""
     try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = stream.encoding or "ascii"
-        stream.write(text.encode(encoding, errors="replace").decode(encoding))
+        yield
+    except OSError as error:
+        if error.filename is None:
+            name = getattr(stream, "name", None)
+            error.filename = STANDARD_STREAMS.get(str(name), name)
+        raise
