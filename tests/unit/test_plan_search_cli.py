@@ -164,7 +164,7 @@ def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
     assert faster.num_mechanisms == winner.num_mechanisms
     assert faster.why_not == "0.5% faster, which is a tie; a copy spread over 16 ranks, not 8"
     why = explain_why_winner(winner, [winner, *result.runners_up])
-    assert why == "a tie with the fastest (0.5% faster), and as simple or simpler"
+    assert why == "a tie with the fastest (it is 0.5% faster), and as simple or simpler"
 
 
 def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:
@@ -184,7 +184,7 @@ def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:
     # 2.95 % behind in parts of the fastest, which is 2.87 % of the winner's own step.
     terms = {term: seconds / 1.0295 for term, seconds in winner.time.terms.items()}
     fastest = replace(winner, time=replace(winner.time, terms=terms))
-    assert "(2.9% faster)" in explain_why_winner(winner, [winner, fastest])
+    assert "(it is 2.9% faster)" in explain_why_winner(winner, [winner, fastest])
     assert explain_why_slower(fastest, winner).startswith("2.9% faster, which is a tie")
 
 

@@ -44,7 +44,7 @@ def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> 
     if faster <= 0:
         return "the fastest"
     # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
-    return f"a tie with the fastest ({faster:.1%} faster), and as simple or simpler"
+    return f"a tie with the fastest (it is {faster:.1%} faster), and as simple or simpler"
 
 
 def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
