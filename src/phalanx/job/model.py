@@ -58,7 +58,7 @@ def find_vocab_size_of(model: Model) -> int | None:
     return model.vocab_size or find_preset_of_model(model).values.get("vocab_size")
 
 
-def find_model_shape(
+def measure_or_build_model_shape(
     job: Job,
     vocab_size: int | None,
     *,

@@ -11,7 +11,7 @@ from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.load import require_job
-from phalanx.job.model import find_model_shape
+from phalanx.job.model import measure_or_build_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import (
     CandidateEvaluator,
@@ -87,7 +87,7 @@ def make_plan(
     job, why_precision = resolve_precision(job, cluster)
     require_gpus_multiply(job, cluster)
     if shape is None:
-        shape = find_model_shape(job, vocab_size)
+        shape = measure_or_build_model_shape(job, vocab_size)
     # Before a layout is looked for: what the model cannot read no layout mends.
     _require_large_enough_vocabulary(shape, vocab_size)
     _require_enough_positions(shape, job.data.seq_len)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
-from phalanx.job.model import find_model_shape
+from phalanx.job.model import measure_or_build_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.degree_checks import (
@@ -64,7 +64,7 @@ def build_search_task(
     job, why_precision = resolve_precision(job, cluster)
     require_gpus_multiply(job, cluster)
     if shape is None:
-        shape = find_model_shape(job, vocab_size, sample_form=sample_form, tell=tell)
+        shape = measure_or_build_model_shape(job, vocab_size, sample_form=sample_form, tell=tell)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
     if cluster.device != "cuda" and job.parallel.ranks is None:
         num_ranks = choose_num_ranks(job, cluster, None).value
