@@ -99,6 +99,26 @@ def test_the_numbers_of_a_line_are_those_of_the_step() -> None:
     assert stream.getvalue().splitlines(keepends=True)[-1] == wanted
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_run_of_which_nobody_knows_how_long_it_is_has_no_eta_until_it_says_so(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever watches it may find neither its job nor how it began."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=0, log_every=1, is_terminal=is_terminal)
+    for number in range(1, 6):
+        console.write(step(number, step_s=0.5))
+    console.close()
+    assert re.search(r"step 5\b", stream.getvalue())
+    assert "eta not known" in stream.getvalue()
+    assert "/0" not in stream.getvalue()
+    stream, console = plain(total_steps=0, log_every=1)
+    console.write(tell(events.RunStarted("train", "d", 1, 0, 7, "cpu", {})))
+    console.write(step(1))
+    assert "step 1/7" in stream.getvalue()
+
+
 def test_before_there_is_a_pace_a_line_says_so_and_a_restart_begins_anew() -> None:
     stream, console = plain(total_steps=5, log_every=1)
     for number in (1, 2, 3):

@@ -81,7 +81,7 @@ def open_console(
 
 @dataclass
 class RunProgress:
-    """The run's progress and speed, which both consoles show."""
+    """The run's progress and speed, which both consoles show; `total_steps` 0: nobody knows."""
 
     total_steps: int
     units: MetricUnits = TEXT_METRIC_UNITS
@@ -108,6 +108,9 @@ class RunProgress:
         self.activity.take_event(event, envelope.rank)
         if isinstance(event, events.RestartScheduled):
             self.num_restarts += 1
+        elif isinstance(event, events.RunStarted) and event.total_steps > 0:
+            # Whoever watches may not have known it, or the run was continued with more steps.
+            self.total_steps = int(event.total_steps)
         elif isinstance(event, events.StepSkipped) and envelope.rank == 0:
             self.num_skipped += 1
         elif isinstance(event, EvalFinished):
@@ -201,12 +204,21 @@ class RunProgress:
         ]
 
     def describe_eta(self) -> str:
-        """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
+        """ "eta 3.3 s"; before there is a pace to go by, or where nobody knows how many steps there
+        are, that it is not known."""
+        if not self.total_steps:
+            return "eta not known"
         if self._recent:
             return f"eta {_format_eta_seconds(self.eta_s)}"
         if self.last_step < self.total_steps:
             return "eta not known yet"
         return f"eta {_format_eta_seconds(0.0)}"
+
+    def name_step(self) -> str:
+        """ "step  12/500"; "step 12" where nobody knows how many there are."""
+        if not self.total_steps:
+            return f"step {self.last_step}"
+        return f"step {self.last_step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
     def _describe_expert_load(self) -> list[str]:
         """ "experts 1.42x": the busiest expert of any layer against the mean of its layer.
@@ -282,7 +294,7 @@ class PlainConsole:
 
     def _build_step_line(self) -> str:
         pace = self._pace
-        parts = [f"step {pace.last_step}/{pace.total_steps}", *pace.describe_step()]
+        parts = [" ".join(pace.name_step().split()), *pace.describe_step()]
         parts += [pace.describe_eta(), f"mem {_format_memory_bytes(pace.memory_bytes)}"]
         return "  ".join(parts)
 
@@ -373,11 +385,8 @@ class LiveConsole:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(
-                f"step {pace.last_step:>{len(str(pace.total_steps))}}/{pace.total_steps}",
-                style="bold",
-            ),
-            ProgressBar(total=max(pace.total_steps, 1), completed=pace.last_step),
+            Text(pace.name_step(), style="bold"),
+            ProgressBar(total=pace.total_steps or None, completed=pace.last_step),
             Text(pace.describe_eta()),
         )
         facts = [*pace.describe_step(), f"mem {_format_memory_bytes(pace.memory_bytes)}"]
