@@ -25,7 +25,10 @@ from phalanx.nn.build import build_objective
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner, report_os_exit_of_user_code
 from phalanx.parallel.call.bind_batch import build_forward_arguments
-from phalanx.parallel.call.check_indices import require_token_ids_in_vocabulary
+from phalanx.parallel.call.check_indices import (
+    require_targets_within_classes,
+    require_token_ids_in_vocabulary,
+)
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.gradients import collect_gradients_and_sum_squares
 from phalanx.parallel.model import ParallelModel
@@ -310,6 +313,16 @@ def test_ids_of_a_type_that_is_not_looked_up_are_refused(dtype: torch.dtype) -> 
         require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2, dtype=dtype)}, 5)
     require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2, dtype=torch.int32)}, 5)
     require_token_ids_in_vocabulary({"inputs": torch.zeros(1, 2)}, 0)  # an image
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+@pytest.mark.parametrize("key", ["labels", "targets"])
+def test_targets_of_a_type_that_is_no_class_are_refused(key: str, dtype: torch.dtype) -> None:
+    """Shares of classes were taken for a target each, so that the mean was too small."""
+    shares = {key: torch.eye(2, dtype=dtype)}
+    with pytest.raises(DataError, match=rf"'{key}' are .*, and the loss takes numbers of classes"):
+        require_targets_within_classes(shares, torch.zeros(2, 2))
+    require_targets_within_classes({key: torch.tensor([0, 1]).byte()}, torch.zeros(2, 2))
 
 
 def is_traced() -> nn.Module:

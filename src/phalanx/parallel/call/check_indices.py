@@ -22,6 +22,8 @@ Batch = Mapping[str, torch.Tensor]
 # An objective with this attribute takes every target for the number of a class.
 TARGETS_ARE_CLASSES_ATTRIBUTE = "takes_classes"
 _ID_DTYPES = (torch.int64, torch.int32)
+# Those of torch's cross-entropy.
+_CLASS_DTYPES = (torch.int64, torch.uint8)
 # The built-in objectives look in this order.
 _TARGET_ENTRY_NAMES = ("labels", "targets")
 
@@ -42,10 +44,17 @@ def require_token_ids_in_vocabulary(batch: Batch, vocab_size: int) -> None:
 
 def require_targets_within_classes(batch: Batch, outputs: Any) -> None:
     """Raises DataError for targets that are no class of `outputs`, which are logits or bring the
-    head's weight."""
+    head's weight, and for those of a type that is no number of a class."""
     key = next((key for key in _TARGET_ENTRY_NAMES if key in batch), None)
     num_classes = _count_classes_of_outputs(outputs)
     if key is not None and num_classes:
+        # Shares of classes would be counted as a target each.
+        if batch[key].dtype not in _CLASS_DTYPES:
+            raise DataError(
+                f"{key!r} are {str(batch[key].dtype).removeprefix('torch.')}, and the loss takes"
+                " numbers of classes in int64",
+                fix="have the dataset return them so, or set model.objective for other targets",
+            )
         _require_index_range(repr(key), batch[key], num_classes, classes=True)
 
 
