@@ -434,6 +434,18 @@ def test_a_trained_parameter_without_elements_is_refused_by_name() -> None:
     assert parallelize(module, plan(1), Mesh(Layout(), 0, 0, torch.device("cpu")))
 
 
+def test_a_trained_parameter_of_complex_numbers_is_refused_by_name() -> None:
+    """Its first step ended in torch's error of a norm, three times over."""
+    module, alone = nn.Linear(2, 3), Mesh(Layout(), 0, 0, torch.device("cpu"))
+    module.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+    with pytest.raises(
+        LayoutError, match=r"turn is a parameter of complex64, .*view_as_real of it"
+    ):
+        parallelize(module, plan(1), alone)
+    module.turn.requires_grad_(False)
+    assert parallelize(module, plan(1), alone)
+
+
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused_by_name_before_the_first_step(layer: Any) -> None:
     alone = Mesh(Layout(), 0, 0, torch.device("cpu"))

@@ -120,8 +120,8 @@ def _require_same_initial_weights(module: nn.Module, mesh: Mesh, *, on_meta: boo
 
 def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights,
-    with parameters of no elements, with tensors that are cut already, or with sparse
-    gradients."""
+    with parameters of no elements or of complex numbers, with tensors that are cut already, or with
+    sparse gradients."""
     name = type(module).__name__
     if plan.layout.world_size != mesh.world_size:
         raise LayoutError(
@@ -139,6 +139,12 @@ def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) ->
                 f"{parameter_name} is a parameter without elements ({shape}): it has no gradient"
                 " that ranks could reduce",
                 fix="leave it out, or register None, or a buffer, in its place",
+            )
+        if parameter.requires_grad and parameter.is_complex():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise LayoutError(
+                f"{parameter_name} is a parameter of {dtype}, and gradients need a real norm",
+                fix="keep torch.view_as_real of it as the parameter, and view_as_complex that",
             )
     _require_no_dtensors(module)
     require_dense_gradients(module)
