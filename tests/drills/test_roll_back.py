@@ -19,6 +19,7 @@ from commands import (
 )
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
+    CheckpointFailed,
     CheckpointSaved,
     InvariantChecked,
     RankFailed,
@@ -61,6 +62,29 @@ def flipping(outputs, batch):
                 found.data.view(torch.int32)[0, 0] ^= 1 << 18
                 break
     return exact(outputs, batch)
+
+
+def breaking(outputs, batch):
+    global calls
+    calls += 1
+    if os.environ["PHALANX_ATTEMPT"] == "0" and os.environ["RANK"] == "1" and calls == 22:
+        for found in gc.get_objects():
+            if isinstance(found, torch.nn.Parameter) and found.dim() == 2:
+                found.data[0, 0] = float("nan")
+                break
+    return exact(outputs, batch)
+
+
+class BreaksAtStep25(torch.optim.AdamW):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter, state in self.state.items():
+            if int(state["step"]) == 25:
+                parameter.data.fill_(float("nan"))
+
+
+def breaking_at_step_25(groups, optim):
+    return BreaksAtStep25(list(groups.parameters()), lr=1.0)
 
 
 def otherwise_in_each_attempt(outputs, batch):
@@ -194,6 +218,39 @@ def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) ->
     assert weights(run_dir) == weights(folder / "straight")
     last = {e.event.step: e.event.loss for e in events(run_dir, StepFinished)}
     assert last == loss_curve(folder / "straight")
+
+
+def test_weights_that_are_not_finite_are_gone_back_from_and_never_saved(folder: Path) -> None:
+    """Reference of the first: the same without what broke a weight of rank 1 in step 22. In the
+    second the update of step 25 breaks them each time, in the third it is the last one."""
+    breaks = (*TWO, "optim.kind=poison:breaking_at_step_25", "train.steps=30")
+    first, again, last, straight = run_all(
+        [
+            arguments("once", "model.objective=poison:breaking", *TWO, "train.steps=30"),
+            arguments("again", *breaks),
+            arguments("last", *breaks, "train.steps=25"),
+            arguments("unbroken", "model.objective=poison:spiky", *TWO, "train.steps=30"),
+        ],
+        folder,
+    )
+    assert (first.code, straight.code) == (0, 0), first.err
+    (back,) = [e.event for e in events(folder / "once", RolledBack)]
+    assert (back.step, back.cause, back.not_after_step) == (22, "nonfinite_weights", 20)
+    assert (back.failed_rank, back.skip_to_sample) == (1, -1)
+    assert "is not finite on rank 1: no step would be applied any more" in first.out
+    assert weights(folder / "once") == weights(folder / "unbroken")
+
+    assert again.code == 8, again.err
+    backs = [e.event for e in events(folder / "again", RolledBack)]
+    assert {(back.step, back.not_after_step, back.failed_rank) for back in backs} == {(26, 24, -1)}
+    # The same batches once more, then others.
+    assert [back.skip_to_sample for back in backs] == [-1, 26 * BATCH, 32 * BATCH]
+    assert "continue from a checkpoint not after step 24" in again.err
+    for run_dir in (folder / "again", folder / "last"):
+        assert max(e.event.step for e in events(run_dir, CheckpointSaved)) == 20
+        assert {e.event.step for e in events(run_dir, CheckpointFailed)} == {25}
+    assert last.code != 0
+    assert "not finite after step 25: they are not saved" in last.err
 
 
 TWO_FLIPPED = (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NONFINITE_WEIGHTS = "nonfinite_weights"
+"""The kind of a roll back from weights that no step would be applied to any more."""
+
 
 @dataclass(frozen=True)
 class UnequalSteps:
@@ -23,11 +26,11 @@ class UnequalSteps:
 class RollBack:
     """Why and how far a run goes back.
 
-    `kind`: "loss_spike" | "corruption". `step` is the one in which it was decided;
-    `not_after_step` is the newest whose checkpoint may be used. `skip_to_sample`: the next sample
-    to read after it (-1: as the checkpoint says). `rank` holds the corrupted state, -1 where that
-    is not known. `unequal`: where replicas differ and no majority names one of them, what ranks
-    computed, to be compared with the same steps done again.
+    `kind`: "loss_spike" | "corruption" | NONFINITE_WEIGHTS. `step` is the one in which it was
+    decided; `not_after_step` is the newest whose checkpoint may be used. `skip_to_sample`: the next
+    sample to read after it (-1: as the checkpoint says). `rank` holds the corrupted state, -1 where
+    that is not known. `unequal`: where replicas differ and no majority names one of them, what
+    ranks computed, to be compared with the same steps done again.
     """
 
     kind: str

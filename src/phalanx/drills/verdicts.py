@@ -31,7 +31,11 @@ from phalanx.observe.events import (
 from phalanx.report.failures import classify_failure
 
 SLOW = "slow"
-_CLASS_OF_ROLL_BACK = {"corruption": "corrupt", "loss_spike": "loss spike"}
+_CLASS_OF_ROLL_BACK = {
+    "corruption": "corrupt",
+    "loss_spike": "loss spike",
+    "nonfinite_weights": "corrupt",
+}
 
 
 @dataclass(frozen=True)

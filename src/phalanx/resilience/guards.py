@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from phalanx.core.errors import NumericsError
-from phalanx.core.roll_back import RollBack, RollBackRequest
+from phalanx.core.roll_back import NONFINITE_WEIGHTS, RollBack, RollBackRequest
 from phalanx.observe.loss_spikes import SPIKES_TO_ROLL_BACK, LossSpikeDetector
 from phalanx.parallel.step_stats import StepStats
+from phalanx.train.finite_weights import describe_broken_weights
 
 
 @dataclass
@@ -65,6 +67,66 @@ class SkippedStepsGuard:
             ),
             fix=look_at_data + "; lower optim.lr",
         )
+
+
+class NonFiniteWeightsGuard:
+    """Goes back where trained weights are not finite: no step would ever be applied to them.
+
+    They are looked at after a step that could not be applied. Those of after the last one that
+    could may be broken, too: the run goes back to a checkpoint of before it. `reads_on`: behind the
+    batch of the step that is being decided, whose end is `next_sample`; else the same batches are
+    read again. Where it may not go back it gives up (exit 8).
+
+    `find_broken` gives the names of such weights by rank, and is called on all ranks.
+    """
+
+    def __init__(
+        self,
+        find_broken: Callable[[], Mapping[int, Sequence[str]]],
+        next_sample: Callable[[], int],
+        *,
+        may_roll_back: bool,
+        reads_on: bool,
+    ) -> None:
+        self._find_broken, self._next_sample = find_broken, next_sample
+        self._may_roll_back, self._reads_on = may_roll_back, reads_on
+        self._finite_step: int | None = None
+
+    def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
+        if facts.should_apply:
+            self._finite_step = step
+            return None
+        if facts.num_targets == 0:
+            return None
+        broken = self._find_broken()
+        if broken:
+            self._leave(step, broken)
+        return None
+
+    def _leave(self, step: int, broken: Mapping[int, Sequence[str]]) -> NoReturn:
+        finite_step = step - 1 if self._finite_step is None else self._finite_step
+        rank = min(broken)
+        what = describe_broken_weights(broken[rank])
+        if len(broken) == 1:
+            what += f" on rank {rank}"
+        if finite_step >= 1 and self._may_roll_back:
+            raise RollBackRequest(
+                RollBack(
+                    kind=NONFINITE_WEIGHTS,
+                    step=step,
+                    not_after_step=finite_step - 1,
+                    why=f"{what}: no step would be applied any more",
+                    skip_to_sample=self._next_sample() if self._reads_on else -1,
+                    rank=rank if len(broken) == 1 else -1,
+                )
+            )
+        fix = (
+            f"continue from a checkpoint not after step {finite_step - 1}: remove the later ones,"
+            " and run again with --resume and a lower optim.lr"
+        )
+        if finite_step < 1:
+            fix = "look at the weights that the run begins with"
+        raise NumericsError(f"step {step}: {what}: no step would be applied any more", fix=fix)
 
 
 class LossSpikeGuard:

@@ -9,7 +9,7 @@ from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
-from phalanx.resilience.guards import LossSpikeGuard, SkippedStepsGuard
+from phalanx.resilience.guards import LossSpikeGuard, NonFiniteWeightsGuard, SkippedStepsGuard
 from phalanx.train.corruption import OnCorruption
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -30,18 +30,34 @@ def build_trainer(
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
     may_roll_back: bool = False,
+    num_lost_weights: int = 0,
     unequal: UnequalSteps | None = None,
 ) -> Trainer:
     """The trainer that `phalanx train` runs; `guards` come on top of the run's own.
 
     `may_roll_back`: whoever started the ranks goes back to a checkpoint when they ask for it.
-    `unequal`: the steps that it went back from, to be compared when they are done again.
+    `num_lost_weights`: how many times it has, as weights were not finite. `unequal`: the steps that
+    it went back from, to be compared when they are done again.
     """
-    own_guards: list[Guard] = [SkippedStepsGuard(job.resilience.max_skipped_steps)]
+
+    def find_next_sample() -> int:
+        return state.samples_seen + job.train.global_batch_size
+
+    on_corruption = _choose_what_corruption_does(job, may_roll_back=may_roll_back)
+    own_guards: list[Guard] = [
+        NonFiniteWeightsGuard(
+            state.finite_weights.gather_broken,
+            find_next_sample,
+            may_roll_back=on_corruption == "rollback",
+            # What comes back when the same steps are done again may be of their samples.
+            reads_on=num_lost_weights > 0,
+        ),
+        SkippedStepsGuard(job.resilience.max_skipped_steps),
+    ]
     if job.resilience.on_loss_spike != "warn":
         own_guards.append(
             LossSpikeGuard(
-                lambda: state.samples_seen + job.train.global_batch_size,
+                find_next_sample,
                 may_roll_back=may_roll_back and job.resilience.on_loss_spike == "rollback",
             )
         )
@@ -55,7 +71,7 @@ def build_trainer(
         guards=(*own_guards, *guards),
         stop=stop,
         memory=memory,
-        on_corruption=_choose_what_corruption_does(job, may_roll_back=may_roll_back),
+        on_corruption=on_corruption,
         unequal=unequal,
     )
 

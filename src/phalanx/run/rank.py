@@ -20,7 +20,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
-from phalanx.core.roll_back import UnequalSteps
+from phalanx.core.roll_back import NONFINITE_WEIGHTS, UnequalSteps
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
@@ -359,6 +359,7 @@ def _build_trainer_of_rank(
         stop=rank.stop,
         memory=rank.meter,
         may_roll_back=_may_roll_back(rank.run),
+        num_lost_weights=_count_lost_weights(rank.run),
         unequal=_find_steps_to_compare(rank.run),
     )
 
@@ -374,6 +375,13 @@ def _may_roll_back(run: RankRunInputs) -> bool:
     if run.roll_backs is None:
         return False
     return len(run.roll_backs.done) < run.job.resilience.max_rollbacks
+
+
+def _count_lost_weights(run: RankRunInputs) -> int:
+    """How many times the run went back as weights were not finite."""
+    if run.roll_backs is None:
+        return 0
+    return sum(roll_back.kind == NONFINITE_WEIGHTS for roll_back in run.roll_backs.done)
 
 
 def _record_step_that_was_not_recorded(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.all_ranks import run_on_all_ranks_or_raise
 from phalanx.checkpoint.facts import DATA_FACT
 from phalanx.checkpoint.folder import CheckpointFolder, convert_path_to_folder
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, Manifest
@@ -32,6 +33,7 @@ from phalanx.optim.state import (
 )
 from phalanx.parallel.loss_scale import require_valid_loss_scale_state
 from phalanx.parallel.model import ParallelModel
+from phalanx.train.finite_weights import FiniteWeights, describe_broken_weights
 from phalanx.train.step_statistics import StepStatistics
 
 # Among the facts of a run in fp16.
@@ -75,9 +77,11 @@ class TrainState:
         self._marks: list[Any] | None = None
         self._is_updating = False
         self._statistics = StepStatistics(self.model)
+        self.finite_weights = FiniteWeights(self.model)
 
     def begin_step(self) -> None:
         """Note what forward and backward of a step may change besides gradients."""
+        self.finite_weights.remember_infinities()
         self._marks = self._mark_what_steps_change()
         self._statistics.hold()
 
@@ -166,7 +170,17 @@ class TrainState:
         return facts
 
     def snapshot(self) -> RankSnapshot:
-        """The content of a checkpoint of this step. Its tensors are those of training."""
+        """The content of a checkpoint of this step. Its tensors are those of training.
+
+        Raises CheckpointError if this rank's part of the weights is not finite: no step is ever
+        applied to them, and the checkpoint would take the place of one from which training goes on.
+        """
+        names = self.finite_weights.list_broken()
+        if names:
+            raise CheckpointError(
+                f"{describe_broken_weights(names)} after step {self.step}: they are not saved",
+                fix="continue from a checkpoint of before, with a lower optim.lr",
+            )
         return RankSnapshot(self.step, self.shards(), self.model.aliases(), self.facts())
 
     def save(
@@ -183,9 +197,11 @@ class TrainState:
 
         `before_commit` is called when every rank's part is written, before there is a checkpoint.
         """
+        with run_on_all_ranks_or_raise(self.model.mesh, store.url, "taking the state"):
+            snapshot = self.snapshot()
         return write_checkpoint(
             store,
-            self.snapshot(),
+            snapshot,
             job_digest=job_digest,
             group=self.model.mesh,
             phases=phases,

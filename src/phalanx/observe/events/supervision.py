@@ -145,8 +145,9 @@ class RolledBack(Event):
     """From the supervisor: in `step` all ranks agreed to go back to the newest checkpoint that is
     not after `not_after_step`.
 
-    `cause`: "loss_spike" | "corruption"; `failed_rank` holds what is corrupted, -1 where that is
-    not known. `skip_to_sample`: the next sample that is read then, -1: as the checkpoint says.
+    `cause`: "loss_spike" | "corruption" | "nonfinite_weights"; `failed_rank` holds what is
+    corrupted, -1 where that is not known. `skip_to_sample`: the next sample that is read then, -1:
+    as the checkpoint says.
     """
 
     step: int

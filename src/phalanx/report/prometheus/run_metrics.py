@@ -234,7 +234,7 @@ _COUNTERS_FROM_ZERO = (
 _LABELS_FROM_ZERO: dict[str, list[tuple[str, ...]]] = {
     "phalanx_restarts_total": [(cause,) for cause in RESTART_CAUSES],
     "phalanx_hangs_total": [(kind,) for kind in HANG_KINDS],
-    "phalanx_roll_backs_total": [("loss_spike",), ("corruption",)],
+    "phalanx_roll_backs_total": [("loss_spike",), ("corruption",), ("nonfinite_weights",)],
     "phalanx_skipped_steps_total": [(reason,) for reason in SKIP_REASONS],
     "phalanx_checkpoints_total": [("saved",), ("failed",), ("postponed",), ("unusable",)],
 }
