@@ -25,6 +25,7 @@ from phalanx.core.errors import (
     DataError,
     DataSourceError,
     EnvironmentProblem,
+    RanksDifferError,
     RestartBudgetError,
 )
 from phalanx.core.files import write_bytes_atomically
@@ -59,6 +60,7 @@ from phalanx.observe.events import RestartScheduled
 from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.layout import Layout
 from phalanx.run.data import require_same_samples_on_all_ranks
+from phalanx.run.user_code import build_code_error
 from ranks import run_ranks
 
 TORCHRUN = {
@@ -174,11 +176,13 @@ class TestAttempts:
         assert not black_box_path(tmp_path, 0).exists()
 
 
-def raised(error: BaseException) -> ErrorReport:
+def raised(error: BaseException, path: str = dist.__file__) -> ErrorReport:
+    """The report of `error`, raised by a line of the file `path`."""
     try:
-        raise error
+        exec(compile("raise error", path, "exec"), {"error": error})
     except BaseException as caught:
         return build_error_report(caught)
+    raise AssertionError
 
 
 def use_broken_store_connection(rank: int, breaks_own: bool) -> ErrorReport:
@@ -942,6 +946,44 @@ class TestRestartPolicy:
             RestartPolicy(max_restarts=0, window_s=3600).count_restart_or_raise(
                 self.failure(1), now_s=0
             )
+
+
+def test_words_that_a_line_of_the_users_raises_blame_no_other_rank() -> None:
+    """A client of a feature store, say: the rank that raised them was kept, and the other killed."""
+    words = "feature store: connection refused"
+    assert not raised(RuntimeError(words), "/home/me/objective.py").secondary
+    assert raised(RuntimeError(words), dist.__file__).secondary
+
+
+@pytest.mark.parametrize(
+    ("error", "num_kept", "starts_anew"),
+    [
+        (RanksDifferError("the ranks differ: initial weights"), 1, True),
+        (RanksDifferError("the ranks differ: initial weights"), 0, False),
+        (build_code_error("module model of rank 1"), 1, False),
+    ],
+    ids=["of a second build", "of a first one", "of code that was changed"],
+)
+def test_ranks_that_refuse_beside_kept_ones_start_anew_once(
+    tmp_path: Path, error: RanksDifferError, num_kept: int, starts_anew: bool
+) -> None:
+    report = raised(error)
+    end = AttemptEnd(
+        1,
+        {rank: died(rank, code=report.exit_code) for rank in range(2)},
+        {rank: failed(report) for rank in range(2)},
+        num_kept=num_kept,
+    )
+    attempts = RepeatedAttempts(lambda: RankEnv(0, 2, 0, 2), newest_step=4)
+    spec = LaunchSpec("", attempts, 2, tmp_path, (), keeps_ranks=True)
+    bus = Bus(rank=-1, run_dir=tmp_path)
+    decision = RecoveryPolicy(spec, bus, lambda line: None).decide(end, StopRequest())
+    bus.close()
+    if starts_anew:
+        assert decision == StartAgain(2, {})
+    else:
+        assert isinstance(decision, RunOutcome)
+        assert decision.exit_code == report.exit_code
 
 
 def decide(end: AttemptEnd, run_dir: Path) -> str:

@@ -4,9 +4,11 @@ or not."""
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from phalanx.data.samples import (
     open_training_samples,
 )
 from phalanx.data.shards import PAYLOAD_OFFSET
+from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.job.schema import Data, Source
 from second_device import CUDA, second_device
 
@@ -279,6 +282,33 @@ def check_places(arrays: Arrays) -> None:
             assert (ids[at], positions[at]) == (document, position)
             ended = inputs[at] == EOD
             document, position = document + int(ended), 0 if ended else position + 1
+
+
+def test_a_dataset_that_has_another_length_by_now_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its order is a permutation of its length: a replaced loader worker read other samples."""
+    module = ModuleType("grown")
+    length = 256
+    module.dataset = lambda split: _Numbers(length)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "grown", module)
+    facts = UserDatasetFacts("grown:dataset", {}, length, 0)
+    corpus = Corpus(tmp_path, {}, (), facts)
+    assert len(open_training_samples(corpus, 1, seed=3).take(np.arange(4))["number"]) == 4
+    length = 300
+    with pytest.raises(DataError, match="has 300 samples now, and had 256"):
+        open_training_samples(corpus, 1, seed=3)
+
+
+class _Numbers:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"number": index}
 
 
 def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents: Corpus) -> None:

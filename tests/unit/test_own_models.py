@@ -91,6 +91,20 @@ def test_ids_are_those_of_the_module_not_of_the_model_that_a_plan_is_for() -> No
         model.forward_backward([batch], lambda rows, _: (rows.sum(), torch.tensor(1)))
 
 
+@pytest.mark.parametrize(("weight", "num_targets"), [(0.4, 1), (0.99999994, 1), (2.7, 3)])
+def test_weights_that_add_up_to_less_than_one_target_are_some(
+    weight: float, num_targets: int
+) -> None:
+    table = nn.Embedding(4, 2)
+    model = parallel(table)
+    batch = {"inputs": torch.tensor([[3]])}
+    facts = model.reduce_and_clip(
+        model.forward_backward([batch], lambda rows, _: (rows.sum(), torch.tensor(weight)))
+    )
+    assert (facts.num_targets, facts.should_apply) == (num_targets, True)
+    assert facts.loss == pytest.approx(table.weight[3].sum().item() / weight)
+
+
 def test_old_names_of_a_step_work_and_warn_until_0_2() -> None:
     model = parallel(TwoInputs())
     with pytest.warns(

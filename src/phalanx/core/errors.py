@@ -188,6 +188,10 @@ class RanksDifferError(ResourceError):
     """The ranks do not hold the same job, plan, code or data."""
 
 
+class CodeDiffersError(RanksDifferError):
+    """A rank that was started again has other code of the user's than ranks that were kept."""
+
+
 class NumericsError(PhalanxError):
     exit_code = ExitCode.NUMERICS
 

@@ -56,6 +56,15 @@ def open_training_samples(
     """The training samples of a corpus."""
     if corpus.user is not None:
         dataset = open_user_dataset(corpus.user.source, corpus.user.args, "train")
+        if len(dataset) != corpus.user.num_train:
+            # Their order is a permutation of so many: another one repeats and leaves out samples.
+            raise DataError(
+                f"your dataset has {len(dataset):,} samples now, and had"
+                f" {corpus.user.num_train:,} when the run began",
+                where=f"data.source {corpus.user.source}",
+                why="a process that opens it anew would read other samples than the others",
+                fix="give it the samples that it had, or start a new run",
+            )
         return UserSamples(dataset, corpus.user.source, seed)
     is_mixture = len(corpus.components) > 1
     sources = []

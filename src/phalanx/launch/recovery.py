@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.core.errors import ExitCode, RestartBudgetError
+from phalanx.core.errors import CodeDiffersError, ExitCode, RanksDifferError, RestartBudgetError
 from phalanx.core.roll_back import RollBack
 from phalanx.core.units import format_seconds, plural
 from phalanx.launch.attempt_end import AttemptEnd
@@ -120,7 +120,8 @@ class RecoveryPolicy:
         may_try_again = has_shrunk or (
             is_failed_start and (self._attempts.is_elastic or not is_rank_gone)
         )
-        if self._spec.stepless or not (failure.restartable or may_try_again):
+        starts_anew = self._may_kept_ranks_be_why(end, failure)
+        if self._spec.stepless or not (failure.restartable or may_try_again or starts_anew):
             return self._fail(
                 failure.exit_code, self._build_report_with_advice(failure) + no_shrink
             )
@@ -133,12 +134,25 @@ class RecoveryPolicy:
             if failure.report != failure.summary:
                 message += f"\n{failure.report}"
             return self._fail(error.exit_code, message + no_shrink)
-        survivors = self._choose_survivors(end, failure, has_shrunk)
+        survivors = {} if starts_anew else self._choose_survivors(end, failure, has_shrunk)
         held_step = _find_held_step(end) if survivors else -1
         self._announce_restart(
             failure, survivors, held_step, pause_s=pause_s, has_shrunk=has_shrunk
         )
         return StartAgain(self._num_ranks, survivors, pause_s)
+
+    def _may_kept_ranks_be_why(self, end: AttemptEnd, failure: RankFailure) -> bool:
+        """True where ranks that were started beside kept ones refused before a step.
+
+        Code of the user's that runs a second time in one process may give another model than the
+        first time, or the same object. Not where their files differ: a start of all would hide it.
+        """
+        if end.num_kept == 0 or failure.step >= 1 or failure.restartable:
+            return False
+        kinds = {report.type for report in end.error_reports.values()}
+        if CodeDiffersError.__name__ in kinds:
+            return False
+        return RanksDifferError.__name__ in kinds or failure.exit_code == ExitCode.JOB
 
     def _build_report_with_advice(self, failure: RankFailure) -> str:
         """The report, with what would need less memory where there was too little."""

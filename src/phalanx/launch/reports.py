@@ -3,6 +3,7 @@ run's logs."""
 
 from __future__ import annotations
 
+import dis
 import errno
 import importlib
 import os
@@ -20,7 +21,7 @@ from phalanx.core.files import write_json_atomically
 from phalanx.core.outages import find_outage
 from phalanx.core.roll_back import RollBack, RollBackRequest
 from phalanx.core.secrets import Redactor
-from phalanx.core.uncaught import find_innermost_user_code_line
+from phalanx.core.uncaught import find_innermost_user_code_line, is_library_file
 
 # Words of torch's errors when the fault lies with another rank. Only torch's own RuntimeErrors are
 # looked at: the same words in an OSError are more likely about a file server.
@@ -185,13 +186,26 @@ def is_caused_by_lost_peer(error: BaseException) -> bool:
     while link is not None and link not in visited:
         visited.append(link)
         # Those of the store are RuntimeErrors, too.
-        if isinstance(link, RuntimeError):
+        if isinstance(link, RuntimeError) and not _is_raised_by_user_code(link):
             message = _format_printable_message(link)
             is_of_connection = type(link).__name__ in STORE_ERROR_NAMES
             if is_of_connection or _OTHER_RANK_ERROR_PATTERN.search(message) is not None:
                 is_lost = _OWN_ERROR_PATTERN.search(message) is None
         link = link.__cause__ or link.__context__
     return is_lost
+
+
+def _is_raised_by_user_code(error: BaseException) -> bool:
+    """True if a `raise` in code of the user's made `error`, whatever its words: what C++ code of
+    torch raises comes out of a call."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    is_raised = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raised and not is_library_file(code.co_filename)
 
 
 def is_message_about_lost_peer(text: str) -> bool:

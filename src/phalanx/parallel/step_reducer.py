@@ -112,7 +112,12 @@ class StepReducer:
                     copies=self._context.copies,
                 )
         stats = replace(
-            stats, loss=loss, num_targets=int(num_targets), grad_norm=norm, finite=finite
+            stats,
+            loss=loss,
+            # Weights of samples add up to a fraction: less than one is not none.
+            num_targets=max(1, round(num_targets)),
+            grad_norm=norm,
+            finite=finite,
         )
         scale = normalizer.loss_scale
         if scale is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx.core.errors import RanksDifferError
+from phalanx.core.errors import CodeDiffersError
 from phalanx.core.files import read_whole_regular_file
 from phalanx.core.registry import is_foreign
 from phalanx.core.uncaught import is_library_file
@@ -85,9 +85,9 @@ def describe_code_differences(digests_of_ranks: Sequence[Mapping[str, str]]) -> 
     return "; ".join(differences)
 
 
-def build_code_error(differences: str) -> RanksDifferError:
+def build_code_error(differences: str) -> CodeDiffersError:
     """The error for a rank that was started again with other code than ranks that were kept."""
-    return RanksDifferError(
+    return CodeDiffersError(
         f"the ranks differ in code: {differences}",
         why=(
             "a rank that is started again imports files as they are by then, and they were changed"
