@@ -92,14 +92,36 @@ def build_ddp_buffer_option(sync: bool) -> dict[str, bool]:
     return {name: sync}
 
 
-def make_fsdp_reduce_unused_parameters(unit: FSDPModule) -> None:
-    """Have FSDP2 reduce zeros for a parameter without a gradient, which other ranks may have used.
+def make_fsdp_reduce_unused_parameters(root: torch.nn.Module) -> None:
+    """Have FSDP2 reduce zeros for a trained parameter below `root` without a gradient, which other
+    ranks may have used.
 
-    Torch 2.13 can; torch 2.11 aborts in the reduce-scatter when ranks disagree.
+    Torch 2.11 cannot, and aborts in the reduce-scatter when ranks disagree. Torch 2.13 can, but its
+    zeros have the type of the weights: it refuses them beside gradients of several microbatches,
+    which have the type of the reduction.
     """
-    switch = getattr(unit, "set_reduce_scatter_unused_params", None)
-    if switch is not None:
-        switch(True)
+    for group in _list_fsdp_groups_below(root):
+        group.post_backward = functools.partial(
+            _fill_gradients_and_continue, group, group.post_backward
+        )
+
+
+def _fill_gradients_and_continue(group: Any, post_backward: Any, *args: Any) -> None:
+    if group.reduce_grads:
+        # FSDP makes its whole parameter when it first gathers one.
+        trained = [
+            parameter
+            for parameter in group.fsdp_params
+            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param")
+        ]
+        is_accumulated = any(each.unsharded_accumulated_grad is not None for each in trained)
+        for parameter in trained:
+            if _get_unsharded_fsdp_gradient(parameter) is None:
+                whole = parameter._unsharded_param
+                whole.grad = torch.zeros_like(whole)
+            if is_accumulated and parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+    post_backward(*args)
 
 
 def watch_fsdp_gradients(

@@ -57,7 +57,7 @@ class DpShard:
         shards = UnchangedShards(context.root, context.phases)
         for unit in units:
             set_fsdp_communication(unit, context, shards)
-            make_fsdp_reduce_unused_parameters(unit)
+        make_fsdp_reduce_unused_parameters(context.root)
         watch_fsdp_gradients(context.root, context.missing_gradients.note_after_backward)
         group = context.mesh.submesh("dp_shard").get_group()
         context.when_materialized.append(
