@@ -11,6 +11,7 @@ of each rank at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -174,7 +175,7 @@ class RankServer:
                 following.records[number_of[rank]] = last.records.pop(rank)
                 following.orders[number_of[rank]] = last.orders.pop(rank)
             else:
-                _kill_process_group(pid)
+                _kill_child_and_group(pid)
         for reader in last.records.values():
             reader.close()
         for sender in last.orders.values():
@@ -287,7 +288,7 @@ class RankServer:
         for pid, rank in self._attempt.ranks.items():
             if only is None or rank in only:
                 self._attempt.killed.add(pid)
-                _kill_process_group(pid)
+                _kill_child_and_group(pid)
         # Else it goes with the last rank.
         if not self._attempt.ranks:
             self._kill_store_process()
@@ -295,7 +296,7 @@ class RankServer:
     def _kill_store_process(self) -> None:
         if self._attempt.store_pid:
             self._attempt.killed.add(self._attempt.store_pid)
-            _kill_process_group(self._attempt.store_pid)
+            _kill_child_and_group(self._attempt.store_pid)
 
     def _reap_children(self) -> None:
         while True:
@@ -341,6 +342,14 @@ class RankServer:
             # The store goes last: ranks need it while they save.
             if not attempt.ranks:
                 self._kill_store_process()
+
+
+def _kill_child_and_group(pid: int) -> None:
+    """Kill a child that has not been reaped, and its group: code of the user's may have moved it
+    into another one."""
+    _kill_process_group(pid)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _kill_process_group(pid: int) -> None:
