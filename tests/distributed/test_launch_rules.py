@@ -948,6 +948,15 @@ class TestRestartPolicy:
             )
 
 
+def test_ranks_that_ended_for_no_known_reason_are_started_again(tmp_path: Path) -> None:
+    """It was said that they had not saved within the grace period of a stop that nobody asked
+    for."""
+    end = AttemptEnd(0, {1: died(1, signal=9, by_us=True)}, waiting={0: 6, 2: 6})
+    said = decide(end, tmp_path)
+    assert said.startswith("no rank is known to have failed, and rank 1 has not ended its work; ")
+    assert "beside ranks 0 and 2" in said
+
+
 def test_words_that_a_line_of_the_users_raises_blame_no_other_rank() -> None:
     """A client of a feature store, say: the rank that raised them was kept, and the other killed."""
     words = "feature store: connection refused"

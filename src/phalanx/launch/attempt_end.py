@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.core.black_box_reader import LastPosition
-from phalanx.launch.end_record import EndRecord
+from phalanx.launch.end_record import STOPPED_EXIT_CODES, EndRecord
 from phalanx.launch.hang_verdict import HangVerdict
 from phalanx.launch.oom_kills import OomKill
 from phalanx.launch.reports import ErrorReport
@@ -84,6 +84,13 @@ class AttemptEnd:
             else:
                 codes.add(record.code)
         return codes
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if a rank has neither ended its work nor failed, and nobody had been asked to
+        stop."""
+        is_stop = self.grace_over or bool(self.exit_codes & {*STOPPED_EXIT_CODES})
+        return None in self.exit_codes and bool(self.exits) and not is_stop
 
     def has_rank_failed_or_died(self, rank: int) -> bool:
         """True for a rank that reports so, and for a process that ended before its rank had

@@ -20,7 +20,7 @@ from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.rank_failure import LOST_CONNECTION, OUT_OF_MEMORY, RankFailure
 from phalanx.launch.restarts import FAILED_STARTS_LIMIT, FailedStarts, RestartPolicy
 from phalanx.launch.stop_request import StopRequest, name_stop_signal
-from phalanx.launch.verdict import find_root_failure
+from phalanx.launch.verdict import blame_nobody, find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import LayoutChanged, Note, RankFailed, RestartScheduled, RolledBack
 from phalanx.observe.where_words import format_rank_list
@@ -69,6 +69,8 @@ class RecoveryPolicy:
             return again or self._end_on_stop_request(end, failure, stop)
         if failure is None and end.was_told_to_leave and end.exit_codes != {ExitCode.OK}:
             return self._grow()
+        if failure is None and end.is_cut_off:
+            failure = blame_nobody(end)
         if failure is None:
             return self._end_after_work(end, stop)
         if failure.roll_back is not None:

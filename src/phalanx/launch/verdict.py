@@ -56,6 +56,18 @@ def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     return _explain_failure_of_rank(earliest.rank, end, run_dir)
 
 
+def blame_nobody(end: AttemptEnd) -> RankFailure:
+    """The failure of an attempt that no rank is known to have failed in, and not all have ended."""
+    ended = ", ".join(map(str, sorted(end.exits.keys() - end.records.keys())))
+    text = f"no rank is known to have failed, and rank {ended} has not ended its work"
+    return RankFailure(
+        *(-1, "exit", 0, "", text, text, text, "nobody failed"),
+        exit_code=1,
+        restartable=True,
+        detected_s=0.0,
+    )
+
+
 def _explain_failure_of_rank(rank: int, end: AttemptEnd, run_dir: Path) -> RankFailure:
     """The failure of a rank by what it reported; else by its exit."""
     report = end.error_reports.get(rank)

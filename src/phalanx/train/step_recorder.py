@@ -161,7 +161,7 @@ class StepRecorder:
             learning_rate=learning_rate(self._job, step, self._plan.peak_lr),
             grad_norm=facts.grad_norm,
             step_s=seconds.step_s,
-            tokens_per_s=facts.num_targets / seconds.step_s,
+            tokens_per_s=facts.num_targets / seconds.step_s if seconds.step_s > 0 else 0.0,
             phases_s=_round_to_microseconds(seconds.phases_s),
             unaccounted_s=seconds.step_s - sum(seconds.phases_s.values()),
             rss_bytes=memory.rss_bytes,
