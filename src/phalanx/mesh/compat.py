@@ -100,10 +100,20 @@ def make_fsdp_reduce_unused_parameters(root: torch.nn.Module) -> None:
     zeros have the type of the weights: it refuses them beside gradients of several microbatches,
     which have the type of the reduction.
     """
+    _get_fsdp_state(root)._state_ctx.all_states = _EachOnce()
     for group in _list_fsdp_groups_below(root):
         group.post_backward = functools.partial(
             _fill_gradients_and_continue, group, group.post_backward
         )
+
+
+class _EachOnce(list[Any]):
+    """FSDP2's list of units, which it fills in its first forward. Torch 2.11 lists one of several
+    modules once for each, and would end its backward, with a reduction of zeros, as often."""
+
+    def append(self, unit: Any) -> None:
+        if unit not in self:
+            super().append(unit)
 
 
 def _fill_gradients_and_continue(group: Any, post_backward: Any, *args: Any) -> None:
