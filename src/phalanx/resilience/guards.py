@@ -107,8 +107,6 @@ class NonFiniteWeightsGuard:
         finite_step = step - 1 if self._finite_step is None else self._finite_step
         rank = min(broken)
         what = describe_broken_weights(broken[rank])
-        if len(broken) == 1:
-            what += f" on rank {rank}"
         if finite_step >= 1 and self._may_roll_back:
             raise RollBackRequest(
                 RollBack(
@@ -126,7 +124,10 @@ class NonFiniteWeightsGuard:
         )
         if finite_step < 1:
             fix = "look at the weights that the run begins with"
-        raise NumericsError(f"step {step}: {what}: no step would be applied any more", fix=fix)
+        where = f" on rank {rank}" if len(broken) == 1 else ""
+        raise NumericsError(
+            f"step {step}: {what}{where}: no step would be applied any more", fix=fix
+        )
 
 
 class LossSpikeGuard:
