@@ -75,16 +75,22 @@ def breaking(outputs, batch):
     return exact(outputs, batch)
 
 
-class BreaksAtStep25(torch.optim.AdamW):
+class Breaks(torch.optim.AdamW):
     def step(self, closure=None):
         super().step(closure)
         for parameter, state in self.state.items():
-            if int(state["step"]) == 25:
+            if int(state["step"]) == self.at_step:
                 parameter.data.fill_(float("nan"))
 
 
-def breaking_at_step_25(groups, optim):
-    return BreaksAtStep25(list(groups.parameters()), lr=1.0)
+def breaking_at_step_25(groups, optim, at_step=25):
+    optimizer = Breaks(list(groups.parameters()), lr=1.0)
+    optimizer.at_step = at_step
+    return optimizer
+
+
+def breaking_at_step_21(groups, optim):
+    return breaking_at_step_25(groups, optim, at_step=21)
 
 
 def otherwise_in_each_attempt(outputs, batch):
@@ -222,13 +228,15 @@ def test_a_replica_with_another_bit_is_named_and_gone_back_from(folder: Path) ->
 
 def test_weights_that_are_not_finite_are_gone_back_from_and_never_saved(folder: Path) -> None:
     """Reference of the first: the same without what broke a weight of rank 1 in step 22. In the
-    second the update of step 25 breaks them each time, in the third it is the last one."""
+    second the update of step 25 breaks them each time, in the third it is the last one, in the
+    fourth the first after a checkpoint."""
     breaks = (*TWO, "optim.kind=poison:breaking_at_step_25", "train.steps=30")
-    first, again, last, straight = run_all(
+    first, again, last, after, straight = run_all(
         [
             arguments("once", "model.objective=poison:breaking", *TWO, "train.steps=30"),
             arguments("again", *breaks),
             arguments("last", *breaks, "train.steps=25"),
+            arguments("after", *breaks, "optim.kind=poison:breaking_at_step_21"),
             arguments("unbroken", "model.objective=poison:spiky", *TWO, "train.steps=30"),
         ],
         folder,
@@ -246,6 +254,10 @@ def test_weights_that_are_not_finite_are_gone_back_from_and_never_saved(folder: 
     # The same batches once more, then others.
     assert [back.skip_to_sample for back in backs] == [-1, 26 * BATCH, 32 * BATCH]
     assert "continue from a checkpoint not after step 24" in again.err
+    assert after.code == 8, after.err
+    backs = [e.event for e in events(folder / "after", RolledBack)]
+    assert [(back.step, back.not_after_step) for back in backs] == [(22, 20)] * 3
+
     for run_dir in (folder / "again", folder / "last"):
         assert max(e.event.step for e in events(run_dir, CheckpointSaved)) == 20
         assert {e.event.step for e in events(run_dir, CheckpointFailed)} == {25}

@@ -29,26 +29,41 @@ def guard(
     )
 
 
-def test_nan_is_found_and_an_infinity_where_there_was_none() -> None:
-    module = torch.nn.ParameterDict(
-        {name: torch.nn.Parameter(torch.ones(3, 2)) for name in ("a", "mask", "b", "frozen")}
-    )
+def broken_module() -> torch.nn.ParameterDict:
+    """One with an infinity and a NaN by design."""
+    names = ("a", "mask", "unused", "frozen")
+    module = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.ones(3, 2)) for n in names})
     module["empty"] = torch.nn.Parameter(torch.ones(0))
+    module["two_bytes"] = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    module["one_byte"] = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
     module["frozen"].requires_grad_(False)
     with torch.no_grad():
         module["mask"][0, 0] = -math.inf
-        module["frozen"][0, 0] = math.nan
+        module["unused"][0, 0] = module["frozen"][0, 0] = math.nan
+    return module
+
+
+def test_what_became_nan_or_infinite_is_found_and_not_what_is_so_by_design() -> None:
+    module = broken_module()
     weights = FiniteWeights(cast(Any, module))
-    weights.remember_infinities()
+    weights.remember(is_beginning=True)
     assert weights.list_broken() == []
     with torch.no_grad():
         module["a"][2, 1] = math.inf
-    assert weights.list_broken() == ["a"]
-    with torch.no_grad():
-        module["mask"][1, 1] = math.nan
-    assert weights.list_broken() == ["a", "mask"]
+        module["two_bytes"][1] = math.nan
+    assert weights.list_broken() == ["a", "two_bytes"]
     assert describe_broken_weights(["a"]) == "a is not finite"
-    assert describe_broken_weights(["a", "mask"]) == "a and 1 more are not finite"
+    assert describe_broken_weights(["a", "two_bytes"]) == "a and 1 more are not finite"
+
+
+def test_of_a_run_that_goes_on_they_are_by_design_from_the_first_finite_step_on() -> None:
+    """It may go on from weights that had been broken before."""
+    weights = FiniteWeights(cast(Any, broken_module()))
+    assert weights.list_broken() == ["mask", "unused"]
+    weights.remember(is_beginning=False)
+    assert weights.list_broken() == ["mask", "unused"]
+    weights.note_finite_step()
+    assert weights.list_broken() == []
 
 
 def test_steps_that_are_not_finite_by_their_samples_change_nothing() -> None:
@@ -74,6 +89,11 @@ def test_the_run_goes_back_to_before_the_last_step_that_was_finite(found: StepSt
     back = caught.value.roll_back
     # The first step of an attempt: the checkpoint that it began with holds them.
     assert (back.not_after_step, back.rank, back.skip_to_sample) == (7, -1, 72)
+    empty_first = guard({0: ["a"]})
+    empty_first.reason_to_skip(9, EMPTY)
+    with pytest.raises(RollBackRequest) as caught:
+        empty_first.reason_to_skip(10, found)
+    assert caught.value.roll_back.not_after_step == 7
 
 
 def test_without_leave_to_go_back_the_run_ends_and_says_which_checkpoints_are_good() -> None:

@@ -114,8 +114,7 @@ class StepReducer:
         stats = replace(
             stats,
             loss=loss,
-            # Weights of samples add up to a fraction: less than one is not none.
-            num_targets=max(1, round(num_targets)),
+            num_targets=_count_targets(num_targets),
             grad_norm=norm,
             finite=finite,
         )
@@ -150,7 +149,9 @@ class StepReducer:
         require_number_of_targets(num_targets)
         if losses:
             loss_sum = math.fsum(losses)
-        return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)
+        if not num_targets:
+            return float("nan"), 0
+        return loss_sum / num_targets, _count_targets(num_targets)
 
     def _spread_losses(self, local_loss: LocalLoss) -> torch.Tensor:
         """The loss of each microbatch of all ranks, zero for those of the others: added over ranks
@@ -203,6 +204,11 @@ class StepReducer:
         if self._mesh.is_tp_leader:
             return local_loss.loss_sum, local_loss.num_targets
         return torch.zeros_like(local_loss.loss_sum), torch.zeros_like(local_loss.num_targets)
+
+
+def _count_targets(num_targets: float) -> int:
+    """Weights of samples may add up to a fraction: less than one is not none."""
+    return max(1, round(num_targets))
 
 
 def _split_list(values: list[float], lengths: Iterable[int]) -> list[list[float]]:

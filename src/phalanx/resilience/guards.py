@@ -93,6 +93,9 @@ class NonFiniteWeightsGuard:
         self._finite_step: int | None = None
 
     def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
+        if self._finite_step is None:
+            # The checkpoint that the attempt began with may hold them.
+            self._finite_step = step - 1
         if facts.should_apply:
             self._finite_step = step
             return None
@@ -104,7 +107,7 @@ class NonFiniteWeightsGuard:
         return None
 
     def _leave(self, step: int, broken: Mapping[int, Sequence[str]]) -> NoReturn:
-        finite_step = step - 1 if self._finite_step is None else self._finite_step
+        finite_step = self._finite_step or 0
         rank = min(broken)
         what = describe_broken_weights(broken[rank])
         if finite_step >= 1 and self._may_roll_back:

@@ -30,14 +30,14 @@ def build_trainer(
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
     may_roll_back: bool = False,
-    num_lost_weights: int = 0,
+    reads_on: bool = False,
     unequal: UnequalSteps | None = None,
 ) -> Trainer:
     """The trainer that `phalanx train` runs; `guards` come on top of the run's own.
 
     `may_roll_back`: whoever started the ranks goes back to a checkpoint when they ask for it.
-    `num_lost_weights`: how many times it has, as weights were not finite. `unequal`: the steps that
-    it went back from, to be compared when they are done again.
+    `reads_on`: it has done so for weights that were not finite, and is about to do the same steps.
+    `unequal`: the steps that it went back from, to be compared when they are done again.
     """
 
     def find_next_sample() -> int:
@@ -50,7 +50,7 @@ def build_trainer(
             find_next_sample,
             may_roll_back=on_corruption == "rollback",
             # What comes back when the same steps are done again may be of their samples.
-            reads_on=num_lost_weights > 0,
+            reads_on=reads_on,
         ),
         SkippedStepsGuard(job.resilience.max_skipped_steps),
     ]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.core.errors import ExitCode
+from phalanx.core.errors import ExitCode, RanksDifferError
 from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
 from phalanx.core.roll_back import NONFINITE_WEIGHTS, UnequalSteps
@@ -233,20 +233,26 @@ def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> E
         rank.survivor.memory_before = rank.meter.before
         shortage = describe_gpu_memory_shortage(mesh, plan)
         storage = open_storage_of_run(rank)
-        restored = build_and_restore_state(
-            run.job,
-            plan,
-            mesh,
-            rank.phases,
-            rank.bus,
-            storage=storage,
-            tokenizer=corpus.tokenizer_digest,
-            data_digest=corpus.content_digest,
-            held_state=rank.survivor.held,
-            expects_held_state=run.is_restart,
-            roll_backs=run.roll_backs,
-            newest_saved_step=run.newest_saved_step,
-        )
+        try:
+            restored = build_and_restore_state(
+                run.job,
+                plan,
+                mesh,
+                rank.phases,
+                rank.bus,
+                storage=storage,
+                tokenizer=corpus.tokenizer_digest,
+                data_digest=corpus.content_digest,
+                held_state=rank.survivor.held,
+                expects_held_state=run.is_restart,
+                roll_backs=run.roll_backs,
+                newest_saved_step=run.newest_saved_step,
+            )
+        except RanksDifferError:
+            # All ranks raise it together: where files were edited since, that is why.
+            if run.is_restart:
+                _compare_user_code_of_ranks(run, mesh)
+            raise
         state = restored.state
         require_document_mask_support(run.job, state.model)
         require_same_samples_on_all_ranks(corpus, mesh)
@@ -359,7 +365,7 @@ def _build_trainer_of_rank(
         stop=rank.stop,
         memory=rank.meter,
         may_roll_back=_may_roll_back(rank.run),
-        num_lost_weights=_count_lost_weights(rank.run),
+        reads_on=_does_steps_of_lost_weights_again(rank.run),
         unequal=_find_steps_to_compare(rank.run),
     )
 
@@ -377,11 +383,12 @@ def _may_roll_back(run: RankRunInputs) -> bool:
     return len(run.roll_backs.done) < run.job.resilience.max_rollbacks
 
 
-def _count_lost_weights(run: RankRunInputs) -> int:
-    """How many times the run went back as weights were not finite."""
-    if run.roll_backs is None:
-        return 0
-    return sum(roll_back.kind == NONFINITE_WEIGHTS for roll_back in run.roll_backs.done)
+def _does_steps_of_lost_weights_again(run: RankRunInputs) -> bool:
+    """True where the run went back as weights were not finite, and has saved nothing since."""
+    roll_backs = run.roll_backs
+    if roll_backs is None or not (roll_backs.pending and roll_backs.done):
+        return False
+    return roll_backs.done[-1].kind == NONFINITE_WEIGHTS
 
 
 def _record_step_that_was_not_recorded(

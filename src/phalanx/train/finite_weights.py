@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,50 +15,56 @@ from phalanx.parallel.model import ParallelModel
 class FiniteWeights:
     """Finds trained weights of `model` that became NaN or infinite.
 
-    A model may have infinities by design, in a mask that is a parameter, say: those of when
-    `remember_infinities` was first called are none. A NaN always is one.
+    A model may have such values by design: in a mask that is a parameter, or in one that no forward
+    uses. Those of the first call of `remember` are none that became so: of a run that begins at
+    once, of one that goes on from the first step on that was finite.
     """
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
-        self._infinite: frozenset[str] | None = None
+        self._remembered: frozenset[str] | None = None
+        self._are_by_design = False
 
-    def remember_infinities(self) -> None:
-        """Take the infinities of now as the model's own; before the first step. Later calls do
-        nothing."""
-        if self._infinite is None:
-            largest = self._measure_largest()
-            self._infinite = frozenset(name for name in largest if math.isinf(largest[name]))
+    def remember(self, *, is_beginning: bool) -> None:
+        """Remember what is not finite before the first step; later calls do nothing."""
+        if self._remembered is None:
+            self._remembered = frozenset(self._list_not_finite())
+            self._are_by_design = is_beginning
+
+    def note_finite_step(self) -> None:
+        """A step's loss and gradients were finite, with what is remembered."""
+        self._are_by_design = True
 
     def list_broken(self) -> list[str]:
         """Names of the parameters of which this rank's part is broken, in the model's order. Waits
         for the device."""
-        self.remember_infinities()
-        assert self._infinite is not None
-        broken = []
-        for name, number in self._measure_largest().items():
-            if math.isnan(number) or (math.isinf(number) and name not in self._infinite):
-                broken.append(name)
-        return broken
+        by_design = self._remembered or frozenset() if self._are_by_design else frozenset()
+        return [name for name in self._list_not_finite() if name not in by_design]
 
     def gather_broken(self) -> Mapping[int, Sequence[str]]:
         """By rank that has any: those of `list_broken`. Collective."""
         by_rank = self._model.mesh.gather_json(self.list_broken())
         return {rank: names for rank, names in enumerate(by_rank) if names}
 
-    def _measure_largest(self) -> dict[str, float]:
-        """The largest magnitude of this rank's part of each trained parameter; NaN if there is
-        one."""
-        held = {}
+    def _list_not_finite(self) -> list[str]:
+        names: list[str] = []
+        tensors: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        named: dict[torch.device, list[str]] = defaultdict(list)
         for name, parameter in self._model.named_parameters():
             tensor = get_local_tensor(parameter.detach())
             if parameter.requires_grad and tensor.numel():
-                held[full_name(name)] = tensor
-        if not held:
-            return {}
-        # One number of each, without a tensor of its size.
-        norms = [norm.double() for norm in torch._foreach_norm([*held.values()], math.inf)]
-        return dict(zip(held, torch.stack(norms).tolist(), strict=True))
+                names.append(full_name(name))
+                named[tensor.device].append(names[-1])
+                # No norm is there for types of 8 bits.
+                tensors[tensor.device].append(tensor if tensor.itemsize > 1 else tensor.float())
+        not_finite = set[str]()
+        for device, held in tensors.items():
+            # One number of each, without a tensor of its size: it is NaN or infinite if one is.
+            norms = [norm.double() for norm in torch._foreach_norm(held, math.inf)]
+            are_finite = torch.stack(norms).isfinite().tolist()
+            pairs = zip(named[device], are_finite, strict=True)
+            not_finite |= {name for name, is_finite in pairs if not is_finite}
+        return [name for name in names if name in not_finite]
 
 
 def describe_broken_weights(names: Sequence[str]) -> str:

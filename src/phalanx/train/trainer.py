@@ -240,6 +240,8 @@ class Trainer:
         facts = self._invariants.remove_counts_from_flags(facts)
         if facts.reason_to_skip == "nonfinite_gradients":
             facts = self._nonfinite.find_origin_and_repeat(step, microbatches, sums, facts, norms)
+        if facts.should_apply:
+            self.state.finite_weights.note_finite_step()
         # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
             facts.reason_to_skip,
@@ -300,7 +302,12 @@ class Trainer:
     def _require_state_is_saveable(self) -> None:
         """Raise CheckpointError, once, for state that no checkpoint holds: many optimizers make it
         at their first update."""
-        if self._schedule is not None and not self._is_saveable:
+        if self._is_saveable:
+            return
+        if self._schedule is not None:
+            if self.state.finite_weights.gather_broken():
+                # The next step goes back, or says so.
+                return
             self._schedule.require_saveable()
         self._is_saveable = True
 
