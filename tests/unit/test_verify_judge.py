@@ -41,6 +41,7 @@ from phalanx.verify.factors import format_factor
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.result import VerifyResult
+from phalanx.verify.routing_differences import MisroutedToken, RoutingChange
 from phalanx.verify.row import Row
 from phalanx.verify.trace import find_lossy_gradients
 from phalanx.verify.trace_facts import (
@@ -61,6 +62,7 @@ from phalanx.verify.verified_job import (
     make_verified_job,
     shrink_job,
 )
+from phalanx.verify.wrong_gradients import find_factor_of_rows
 
 
 @pytest.mark.parametrize(
@@ -524,6 +526,9 @@ def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
         ((2, 1, 1), "3 choices were counted"),
         ((4, 3, 1), "7 choices"),
         ((4, 2, 5), "5 choices are said to be dropped"),
+        ((1, 4, 2), "shifted by one: each expert has the count of the one before it"),
+        ((2, 1, 4), "shifted by one: each expert has the count of the one behind it"),
+        ((2, 4, 1), "lie in another order"),
     ):
         verdict = LayoutComparator(
             trace,
@@ -573,6 +578,16 @@ def test_a_loss_in_which_targets_weigh_alike_is_no_mean_of_means() -> None:
     assert "mean of means" in first_of(of_others, of_others).cause
 
 
+def test_a_loss_alone_that_is_rounded_to_float32_is_no_shared_factor() -> None:
+    rounded = 3.0 * (1 + 6e-10)
+    means = {"local_means": [[rounded]], "local_targets": [[10]]}
+    seen = saw(losses=[rounded], num_outputs=1, outputs=[], **means)
+    assert "the sum of those of microbatches" in first_of(seen, seen).cause
+    factor = 1 + 2e-8
+    of_all = saw(tensors={name_gradients_set(0): scale_tensors(factor)})
+    assert "a factor that all of them share" in first_of(of_all, of_all).cause
+
+
 def test_what_a_step_has_left_in_gradients_is_called_so() -> None:
     """Of a tensor whose error is a multiple of its gradient of the step before, on all ranks."""
     kind = name_gradients_set(0)
@@ -592,6 +607,10 @@ def test_what_a_step_has_left_in_gradients_is_called_so() -> None:
 def test_only_fused_matrices_that_begin_otherwise_have_blocks_elsewhere() -> None:
     tensors = {INITIAL_KIND: {"a": (1.0, 4.0, 3.5, 4.0)}}
     assert "depend on the layout" in first_of(*[saw(tensors=tensors)] * 2).cause
+    undrawn = {INITIAL_KIND: {"a": (math.nan, 4.0, 3.5, 4.0)}}
+    assert first_of(*[saw(tensors=undrawn)] * 2).cause == "it is not a finite number"
+    filled = saw(tensors=undrawn, is_filled_in_parts=True)
+    assert "is not drawn or stored again" in first_of(filled, filled).cause
     boxes = {"a": [[[0], [2], 1], [[4], [2], 1]], "b": [[[0], [1], 1]]}
     fused = [saw(tensors=tensors, boxes=boxes) for _ in range(2)]
     assert "taken to lie elsewhere" in first_of(*fused).cause
@@ -614,6 +633,12 @@ def test_a_gradient_is_explained_by_what_each_rank_has_of_it() -> None:
     assert "elsewhere than where" in _explain_gradients(tensor, wrong, right)
     assert "elsewhere than where" not in _explain_gradients(data, wrong, right)
     assert "in another order" in _explain_gradients(data, *[(4.0, 4.0, 2.0, 4.0)] * 2)
+    # Parts that are not the same, and add up to the reference, or have it on average.
+    parts = (3.0, 2.0, 1.5, 4.0), (2.0, 3.0, 2.5, 4.0)
+    assert "not added up over these ranks" in _explain_gradients(data, *parts)
+    assert "not added up" not in _explain_gradients(data, wrong, wrong)
+    parts = (1.0, 2.0, 2.5, 4.0), (2.0, 13.0, 5.5, 4.0)
+    assert "never averaged" in _explain_gradients(data, *parts)
 
 
 def test_weights_of_tp_that_are_wrong_by_themselves_lack_no_sum() -> None:
@@ -622,6 +647,90 @@ def test_weights_of_tp_that_are_wrong_by_themselves_lack_no_sum() -> None:
     cause = _explain_gradients(JudgedLayout(1, tp=2), wrong, wrong)
     assert "another microbatch's" in cause
     assert "region" not in cause
+
+
+def test_what_a_backward_reads_again_is_named_by_how_the_layout_keeps_it() -> None:
+    wrong = (1.0, 4.2, 3.6, 4.0)
+    words = {"recompute": "what is recomputed there", "offload": "what comes back there from host"}
+    for asked in words:
+        cause = _explain_gradients(JudgedLayout(2, **{asked: True}), wrong, wrong)
+        assert [asked == other for other in words] == [text in cause for text in words.values()]
+
+
+def test_biases_whose_weights_agree_sum_over_other_tokens() -> None:
+    kind, names = name_gradients_set(0), ["x.norm.weight", "y.up.weight", "y.up.bias"]
+    sizes = {**TRACE.sizes, kind: dict.fromkeys(names, 1.0)}
+    trace = replace(TRACE, order=tuple(names), sizes=sizes)
+    for off, words in (("y.up.bias", "all of them biases"), ("y.up.weight", "of their input")):
+        seen = saw()
+        seen["tensors"][kind] = dict.fromkeys(names, (0.0, 1.0, 1.0, 1.0))
+        seen["tensors"][kind][off] = (0.2, 1.1, 0.95, 1.0)
+        seen["held"] |= dict.fromkeys(names, "whole")
+        seen["boxes"] |= {name: [[[0], [4], 1]] for name in names}
+        layout = JudgedLayout(1, tp=2)
+        first = LayoutComparator(trace, [seen, seen], layout, tolerance=1e-10).compare().first
+        assert first is not None
+        assert first.name == off
+        assert words in first.cause
+
+
+def test_rows_of_one_factor_are_told_with_what_it_means() -> None:
+    """As of a head that is tied with an embedding: tokens that no input has are in the head's
+    gradient alone."""
+    kind = name_gradients_set(0)
+    seen = saw(tensors={kind: {"a": (1.0, 4.2, 3.6, 4.0)}}, row_factors={kind: {"a": (5, 40, 5.0)}})
+    layout = JudgedLayout(2, loss_divisor=5)
+    first = LayoutComparator(TRACE, [seen, seen], layout, tolerance=1e-10).compare().first
+    assert first is not None
+    assert "5 of 40 rows are 5 x the reference, and the others by no one factor" in first.cause
+    assert "what the backward of the loss begins with (1 / 5)" in first.cause
+    other = saw(**{**seen, "row_factors": {kind: {"a": (5, 40, 7.0)}}})
+    assert "rows" not in first_of(seen, other).cause
+
+
+def test_rows_that_are_one_multiple_are_found_among_others() -> None:
+    torch.manual_seed(0)
+    reference, noise = torch.randn(2, 12, 8, dtype=torch.float64)
+    actual = 3 * reference
+    assert find_factor_of_rows(actual - reference, actual) is None
+    actual[:7] += noise[:7]
+    assert find_factor_of_rows(actual - reference, actual) == (5, 12, pytest.approx(3.0))
+    actual[7:10] = reference[7:10]
+    assert find_factor_of_rows(actual - reference, actual) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "layout", "output", "words"),
+    [
+        ((0, 2), JudgedLayout(2, ep=2), "", "or come back to other tokens"),
+        ((2, 0), JudgedLayout(2, ep=2), "", "(rank 0 those from 2 on)"),
+        ((0, 0), JudgedLayout(2, gathers_weights=True), "blocks.0.moe", "what is gathered"),
+        ((0, 0), JudgedLayout(2), "blocks.1.attention", "and not in the experts of blocks.0.moe"),
+    ],
+)
+def test_a_misrouted_token_is_explained_by_the_experts_before_it(
+    share: tuple[int, int], layout: JudgedLayout, output: str, words: str
+) -> None:
+    names = [
+        f"blocks.{block}.moe.{part}" for block in "01" for part in ("router.weight", "experts.up")
+    ]
+    trace = replace(TRACE, order=tuple(names))
+    num = 2 if layout.ep > 1 else 4
+    seen = [
+        saw(
+            boxes={names[1]: [[[first, 0], [num, 4], 1]]},
+            outputs=[(0, 3, output, 0.1, 0, 0)] if output else [],
+        )
+        for first in share
+    ]
+    reroute = RoutingChange("blocks.1.moe.router", "step-0", 0, 11, 0, 2, 0.1)
+    comparator = LayoutComparator(
+        trace, seen, layout, tolerance=1e-10, misrouted=MisroutedToken(reroute, (0,))
+    )
+    causes = [found.cause for found in comparator._compare_routing("step-0")]
+    assert len(causes) == 1
+    assert words in causes[0]
+    assert ("what is gathered" in causes[0]) == layout.gathers_weights
 
 
 @pytest.mark.parametrize(("right", "words"), [("v", "softmax"), ("q", "does not come back")])

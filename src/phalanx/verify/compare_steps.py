@@ -46,7 +46,12 @@ from phalanx.verify.trace_facts import (
     name_weights_set,
 )
 from phalanx.verify.update_hypotheses import UpdateExaminer
-from phalanx.verify.wrong_gradients import LeftDots, WrongRows, examine_wrong_gradients
+from phalanx.verify.wrong_gradients import (
+    LeftDots,
+    RowFactor,
+    WrongRows,
+    examine_wrong_gradients,
+)
 
 # One reads in place, one sends messages.
 NUM_STEPS_IN_CHUNKS = 2
@@ -89,6 +94,8 @@ class RankObservations:
     """Set -> name -> what a wrong gradient is off by, beside that of the step before."""
     wrong_rows: dict[str, dict[str, WrongRows]] = field(default_factory=dict)
     """Set -> name -> the rows in which a gradient is wrong."""
+    row_factors: dict[str, dict[str, RowFactor]] = field(default_factory=dict)
+    """Set -> name -> the factor that some rows of a wrong gradient have in common."""
     held: dict[str, str] = field(default_factory=dict)
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(
         default_factory=dict
@@ -176,9 +183,9 @@ def train_beside_reference(
                 observations.norms[-1] = _compute_gradient_norm(unclipped)
             dots_of = compute_block_dots(trace, kind, unclipped)
             observations.tensors[kind] = dots_of
-            observations.left[kind], observations.wrong_rows[kind] = examine_wrong_gradients(
-                trace, number, unclipped, dots_of
-            )
+            wrong = examine_wrong_gradients(trace, number, unclipped, dots_of)
+            observations.left[kind], observations.wrong_rows[kind] = wrong.left, wrong.rows
+            observations.row_factors[kind] = wrong.row_factors
             if first_wrong is not None:
                 first_wrong.keep_if_first(trace, number, unclipped, dots_of)
             observations.digests[kind] = hash_block_bits(gradients)

@@ -16,7 +16,12 @@ from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
 from phalanx.verify.diagnosis_of_updates import UpdateDiagnosis
-from phalanx.verify.factors import FactorExplainer, is_nearly_equal
+from phalanx.verify.factors import (
+    SHARED_FLOAT32_FACTOR,
+    FactorExplainer,
+    format_factor,
+    is_nearly_equal,
+)
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set
@@ -49,6 +54,9 @@ WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE = (
     " the objective computes another loss, targets are those of other tokens or samples, masked"
     " targets count, or logits of a chunk of tokens are left out or weigh otherwise"
 )
+ROUNDED_LOSS_CAUSE = (
+    "it, the sum of those of microbatches, or a factor of it, is rounded to float32"
+)
 WRONG_LOSS_OF_A_CUT_HEAD_CAUSE = (
     "a sharding rule cuts the head elsewhere than between tokens of the vocabulary, or a sum or a"
     " maximum over the ranks of tp is missing in its loss (the softmax, the logit of the target)"
@@ -71,6 +79,11 @@ FILLED_PARTS_CAUSE = (
     "ranks build the module without memory and fill their parts, as training does for large models:"
     " what they take from stored weights, or draw again, is not what one process builds"
 )
+UNDRAWN_PARTS_CAUSE = (
+    "it is not a finite number: ranks build the module without memory and fill their parts, as"
+    " training does for large models, and a part of it is what the memory had before: what one"
+    " process draws or stores there is not drawn or stored again"
+)
 MISSING_STATE_CAUSE = "no rank has it among its state: neither have checkpoints"
 EQUAL_BUFFERS_CAUSE = (
     "gradients and weights agree, and all ranks have the same values: what moves it has another"
@@ -87,7 +100,7 @@ class DifferenceDiagnosis:
         self._trace, self._observations = compared.trace, compared.observations
         self._dp, self._tp, self._cp = layout.dp, layout.tp, layout.cp
         self._factors = FactorExplainer(compared.trace, layout)
-        self._experts = ExpertDiagnosis(compared, ep=layout.ep, tp=layout.tp, cp=layout.cp)
+        self._experts = ExpertDiagnosis(compared, layout)
         self._stages: StageDiagnosis | None = None
         if layout.pipeline is not None:
             self._stages = StageDiagnosis(compared, layout.pipeline, layout.recompute)
@@ -188,6 +201,8 @@ class DifferenceDiagnosis:
         causes = self._list_forward_mistakes_of_layout()
         if causes:
             return "; or ".join(causes)
+        if meaning == SHARED_FLOAT32_FACTOR and not wrong_output:
+            return f"it is {format_factor(factor)} the reference: {ROUNDED_LOSS_CAUSE}"
         if meaning:
             return self._factors.describe("it", factor, 0)
         if "att" in wrong_output.rpartition(".")[2]:
@@ -220,7 +235,10 @@ class DifferenceDiagnosis:
         return ""
 
     def explain_misrouted_token(self, reroute: RoutingChange) -> str:
-        causes = [self._experts.explain_misrouted_token(reroute)]
+        wrong_output = ""
+        if reroute.phase == "step-0":
+            wrong_output = self._find_first_wrong_output(0)
+        causes = [self._experts.explain_misrouted_token(reroute, wrong_output)]
         if reroute.phase == "step-0":
             causes += self._list_forward_mistakes_of_layout()
         return "; or ".join(causes)
@@ -260,14 +278,11 @@ class DifferenceDiagnosis:
                 " are off"
             )
         squares = [self._compared.squared_tensor_error(kind, off[0], rank) for rank in ranks]
-        if not all(map(math.isfinite, squares)):
-            return NOT_FINITE_CAUSE
+        is_finite = all(map(math.isfinite, squares))
         if label == "initial weight":
-            if self._are_all_of_several_blocks(off):
-                return WRONG_BLOCKS_CAUSE
-            if any(observation.get("is_filled_in_parts") for observation in self._observations):
-                return FILLED_PARTS_CAUSE
-            return "initial weights depend on the layout"
+            return self._explain_wrong_initial_weight(off, is_finite=is_finite)
+        if not is_finite:
+            return NOT_FINITE_CAUSE
         if label == "buffer":
             return self._explain_wrong_buffer(kind, name)
         if label == "update":
@@ -277,6 +292,19 @@ class DifferenceDiagnosis:
         if buffer := self.find_wrong_forward_buffer():
             return CHANGED_BUFFER_CAUSE.format(name=buffer)
         return self._gradients.explain(kind, name, off, ranks, step)
+
+    def _explain_wrong_initial_weight(self, off: Sequence[str], *, is_finite: bool) -> str:
+        if not is_finite:
+            return UNDRAWN_PARTS_CAUSE if self._is_filled_in_parts() else NOT_FINITE_CAUSE
+        if self._are_all_of_several_blocks(off):
+            return WRONG_BLOCKS_CAUSE
+        if self._is_filled_in_parts():
+            return FILLED_PARTS_CAUSE
+        return "initial weights depend on the layout"
+
+    def _is_filled_in_parts(self) -> bool:
+        """True if ranks have built the module without memory, and filled their parts."""
+        return any(observation.get("is_filled_in_parts") for observation in self._observations)
 
     def _are_all_of_several_blocks(self, names: Sequence[str]) -> bool:
         """True if each of `names` is of several blocks on every rank, as fused matrices are that tp
@@ -333,6 +361,8 @@ class DifferenceDiagnosis:
                 f"{load[-1]:g} choices are said to be dropped for want of room, and"
                 f" {expected[-1]:g} were; those that came are counted rightly"
             )
+        if cause := self._experts.explain_reordered_load(load, expected):
+            return cause
         counted, came = sum(load[:-1]), sum(expected[:-1])
         if self._dp > 1 and counted * self._dp == came:
             return (

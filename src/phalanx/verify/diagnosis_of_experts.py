@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from phalanx.verify.compare import TraceComparison
+from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set
 
@@ -16,18 +17,17 @@ WRONG_BIAS_UPDATE_CAUSE = (
 
 
 class ExpertDiagnosis:
-    """Explains a difference that lies with routers or experts; "" where it does not.
+    """Explains a difference that lies with routers or experts; "" where it does not."""
 
-    `ep`: ranks that have different experts; `tp` and `cp` as everywhere.
-    """
-
-    def __init__(self, compared: TraceComparison, *, ep: int, tp: int, cp: int) -> None:
-        self._compared, self._ep, self._tp, self._cp = compared, ep, tp, cp
+    def __init__(self, compared: TraceComparison, layout: JudgedLayout) -> None:
+        self._compared, self._ep, self._tp, self._cp = compared, layout.ep, layout.tp, layout.cp
+        self._gathers_weights = layout.gathers_weights
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
-    def explain_misrouted_token(self, reroute: RoutingChange) -> str:
+    def explain_misrouted_token(self, reroute: RoutingChange, wrong_output: str) -> str:
         """The cause of a token that goes elsewhere while all before it agrees, and that is no
-        near-tie."""
+        near-tie. `wrong_output`: the first output that differs in that step, "" if none is
+        known."""
         weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
         if reroute.phase != "step-0":
             trace, kind = self._compared.trace, name_buffers_set(self._compared.trace.num_steps - 1)
@@ -47,17 +47,73 @@ class ExpertDiagnosis:
                 return f"{words} of a part of them"
             return f"{words} them otherwise"
         before = self._routers[index - 1].removesuffix(ROUTER)
+        words = f"it is no near-tie, and the router of {before} chooses as it should, so"
+        if cause := self._explain_exchanged_experts():
+            return f"{words} hidden states go wrong between them: {cause}"
         capacity = ", or capacity is counted per rank" if self._cp > 1 else ""
+        where = "hidden states go wrong between them"
+        if wrong_output:
+            where += f", first in {wrong_output}"
+            if wrong_output != before:
+                return f"{words} {where}, and not in the experts of {before}"
+        gathered = ""
+        if self._gathers_weights:
+            gathered = " (what is gathered of a stack is put together in another order, say)"
         return (
-            f"it is no near-tie, and the router of {before} chooses as it should, so hidden states"
-            " go wrong between them: rows of experts come back to other tokens, or with other"
-            f" weights{capacity}"
+            f"{words} {where}: rows of experts meet other matrices than those of the experts that"
+            f" were chosen for them{gathered}, or come back to other tokens, or with other weights"
+            f" of their choices{capacity}"
+        )
+
+    def _explain_exchanged_experts(self) -> str:
+        """The cause of experts that other ranks of ep hold than those to which rows are sent; "" if
+        each rank holds its own. The first ranks of ep hold the first experts, and ranks count up in
+        the order of theirs."""
+        for name in self._compared.trace.order:
+            if EXPERTS not in name or self._ep == 1:
+                continue
+            firsts: dict[int, int] = {}
+            for rank, observation in enumerate(self._compared.observations):
+                for offset, _, _ in observation["boxes"].get(name, ()):
+                    share = offset[0] * self._ep // self._count_experts(name)
+                    firsts.setdefault(share, rank)
+            if list(firsts) != sorted(firsts):
+                rank = next(iter(firsts.values()))
+                first = next(iter(firsts)) * self._count_experts(name) // self._ep
+                return (
+                    f"ranks of ep hold experts of other ranks than those to which rows are sent"
+                    f" (rank {rank} those from {first} on), so that rows are multiplied by other"
+                    " experts than were chosen for them"
+                )
+        return ""
+
+    def _count_experts(self, name: str) -> int:
+        """How many experts the stack `name` has."""
+        return max(
+            offset[0] + size[0]
+            for observation in self._compared.observations
+            for offset, size, _ in observation["boxes"].get(name, ())
         )
 
     def explain_wrong_router_bias(self, name: str) -> str:
         if name.endswith(BIAS):
             return f"gradients and weights agree, so {WRONG_BIAS_UPDATE_CAUSE}"
         return ""
+
+    def explain_reordered_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
+        """The cause of a load that has the right counts (of each expert, then of what was dropped)
+        in other places; "" of all others."""
+        if sorted(load) != sorted(expected):
+            return ""
+        counts, shifted = list(expected), "each expert has the count of the one {}"
+        where = "lie in another order: they are read or written in other places"
+        for words, places in (("before it", 1), ("behind it", -1)):
+            if list(load) == [*counts[-places:], *counts[:-places]]:
+                where = f"are shifted by one: {shifted.format(words)}"
+        return (
+            "all counts of one process are there, what was dropped for want of room among them, and"
+            f" {where}"
+        )
 
     def explain_wrong_gradients(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""
@@ -110,3 +166,23 @@ class ExpertDiagnosis:
 
 
 _LOCAL_TOKENS_CAUSE = "made of a rank's own tokens instead of whole sequences"
+
+
+def find_router_of_wrong_balance(names: Collection[str], off: Collection[str]) -> str:
+    """Of a model whose gradients `names` are, and of which `off` differ: the last router, if its
+    gradient differs and that of what its experts compute does not; else "". What enters there is a
+    loss of its scores."""
+    routers = [name for name in names if name.endswith(ROUTER)]
+    last = max(routers, key=_list_numbers, default="")
+    if not last or last not in off:
+        return ""
+    prefix = f"{last.removesuffix(ROUTER)}{EXPERTS.removeprefix('.moe')}"
+    experts = [name for name in names if name.startswith(prefix)]
+    if not experts or any(name in off for name in experts):
+        return ""
+    return last.removesuffix(".weight")
+
+
+def _list_numbers(name: str) -> list[int]:
+    """The numbers in a name: in the order of a forward, of blocks in lists."""
+    return [int(part) for part in name.split(".") if part.isdecimal()]

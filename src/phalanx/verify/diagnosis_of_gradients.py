@@ -71,6 +71,7 @@ class GradientDiagnosis:
             or self._explain_gradients_by_stage(kind, name, off)
             or self._rows.explain(step)
             or self._explain_gradient_by_rank_parts(kind, name, off, ranks, step)
+            or self._explain_rows_with_one_factor(kind, off, step)
             or self._explain_shared_blocks(off)
             or self._explain_compression_errors(step)
             or self._explain_narrow_rounding(kind, off, ranks)
@@ -120,6 +121,13 @@ class GradientDiagnosis:
                 " them alone"
             )
         if self._is_handed_on_rightly(kind, off):
+            if self._are_biases_of_right_weights(off):
+                return (
+                    f"{len(off)} of {num_tensors} tensors differ, all of them biases, and the"
+                    " weights of their layers agree, as does what the backward hands on: the"
+                    " gradient of a bias is the sum over all tokens of what its layer is given, and"
+                    " theirs is that of a part of them (one rank of tp's, say), or of some twice"
+                )
             return (
                 f"{len(off)} of {num_tensors} tensors differ, and those that the backward meets"
                 " later agree: what it hands on is right, and these weights' own gradients are not:"
@@ -149,8 +157,16 @@ class GradientDiagnosis:
     def _is_handed_on_rightly(self, kind: str, off: Sequence[str]) -> bool:
         """True if ranks of tp, which keep parts of what their layers are given, have wrong
         gradients of weights alone, and right ones of what the backward meets after them."""
-        keeps_parts = self._tp > 1 and not self._layout.recompute and not self._layout.has_chunks
-        return keeps_parts and self._do_gradients_beyond_agree(kind, off)
+        is_kept = self._layout.keeps_saved_tensors and not self._layout.has_chunks
+        return self._tp > 1 and is_kept and self._do_gradients_beyond_agree(kind, off)
+
+    def _are_biases_of_right_weights(self, off: Sequence[str]) -> bool:
+        """True if all of `off` are biases of layers whose weights have right gradients."""
+        right = set(self._trace.order) - set(off)
+        return all(
+            name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in right
+            for name in off
+        )
 
     def _do_gradients_beyond_agree(self, kind: str, off: Sequence[str]) -> bool:
         """True if a gradient is right in a block that the backward meets after that of the first
@@ -181,8 +197,8 @@ class GradientDiagnosis:
     def _describe_backward_features(self) -> str:
         """Name what of this layout is special to a backward."""
         words = []
-        if self._layout.recompute:
-            words.append("what is recomputed there is not what the forward computed")
+        if returned := self._layout.describe_returned_tensors():
+            words.append(returned)
         if self._layout.has_chunks:
             words.append("a chunk of the sequence has another's gradient, or none")
         if self._tp > 1:
@@ -336,6 +352,28 @@ class GradientDiagnosis:
             words += " and are zero, as those of a padding token are"
         return f"{words}, row {first} the first"
 
+    def _explain_rows_with_one_factor(self, kind: str, off: Sequence[str], step: int) -> str:
+        """The cause of a matrix that alone differs, and of which some rows are one multiple of the
+        reference; "" of all others."""
+        if len(off) > 1:
+            return ""
+        (name,) = off
+        of_ranks = [
+            observation["row_factors"][kind][name]
+            for observation in self._observations
+            if name in observation.get("row_factors", {}).get(kind, {})
+        ]
+        if not of_ranks or not all(is_nearly_equal(of_ranks[0][2], other[2]) for other in of_ranks):
+            return ""
+        num_alike, num_rows, factor = of_ranks[0]
+        meaning = self._factors.explain(factor, step)
+        return (
+            f"{name} alone differs: {num_alike} of {num_rows} rows are {format_factor(factor)} the"
+            " reference, and the others by no one factor: it has two uses (a head that is tied with"
+            " an embedding), and in its gradient the part of one, which these rows have alone, has"
+            f" another factor than that of the other{meaning and f': {meaning}'}"
+        )
+
     def _explain_shared_blocks(self, off: Sequence[str]) -> str:
         """The cause of gradients that differ only where some ranks of tp hold a block alike; "" if
         others differ, too."""
@@ -358,12 +396,19 @@ class GradientDiagnosis:
         return max(factors) - min(factors) <= 1e-4 * max(map(abs, factors))
 
     def _explain_unreduced_gradient(self, kind: str, name: str) -> str:
-        if self._dp == 1 or not self._is_mean_over_ranks_right(kind, name):
+        if self._dp == 1:
             return ""
-        return (
-            f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
-            " right: never averaged"
-        )
+        if self._is_mean_over_ranks_right(kind, name):
+            return (
+                f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
+                " right: never averaged"
+            )
+        if self._is_sum_over_ranks_right(kind, name):
+            return (
+                f"each data-parallel rank has a part of the gradient of {name} of its own, and what"
+                " they have adds up to one process's: not added up over these ranks"
+            )
+        return ""
 
     def _explain_factor_of_tp_copies(self, name: str, factor: float) -> str:
         """The cause of a wrong factor of a tensor that all ranks of tp hold alike; "" if it is
@@ -392,6 +437,18 @@ class GradientDiagnosis:
         # What ranks see for themselves is far from the mean; rounding is not, and is level too.
         is_far = self._compared.error(kind, name) > 0.05
         return is_far and size > 0 and abs(along / size - 1) < 1e-9
+
+    def _is_sum_over_ranks_right(self, kind: str, name: str) -> bool:
+        """True if what the data-parallel ranks have, each something else, adds up to the
+        reference."""
+        along, size = self._project_rank_sum_on_reference(kind, name)
+        if not size or abs(along * self._dp / size - 1) > 1e-9:
+            return False
+        ranks = self._compared.find_ranks_holding_parameter(name)
+        dots_of = [self._observations[rank]["tensors"][kind].get(name, ZERO_DOTS) for rank in ranks]
+        # A rank that has all of it, or ranks that have the same, are another mistake.
+        is_far = all(dots[0] > 0.05**2 * dots[3] for dots in dots_of)
+        return is_far and len({dots[1] for dots in dots_of}) > 1
 
     def _project_rank_sum_on_reference(self, kind: str, name: str) -> tuple[float, float]:
         """(sum over ranks of the tensor times the reference, and of the reference squared)."""
@@ -430,11 +487,11 @@ class GradientDiagnosis:
         if len(ranks) < len(self._compared.find_ranks_holding_parameter(off[-1])):
             return ""
         narrow = self._find_narrow_dtype_by_rounding(kind, off)
-        if narrow and self._layout.recompute:
+        returned = self._layout.describe_returned_tensors()
+        if narrow and returned:
             return (
                 f"{len(off)} of {len(self._trace.order)} tensors differ: the backward goes wrong"
-                f" where it meets {off[-1]}: what is recomputed there is not what the forward"
-                f" computed, by about the rounding of {narrow}"
+                f" where it meets {off[-1]}: {returned}, by about the rounding of {narrow}"
             )
         if narrow:
             return (

@@ -13,6 +13,7 @@ MAX_DIGITS = 9
 KEY_AND_VALUE_PROJECTIONS = (".k.", ".v.", ".k_proj.", ".v_proj.", ".key.", ".value.")
 """Parts of names of parameters that make keys and values."""
 FLOAT32_ROUNDING = 2.0**-24
+SHARED_FLOAT32_FACTOR = "a factor that all of them share is computed in float32"
 
 
 class FactorExplainer:
@@ -46,7 +47,7 @@ class FactorExplainer:
         them."""
         meanings = []
         if 0 < abs(factor - 1) <= FLOAT32_ROUNDING * 1.01 and self._trace.dtype == "float64":
-            meanings.append("a factor that all of them share is computed in float32")
+            meanings.append(SHARED_FLOAT32_FACTOR)
         for number, words in self._list_known_factors(step):
             # Numbers near 1 (one target of many) are told apart by more digits.
             if abs(factor / number - 1) < min(1e-3, 0.1 * abs(number - 1)):
@@ -74,6 +75,12 @@ class FactorExplainer:
             yield 1 / count, f"divided by the number of microbatches ({count}) once too often"
         yield USUAL_LOSS_SCALE, "the loss scale was not divided out again"
         yield 1 / USUAL_LOSS_SCALE, "divided by the loss scale, which was never multiplied in"
+        if layout.loss_divisor > 1:
+            yield (
+                layout.loss_divisor,
+                "not multiplied by what the backward of the loss begins with (1 /"
+                f" {layout.loss_divisor})",
+            )
         if targets > 1:
             off_by_one = "divided by a number of targets that is off by one"
             yield targets / (targets - 1), off_by_one

@@ -13,8 +13,9 @@ from phalanx.verify.compressed_gradients import is_lossy_compression
 class JudgedLayout:
     """`dp`: shares of the batch's tokens; `tp`: ranks that work on the same one; `cp`: ranks that
     share its sequences; `ep`: ranks that have different experts. `recompute`: parts of the forward
-    are computed again for the backward. `keeps_error`: a part of each gradient stays behind by
-    design. `pipeline`: how the model is cut."""
+    are computed again for the backward; `offload`: what it saves waits for it in host memory.
+    `keeps_error`: a part of each gradient stays behind by design. `pipeline`: how the model is
+    cut."""
 
     dp: int
     tp: int = 1
@@ -22,6 +23,7 @@ class JudgedLayout:
     ep: int = 1
     num_microbatches: int = 1
     recompute: bool = False
+    offload: bool = False
     keeps_error: bool = False
     pipeline: Pipeline | None = None
     has_chunks: bool = False
@@ -32,12 +34,30 @@ class JudgedLayout:
     """Forwards read copies of weights that are gathered from other ranks (ZeRO-2 and 3)."""
     queries_per_key: int = 1
     """Query heads that share a head of keys and values."""
+    loss_divisor: int = 0
+    """What a loss is divided by before its backward, which gradients are multiplied by behind it;
+    0 where that is not known."""
 
     @property
     def is_plainly_data_parallel(self) -> bool:
         """True if ranks share the batch and nothing else, and compute nothing twice."""
         is_cut = self.tp * self.cp * self.ep > 1 or self.pipeline is not None
-        return self.dp > 1 and not is_cut and not self.recompute and not self.keeps_error
+        return self.dp > 1 and not is_cut and self.keeps_saved_tensors and not self.keeps_error
+
+    @property
+    def keeps_saved_tensors(self) -> bool:
+        """True if a backward reads what its forward has saved where that was saved."""
+        return not self.recompute and not self.offload
+
+    def describe_returned_tensors(self) -> str:
+        """What may be wrong with what a backward reads, where it is not what was saved where it was
+        saved: "" if it is."""
+        words = []
+        if self.recompute:
+            words.append("what is recomputed there is not what the forward computed")
+        if self.offload:
+            words.append("what comes back there from host memory is not what the forward saved")
+        return ", or ".join(words)
 
     @classmethod
     def from_plan(cls, plan: Plan) -> JudgedLayout:
@@ -48,7 +68,8 @@ class JudgedLayout:
             cp=layout.cp,
             ep=layout.ep,
             num_microbatches=plan.num_microbatches,
-            recompute=plan.activations.recompute != "none" or plan.activations.offload,
+            recompute=plan.activations.recompute != "none",
+            offload=plan.activations.offload,
             keeps_error=is_lossy_compression(plan.parallel.compress),
             pipeline=plan.pipeline,
             has_chunks=plan.parallel.tp_chunks > 1,
@@ -56,8 +77,16 @@ class JudgedLayout:
                 plan.parallel.zero_stage >= 2 and layout.gradient_reduction_layout.dp_shard > 1
             ),
             queries_per_key=_count_queries_per_key(plan),
+            loss_divisor=_find_loss_divisor(plan),
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
         )
+
+
+def _find_loss_divisor(plan: Plan) -> int:
+    """About the number of targets of a rank."""
+    if plan.is_layout_free:
+        return plan.targets_per_rank // plan.num_microbatches
+    return plan.targets_per_rank
 
 
 def _count_queries_per_key(plan: Plan) -> int:

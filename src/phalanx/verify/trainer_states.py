@@ -4,7 +4,8 @@ and what the optimizer and compression keep. Torch-free."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 
 from phalanx.verify.diagnosis import (
     CHANGED_BUFFER_CAUSE,
@@ -19,19 +20,25 @@ from phalanx.verify.trainer_errors import (
     make_tensor_difference,
 )
 from phalanx.verify.trainer_facts import (
+    BEFORE,
     BUFFER,
     COMPRESSION,
     COPY,
     STATE,
+    UPDATE,
     WEIGHT,
     AttemptObservation,
     Dots,
     SecondLoopRecord,
+    SecondLoopStep,
     StateObservation,
 )
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of a BatchNorm, which ranks move by statistics of the whole batch."""
+
+# Of the squares of two sizes.
+EQUAL_SIZE_TOLERANCE = 1e-6
 
 
 class StateComparator:
@@ -76,7 +83,8 @@ class StateComparator:
                 if off == 0:
                     continue
                 slot, _, name = key.partition("/")
-                cause = self._explain_wrong_state(f"{STATE}/{slot}", step, record, restored)
+                described = restored and _describe_restore(restored, (), ())
+                cause = self._explain_wrong_state(f"{STATE}/{slot}", step, record, described)
                 kind_of_tensor = f"optimizer state {slot} of"
                 yield make_tensor_difference(kind_of_tensor, name, step, abs(off), rank, "", cause)
         yield from self._compare_compression_states(ranks, restored)
@@ -94,7 +102,7 @@ class StateComparator:
                 subject = f"what {self._compress} keeps between steps ({slot}) is"
                 cause = f"{subject} not what it was in the run before the stop"
                 if restored:
-                    cause = _describe_restore_cause(subject, restored)
+                    cause = _describe_restore_cause(subject, _describe_restore(restored, (), ()))
                 yield make_tensor_difference(
                     f"compression state {slot} of", name, observed.step, error, rank, "", cause
                 )
@@ -148,6 +156,11 @@ class StateComparator:
         skipped_names = record.unused if kind != BUFFER else ()
         size_kind = WEIGHT if kind == COPY else kind
         off = self._errors.find_wrong_tensors(sums, reference, size_kind, skipped_names)
+        sizes = {} if reference is None else reference.sizes.get(size_kind, {})
+        changed = [name for name in dict.fromkeys(chain(*sums)) if sizes.get(name)]
+        if restored:
+            restored = _describe_restore(restored, changed, off)
+        measured = {norms.step for norms in attempts[0].norms if norms.updates}
         for name, (error, rank) in off.items():
             if kind == BUFFER and not restored and step:
                 cause = _explain_wrong_buffer(
@@ -155,6 +168,8 @@ class StateComparator:
                 )
             elif kind in (WEIGHT, COPY, BUFFER):
                 cause = self._explain_wrong_weight(name, sums, step, record, restored, is_evaluated)
+                if kind != BUFFER and not restored and _are_all_zero(name, sums, reference):
+                    cause = _explain_zeros(is_measured=step in measured)
             else:
                 cause = self._explain_wrong_state(kind, step, record, restored)
             kind_of_tensor = label or f"optimizer state {kind.partition('/')[2]} of"
@@ -220,6 +235,35 @@ class StateComparator:
         return f"{words} are not what the optimizer's definition makes of the same gradients"
 
 
+def _are_all_zero(
+    name: str, sums: Sequence[Mapping[str, Dots]], reference: SecondLoopStep | None
+) -> bool:
+    """True if a trained weight has moved as far as it was from zero, and not as it should."""
+    if reference is None or reference.skipped:
+        return False
+    before = reference.sizes.get(BEFORE, {}).get(name, 0.0)
+    update = reference.sizes.get(UPDATE, {}).get(name, 0.0)
+    moved = sum(of_rank[name][1] for of_rank in sums if name in of_rank)
+    expected = sum(of_rank[name][3] for of_rank in sums if name in of_rank)
+    if not before or not update or not expected:
+        return False
+    # As many copies of each part in both.
+    return abs(moved / expected * (update / before) ** 2 - 1) < EQUAL_SIZE_TOLERANCE
+
+
+def _explain_zeros(*, is_measured: bool) -> str:
+    cause = (
+        "all of it is zero after the update, of right gradients and rates: it is cleared or written"
+        " over besides the optimizer"
+    )
+    if is_measured:
+        cause += (
+            "; the step measures norms of updates, for which the weights before it are held: they"
+            " must be a copy"
+        )
+    return cause
+
+
 def _explain_wrong_buffer(
     name: str, sums: Sequence[Mapping[str, Dots]], is_evaluated: bool, *, is_skipped: bool
 ) -> str:
@@ -271,14 +315,28 @@ def find_changed_modes(ranks: Sequence[StateObservation]) -> Iterator[Difference
 
 
 def _describe_restore_cause(subject: str, restored: str) -> str:
-    """The cause of a state that is another one after a restore."""
-    cause = f"{subject} not restored from the checkpoint: {restored}"
+    """The cause of a state that is another one after a restore, described as `restored`."""
+    return f"{subject} not restored from the checkpoint: {restored}"
+
+
+def _describe_restore(restored: str, changed: Sequence[str], off: Collection[str]) -> str:
+    """How a run was resumed, and what that and the tensors that are `off`, of all that training has
+    `changed`, say of a state that is another one then."""
     if restored == SAME_LAYOUT:
-        return cause
+        return restored
     if restored == LINKED_CHECKPOINT:
-        return f"{cause}: a file was linked though a block in it had changed"
+        return f"{restored}: a file was linked though a block in it had changed"
+    num_right = sum(name not in off for name in changed)
+    if num_right:
+        return (
+            f"{restored}: {len(off)} tensors of the kind differ and {num_right} do not, so it is"
+            " not that later updates have changed what a thread wrote: pieces of them were not"
+            " written, or are written or read in other places, as where the two layouts cut them"
+            " otherwise"
+        )
     return (
-        f"{cause} from what a thread wrote, which must be a copy that later updates do not change"
+        f"{restored} from what a thread wrote, which must be a copy that later updates do not"
+        " change"
     )
 
 

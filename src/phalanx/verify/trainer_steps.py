@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from phalanx.verify.diagnosis_of_experts import find_router_of_wrong_balance
 from phalanx.verify.factors import format_factor
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import OVERFLOW_STEP, REPEATED_STEP
@@ -47,11 +48,13 @@ class StepComparator:
         attempts: Sequence[AttemptObservation],
     ) -> Iterator[Difference]:
         reference = record.get_step_record(ranks[0].step)
+        sums = [observed.gradients for observed in ranks]
         for rank, observed in enumerate(ranks):
             yield from self._compare_step_facts(observed, reference, record, rank, attempt)
+            yield from self._compare_norm(observed, sums, record, rank, attempt)
+            yield from _compare_skip(observed, reference, rank)
         for rank, observed in enumerate(ranks):
             yield from self._compare_updates(observed, reference, rank)
-        sums = [observed.gradients for observed in ranks]
         off = self._errors.find_wrong_tensors(sums, reference, GRADIENT, record.unused)
         for name, (error, rank) in off.items():
             held_blocks = attempts[rank].held.get(name, "")
@@ -92,21 +95,53 @@ class StepComparator:
                     )
                 error = relative_error(observed.loss_scale, scale)
                 yield make_number_difference("loss scale", step, error, cause, rank)
-        if not reference.skipped and self._compress == "none":
-            error = relative_error(observed.grad_norm, reference.grad_norm)
-            self._errors.note("norm", error)
-            if not error <= self._errors.tolerance:
-                cause = "gradients before clipping are others, of equal weights and data"
-                cause += _describe_repetition(step, attempt)
-                yield make_number_difference("gradient norm", step, error, cause, rank)
-        if observed.reason not in ACCEPTED_SKIP_REASONS[reference.skipped]:
-            cause = (
-                f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
-                f" {reference.skipped}"
+
+    def _compare_norm(
+        self,
+        observed: StepObservation,
+        sums: Sequence[Mapping[str, Dots]],
+        record: SecondLoopRecord,
+        rank: int,
+        attempt: AttemptObservation,
+    ) -> Iterator[Difference]:
+        reference = record.get_step_record(observed.step)
+        if reference.skipped or self._compress != "none":
+            return
+        error = relative_error(observed.grad_norm, reference.grad_norm)
+        self._errors.note("norm", error)
+        if not error <= self._errors.tolerance:
+            cause = "gradients before clipping are others, of equal weights and data"
+            cause += self._explain_wrong_balance(sums, reference, record)
+            cause += _describe_repetition(reference.step, attempt)
+            yield make_number_difference("gradient norm", reference.step, error, cause, rank)
+
+    def _explain_wrong_balance(
+        self,
+        sums: Sequence[Mapping[str, Dots]],
+        reference: SecondLoopStep,
+        record: SecondLoopRecord,
+    ) -> str:
+        """What the gradients say of the balance loss of experts, which enters at routers; "" if
+        nothing."""
+        # A record of its own: what a row says of its errors ends at the first difference.
+        errors = ErrorRecord(self._errors.tolerance)
+        off = errors.find_wrong_tensors(sums, reference, GRADIENT, record.unused)
+        names = {name for of_rank in sums for name in of_rank}
+        router = find_router_of_wrong_balance(names, off)
+        if not router:
+            return ""
+        words = (
+            f": those of {router} are, and those of its experts are not, so the balance loss of"
+            " experts is weighed otherwise"
+        )
+        step, scale = reference.step, reference.loss_scale
+        before = record.get_step_record(step - 1).loss_scale if step > 1 else scale
+        if self._is_scaled and scale != before:
+            words += (
+                f", and the loss scale is {scale:g} from this step on, {before:g} before it: its"
+                " gradient does not follow that"
             )
-            if not reference.skipped:
-                cause = f"a good step is skipped: {observed.reason}"
-            yield make_number_difference("skipped step", step, 1.0, cause, rank)
+        return words
 
     def _explain_wrong_target_count(
         self, observed: StepObservation, record: SecondLoopRecord
@@ -169,6 +204,20 @@ class StepComparator:
                 " norm: clipping"
             )
         return "the norm before clipping is right, and the gradients that are applied are others"
+
+
+def _compare_skip(
+    observed: StepObservation, reference: SecondLoopStep, rank: int
+) -> Iterator[Difference]:
+    if observed.reason in ACCEPTED_SKIP_REASONS[reference.skipped]:
+        return
+    cause = (
+        f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
+        f" {reference.skipped}"
+    )
+    if not reference.skipped:
+        cause = f"a good step is skipped: {observed.reason}"
+    yield make_number_difference("skipped step", reference.step, 1.0, cause, rank)
 
 
 def _describe_repetition(step: int, attempt: AttemptObservation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,17 +23,32 @@ WrongRows = tuple[int, int, int, int]
 """Of the rows of a matrix that a rank holds: how many there are, how many are off, how many of
 these are zero, and the number of the first of them in the whole tensor."""
 
+RowFactor = tuple[int, int, float]
+"""Of the rows of a matrix that a rank holds: how many are the same multiple of the reference, how
+many there are, and the factor."""
+# So many rows are no multiple by chance, and neither are rows of so many columns.
+MIN_ROWS_ALIKE, MIN_COLUMNS = 4, 8
+ROW_TOLERANCE = 1e-6
+
+
+@dataclass
+class WrongGradients:
+    """What wrong gradients of a step are: name -> each of these, where there is one."""
+
+    left: dict[str, LeftDots] = field(default_factory=dict)
+    rows: dict[str, WrongRows] = field(default_factory=dict)
+    row_factors: dict[str, RowFactor] = field(default_factory=dict)
+
 
 def examine_wrong_gradients(
     trace: Trace,
     step: int,
     shards: Mapping[str, LogicalShard],
     dots_of: Mapping[str, Sequence[float]],
-) -> tuple[dict[str, LeftDots], dict[str, WrongRows]]:
-    """LeftDots and WrongRows of the gradients of `step`, counted from 0, that are off on this rank,
-    by `dots_of`; of matrices alone, and of those that are one block."""
-    left_dots: dict[str, LeftDots] = {}
-    rows: dict[str, WrongRows] = {}
+) -> WrongGradients:
+    """What the gradients of `step`, counted from 0, are that are off on this rank, by `dots_of`;
+    rows of matrices alone, and of those that are one block."""
+    found = WrongGradients()
     for name, dots in dots_of.items():
         # Infinite where it is no part of the tensor.
         if not MIN_ERROR**2 * dots[3] < dots[0] < float("inf"):
@@ -52,11 +68,14 @@ def examine_wrong_gradients(
                     pairs = (off, off), (off, before), (before, before), (stale, stale)
                     sums += torch.stack([(a * b).sum() for a, b in pairs])
                 if len(shard.boxes) == 1 and off.ndim > 1:
-                    rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
+                    found.rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
+                    factor = find_factor_of_rows(off, actual)
+                    if factor is not None:
+                        found.row_factors[name] = factor
         if shard.num_local >= MIN_ELEMENTS:
             first, second, third, fourth = sums.tolist()
-            left_dots[name] = first, second, third, fourth
-    return left_dots, rows
+            found.left[name] = first, second, third, fourth
+    return found
 
 
 def _find_wrong_rows(off: torch.Tensor, actual: torch.Tensor, first_row: int) -> WrongRows:
@@ -64,3 +83,23 @@ def _find_wrong_rows(off: torch.Tensor, actual: torch.Tensor, first_row: int) ->
     is_zero = actual.flatten(1).abs().amax(1) == 0
     numbers = wrong.nonzero().flatten().tolist() or [0]
     return len(off), int(wrong.sum()), int((wrong & is_zero).sum()), first_row + numbers[0]
+
+
+def find_factor_of_rows(off: torch.Tensor, actual: torch.Tensor) -> RowFactor | None:
+    """The factor that several wrong rows have in common, and not all of them; None for no such."""
+    actual = actual.flatten(1)
+    reference = actual - off.flatten(1)
+    sizes = reference.square().sum(1)
+    if actual.shape[1] < MIN_COLUMNS:
+        return None
+    factors = (actual * reference).sum(1) / sizes
+    rest = (actual - factors[:, None] * reference).norm(dim=1)
+    is_multiple = (sizes > 0) & (rest <= ROW_TOLERANCE * actual.norm(dim=1))
+    wrong = factors[is_multiple & ((factors - 1).abs() > MIN_ERROR)]
+    if len(wrong) < MIN_ROWS_ALIKE:
+        return None
+    factor = wrong.median()
+    num_alike = int(((wrong - factor).abs() <= ROW_TOLERANCE * factor.abs()).sum())
+    if not MIN_ROWS_ALIKE <= num_alike < len(actual):
+        return None
+    return num_alike, len(actual), factor.item()

@@ -1,6 +1,7 @@
-"""Modules of a user's own that plants and tests need: with dropout, with BatchNorm, with a buffer
-that its forward changes, with a parameter without dimensions, with a layer before the blocks, with a
-layer that is called several times; images, and samples without targets."""
+"""Modules of a user's own that plants and tests need: with dropout of several
+kinds, with BatchNorm, with a buffer that its forward changes, with a parameter without dimensions,
+with a padding token, with a layer before the blocks, with a layer that is called several times;
+images, samples without targets, and an objective."""
 
 import torch
 import torch.nn.functional as F
@@ -306,3 +307,87 @@ class WithTokensFirst(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden.transpose(0, 1))
+
+
+class FunctionalDropoutBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        return hidden + F.dropout(torch.tanh(self.linear(hidden)), 0.2, self.training)
+
+
+class WithFunctionalDropout(nn.Module):
+    """Dropout by the function, inside of blocks that may be recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(FunctionalDropoutBlock() for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithChannelDropout(nn.Module):
+    """Whole features of a sequence are dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(256, 16), nn.Linear(16, 16)
+        self.drop, self.head = nn.Dropout1d(0.3), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.linear(self.embed(tokens)).transpose(1, 2)
+        return self.head(torch.tanh(self.drop(hidden)).transpose(1, 2))
+
+
+class TwoNormBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        normed = self.first(hidden.transpose(1, 2)).transpose(1, 2)
+        return hidden + self.second(self.linear(normed.relu()).transpose(1, 2)).transpose(1, 2)
+
+
+class WithTwoNorms(nn.Module):
+    """Two BatchNorms in each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(TwoNormBlock() for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithPadding(nn.Module):
+    """torch sets the row of the padding token to zeros after it has drawn the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16, padding_idx=255), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def tempered_loss(outputs, batch):
+    """Cross-entropy at another temperature, of logits as the model returns them."""
+    targets = batch["targets"].flatten()
+    logits = outputs.flatten(0, -2) / 1.5
+    loss_sum = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return loss_sum, (targets != -100).sum()

@@ -14,7 +14,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero3-ep4", "ddp-ep2"),
-    cause=("rows of experts come back",),
+    cause=("come back to other tokens",),
     tensors=("", "*.moe.router"),
     clean=("zero3",),
     job=("--model", "small-mixtral", "--shrink", "model.num_experts=4", "model.balance_loss=0.05"),
