@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from phalanx.verify.compare import TraceComparison
@@ -57,7 +58,7 @@ class ExpertDiagnosis:
             if wrong_output != before:
                 return f"{words} {where}, and not in the experts of {before}"
         gathered = ""
-        if self._gathers_weights:
+        if self._gathers_weights and self._are_stacks_cut(before):
             gathered = " (what is gathered of a stack is put together in another order, say)"
         return (
             f"{words} {where}: rows of experts meet other matrices than those of the experts that"
@@ -86,6 +87,24 @@ class ExpertDiagnosis:
                     " experts than were chosen for them"
                 )
         return ""
+
+    def _are_stacks_cut(self, block: str) -> bool:
+        """True if ranks hold less of a stack of experts of `block` than ep and tp leave them."""
+        prefix = f"{block}{EXPERTS.removeprefix('.moe')}"
+        for name in self._compared.trace.order:
+            boxes = [
+                observation["boxes"].get(name, ()) for observation in self._compared.observations
+            ]
+            if not name.startswith(prefix) or not any(boxes):
+                continue
+            whole = math.prod(
+                max(offset[dim] + size[dim] for of_rank in boxes for offset, size, _ in of_rank)
+                for dim in range(len(next(filter(None, boxes))[0][1]))
+            )
+            held = min(sum(math.prod(size) for _, size, _ in of_rank) for of_rank in boxes)
+            if held * self._ep * self._tp < whole:
+                return True
+        return False
 
     def _count_experts(self, name: str) -> int:
         """How many experts the stack `name` has."""

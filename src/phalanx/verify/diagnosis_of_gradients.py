@@ -143,15 +143,17 @@ class GradientDiagnosis:
                 "the step before agrees, and so do its weights and the loss: is something of it"
                 " left in gradients?"
             )
+        returned = self._layout.describe_returned_tensors()
+        returned = returned and f", or {returned}"
         if self._tp > 1:
             return (
                 "every gradient differs, and the loss agrees: the backward lacks a sum over the"
-                " ranks of tp where the head or the last region is entered"
+                f" ranks of tp where the head or the last region is entered{returned}"
             )
         return (
             "every gradient differs, not by a factor, and the loss agrees: the backward goes wrong"
             " where it begins: microbatches or tokens weigh otherwise in it than in the loss, or"
-            " some of them are lost"
+            f" some of them are lost{returned}"
         )
 
     def _is_handed_on_rightly(self, kind: str, off: Sequence[str]) -> bool:

@@ -15,6 +15,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp-offload-activations", "zero3-selective"),
-    cause=("offload", "recomput", "backward goes wrong"),
+    cause=("host memory",),
     clean=("ddp",),
 )
