@@ -711,6 +711,7 @@ def test_rows_that_are_one_multiple_are_found_among_others() -> None:
         ((0, 2), JudgedLayout(2, ep=2, gathers_weights=True), "", "or come back to other tokens"),
         ((2, 0), JudgedLayout(2, ep=2), "", "(rank 0 those from 2 on)"),
         ((0, 2), JudgedLayout(2, gathers_weights=True), "blocks.0.moe", "what is gathered"),
+        ((0, 2), JudgedLayout(2, cp=2), "blocks.0.moe", "first in blocks.0.moe: rows"),
         ((0, 2), JudgedLayout(2), "blocks.1.attention", "and not in the experts of blocks.0.moe"),
     ],
 )
@@ -735,6 +736,7 @@ def test_a_misrouted_token_is_explained_by_the_experts_before_it(
     causes = [found.cause for found in comparator._compare_routing("step-0")]
     assert len(causes) == 1
     assert words in causes[0]
+    assert "rank of cp attends" not in causes[0]
     # Of ranks of ep that hold all that ep leaves them nothing is gathered.
     assert ("what is gathered" in causes[0]) == (layout.gathers_weights and layout.ep == 1)
 

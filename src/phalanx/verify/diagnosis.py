@@ -241,6 +241,9 @@ class DifferenceDiagnosis:
         causes = [self._experts.explain_misrouted_token(reroute, wrong_output)]
         if reroute.phase == "step-0":
             causes += self._list_forward_mistakes_of_layout()
+        # Attention comes before experts of its block, and agrees.
+        if wrong_output.endswith(".moe"):
+            causes = [cause for cause in causes if cause != WRONG_SEQUENCE_CUT_CAUSE]
         return "; or ".join(causes)
 
     def _list_forward_mistakes_of_layout(self) -> list[str]:
