@@ -10,11 +10,17 @@ import operator
 from collections.abc import Sequence
 
 from phalanx.verify.compare import TraceComparison
+from phalanx.verify.diagnosis_of_attention import AttentionDiagnosis
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_gradients import GradientDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_rows import RowDiagnosis
-from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
+from phalanx.verify.diagnosis_of_stages import (
+    FIRST_MASKS_CAUSE,
+    OTHER_TARGETS_CAUSE,
+    WRONG_MICROBATCH_CAUSE,
+    StageDiagnosis,
+)
 from phalanx.verify.diagnosis_of_updates import UpdateDiagnosis
 from phalanx.verify.factors import (
     SHARED_FLOAT32_FACTOR,
@@ -25,6 +31,7 @@ from phalanx.verify.factors import (
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
 from phalanx.verify.trace_facts import name_buffers_set
+from phalanx.verify.wrong_tokens import TokenEvidence
 
 FEW_DIGITS_CAUSE = (
     "phalanx.nn's router, in one process too, has other scores than a plain implementation makes of"
@@ -43,6 +50,11 @@ WRONG_SEQUENCE_CUT_CAUSE = (
     "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a"
     " window is dropped, positions begin again on each rank, or blocks of keys are merged without"
     " their weights"
+)
+# Outside of blocks nothing attends.
+WRONG_SEQUENCE_PLACES_CAUSE = (
+    "a rank of cp takes other tokens of the sequence than its own, or gives them other positions:"
+    " these begin again on each rank, or go on from one document to the next"
 )
 WRONG_ATTENTION_CAUSE = (
     "attention in blocks, as layouts have it, computes something else than attention with one mask:"
@@ -188,6 +200,8 @@ class DifferenceDiagnosis:
             return (
                 f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
             )
+        if self._stages and (cause := self._stages.explain_wrong_inputs()):
+            return cause
         reference = self._trace.steps[0].loss
         factor = loss / reference if reference else math.inf
         meaning = self._factors.explain(factor, 0)
@@ -196,9 +210,14 @@ class DifferenceDiagnosis:
             if self._tp > 1:
                 causes.append(WRONG_LOSS_OF_A_CUT_HEAD_CAUSE)
             if self._stages:
-                causes.append(WRONG_MICROBATCH_CAUSE)
+                causes.append(OTHER_TARGETS_CAUSE)
             return "; or ".join(causes)
-        causes = self._list_forward_mistakes_of_layout()
+        evidence = TokenEvidence.from_json(
+            observation.get("wrong_tokens") for observation in self._observations
+        )
+        if evidence is not None:
+            return self._explain_wrong_attention(evidence)
+        causes = self._list_forward_mistakes_of_layout(wrong_output)
         if causes:
             return "; or ".join(causes)
         if meaning == SHARED_FLOAT32_FACTOR and not wrong_output:
@@ -214,6 +233,21 @@ class DifferenceDiagnosis:
             "it is no multiple of one process's that the layout's numbers explain: the forward of"
             f" some rank, or of all, {words}"
         )
+
+    def _explain_wrong_attention(self, evidence: TokenEvidence) -> str:
+        """The cause of the first output that differs, which is of an attention."""
+        causes = []
+        if self._stages:
+            if evidence.has_right_input and evidence.agrees_in_first_forward():
+                return FIRST_MASKS_CAUSE
+            causes += self._stages.list_causes_of_wrong_attention(evidence)
+        if self._layout.pads_sequences:
+            causes.append(WRONG_PADDING_CAUSE)
+        if self._tp > 1:
+            causes.append(WRONG_CUT_CAUSE)
+        if self._tp == 1 or self._cp > 1:
+            causes.append(AttentionDiagnosis(evidence, self._layout).explain())
+        return "; or ".join(causes)
 
     def find_wrong_forward_buffer(self) -> str:
         """The first buffer that a forward changes and that differs from one process; "" if there is
@@ -246,8 +280,11 @@ class DifferenceDiagnosis:
             causes = [cause for cause in causes if cause != WRONG_SEQUENCE_CUT_CAUSE]
         return "; or ".join(causes)
 
-    def _list_forward_mistakes_of_layout(self) -> list[str]:
-        """The mistakes of a first forward that this layout makes possible."""
+    def _list_forward_mistakes_of_layout(self, wrong_output: str = "") -> list[str]:
+        """The mistakes of a first forward that this layout makes possible.
+
+        `wrong_output`: the first module that makes something else, if one is known.
+        """
         causes = []
         if self._stages:
             causes.append(WRONG_MICROBATCH_CAUSE)
@@ -256,7 +293,12 @@ class DifferenceDiagnosis:
         if self._tp > 1:
             causes.append(WRONG_CUT_CAUSE)
         if self._cp > 1:
-            causes.append(WRONG_SEQUENCE_CUT_CAUSE)
+            is_in_block = any(map(str.isdecimal, wrong_output.split(".")))
+            causes.append(
+                WRONG_SEQUENCE_CUT_CAUSE
+                if is_in_block or not wrong_output
+                else WRONG_SEQUENCE_PLACES_CAUSE
+            )
         return causes
 
     def explain_wrong_grad_norm(self, norm: float, step: int) -> str:

@@ -7,10 +7,26 @@ from collections.abc import Sequence
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import TraceComparison
 from phalanx.verify.trace_facts import name_gradients_set
+from phalanx.verify.wrong_tokens import ALONE, TokenEvidence
 
 WRONG_MICROBATCH_CAUSE = (
     "a stage goes on with hidden states of another microbatch than the one whose targets the last"
     " stage reads, or does not compute its own blocks, in their order"
+)
+OTHER_TARGETS_CAUSE = (
+    "the last stage reads the targets of another microbatch than that of its hidden states"
+)
+OTHER_INPUTS_CAUSE = (
+    "stage {stage} reads another microbatch than that of its hidden states: its tokens are those of"
+    " the microbatch from row {other} on, in place of row {own}, and so are {reads} and documents"
+)
+FIRST_MASKS_CAUSE = (
+    "a stage is given the right hidden states, and its first microbatch agrees while all later ones"
+    " do not: masks, documents or positions of the first microbatch are kept for all"
+)
+OTHER_MASKS_CAUSE = (
+    "a stage is given the right hidden states, and masks, documents or positions of another"
+    " microbatch"
 )
 
 
@@ -20,6 +36,25 @@ class StageDiagnosis:
     def __init__(self, compared: TraceComparison, pipeline: Pipeline, recomputes: bool) -> None:
         """`recomputes`: parts of a forward are computed again for the backward."""
         self._compared, self._pipeline, self._recomputes = compared, pipeline, recomputes
+
+    def explain_wrong_inputs(self) -> str:
+        """The cause of a wrong loss where a later stage reads another microbatch's tokens; "" where
+        none does, or nobody can tell."""
+        for observation in self._compared.observations:
+            if found := observation.get("other_microbatch"):
+                stage, own, other = found
+                is_last = stage + 1 == self._pipeline.num_stages
+                reads = "targets, positions" if is_last else "positions"
+                return OTHER_INPUTS_CAUSE.format(stage=stage, own=own, other=other, reads=reads)
+        return ""
+
+    @staticmethod
+    def list_causes_of_wrong_attention(evidence: TokenEvidence) -> list[str]:
+        """What the cut into stages can have to do with an attention that differs."""
+        if not evidence.has_right_input:
+            return [WRONG_MICROBATCH_CAUSE]
+        # A token that sees itself alone has no use for masks and positions.
+        return [] if evidence.count_wrong(ALONE) else [OTHER_MASKS_CAUSE]
 
     def explain_wrong_grad_norm(self, norm: float, step: int) -> str:
         """The cause of a norm that is one of some stages alone, or that lacks or doubles those

@@ -107,7 +107,9 @@ class LayoutRun:
                 "narrow_tables": tables.narrow,
                 "has_rotary_tables": tables.is_judged,
             }
-            result = self._gather_result(trace, mesh, observations, types, outputs, watch, notes)
+            result = self._gather_result(
+                trace, mesh, observations, types, outputs, watch, notes, whole_steps
+            )
             self._count_parts_of_wrong_gradients(result, first_wrong, trace, mesh, whole_steps)
             return result
 
@@ -133,6 +135,7 @@ class LayoutRun:
         outputs: LayoutOutputs,
         watch: LayoutRouting,
         notes: tuple[str, ...],
+        whole_steps: Sequence[Sequence[Batch]],
     ) -> LayoutResult:
         own_observations = {
             **observations.to_json(),
@@ -144,10 +147,9 @@ class LayoutRun:
         # Where a forward begins to go wrong is asked of a loss that is off: it takes as long as a
         # step. All ranks have the same observations.
         if _is_any_loss_off(all_observations, trace, tolerance):
-            first_outputs = outputs.find_first_wrong_output(trace.directory, tolerance)
-            of_ranks = mesh.gather_json((first_outputs, outputs.num_compared))
-            for observed, (firsts, num_outputs) in zip(all_observations, of_ranks, strict=True):
-                observed["outputs"], observed["num_outputs"] = firsts, num_outputs
+            _observe_wrong_outputs(
+                all_observations, outputs, trace, mesh, tolerance, whole_steps[0]
+            )
         return LayoutResult(
             all_observations,
             observations.apart,
@@ -202,6 +204,38 @@ class LayoutRun:
         self._is_filled_in_parts = get_initial_values_of_module(module) is not None
         self._model = parallelize(module, self.plan, mesh, seed=self.job.run.seed)
         return self._model, notes
+
+
+def _observe_wrong_outputs(
+    all_observations: Sequence[dict[str, Any]],
+    outputs: LayoutOutputs,
+    trace: Trace,
+    mesh: Mesh,
+    tolerance: float,
+    first_step: Sequence[Batch],
+) -> None:
+    """Add to the observations of each rank where its forwards begin to go wrong, and of the first
+    step which tokens do there. Collective."""
+    firsts = outputs.find_first_wrong_output(trace.directory, tolerance)
+    other_microbatch = outputs.find_other_microbatch(trace.directory, tolerance)
+    own = (firsts, outputs.num_compared, other_microbatch)
+    for observed, found in zip(all_observations, mesh.gather_json(own), strict=True):
+        observed["outputs"], observed["num_outputs"], observed["other_microbatch"] = found
+    places = [
+        output[1]
+        for observed in all_observations
+        for output in observed["outputs"]
+        if output[0] == 0
+    ]
+    if not places:
+        return
+    documents = [batch["document_ids"] for batch in first_step if "document_ids" in batch]
+    wrong_tokens = outputs.sort_wrong_tokens(
+        trace.directory, min(places), tolerance, torch.cat(documents) if documents else None
+    )
+    bodies = mesh.gather_json(wrong_tokens and wrong_tokens.to_json())
+    for observed, body in zip(all_observations, bodies, strict=True):
+        observed["wrong_tokens"] = body
 
 
 def _is_any_loss_off(
