@@ -27,6 +27,8 @@ from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import AXES
+from phalanx.plan.pipeline.cut import StageCut
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.cases import (
     MANY_MICROBATCHES,
     MANY_MICROBATCHES_SUFFIX,
@@ -63,6 +65,7 @@ from phalanx.verify.verified_job import (
     shrink_job,
 )
 from phalanx.verify.wrong_gradients import find_factor_of_rows
+from phalanx.verify.wrong_tokens import SequenceView, WrongTokens
 
 
 @pytest.mark.parametrize(
@@ -797,6 +800,47 @@ def test_a_loss_of_hidden_states_that_agree_is_wrong_by_itself() -> None:
     assert "some rank, or of all" in first_of(*[saw(losses=[3.1])] * 2).cause
     wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, "blocks.1", 0.1, 0, 0]])
     assert "some rank, or of all" in first_of(wrong, saw(losses=[3.1], num_outputs=4)).cause
+
+
+def first_of_stages(*seen: dict[str, Any]) -> Any:
+    pipeline = Pipeline("1f1b", 2, 4, StageCut((1, 1)), (0, 1))
+    layout = JudgedLayout(1, pipeline=pipeline)
+    return LayoutComparator(TRACE, seen, layout, tolerance=1e-10).compare().first
+
+
+def test_a_stage_that_reads_another_microbatch_is_told_by_its_tokens() -> None:
+    first = saw(losses=[3.1], num_outputs=4)
+    cause = first_of_stages(first, first | {"other_microbatch": [1, 0, 2]}).cause
+    assert "stage 1 reads another microbatch than that of its hidden states" in cause
+    assert "from row 2 on, in place of row 0, and so are targets" in cause
+    # Where all hidden states agree, they are of the right microbatch.
+    cause = first_of_stages(first, first).cause
+    assert "the last stage reads the targets of another microbatch" in cause
+    assert "goes on with hidden states" not in cause
+
+
+def test_a_stage_that_keeps_masks_is_told_from_one_with_other_hidden_states() -> None:
+    tokens = WrongTokens(2, has_right_input=True)
+    for row, begins in enumerate([(0, 0, 0, 0), (0, 0, 2, 2), (0, 0, 0, 0)]):
+        is_wrong = [(token, row == 1 and token > 1) for token in range(4)]
+        tokens.add_row(row, row, SequenceView((0,) * 4, begins), is_wrong)
+    seen = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, "blocks.1.attention", 0.1, 1, 2]])
+    right = saw(losses=[3.1], num_outputs=4)
+    cause = first_of_stages(right, seen | {"wrong_tokens": tokens.to_json()}).cause
+    assert "masks or positions of the first microbatch are kept for all" in cause
+    assert "goes on with hidden states" not in cause
+    tokens.has_right_input = False
+    cause = first_of_stages(right, seen | {"wrong_tokens": tokens.to_json()}).cause
+    assert "goes on with hidden states of another microbatch" in cause
+
+
+def test_what_differs_outside_of_blocks_has_no_mask() -> None:
+    seen = saw(losses=[3.1], num_outputs=4, outputs=[[0, 0, "embed", 0.1, 0, 0]])
+    layout = JudgedLayout(1, cp=2)
+    first = LayoutComparator(TRACE, [seen, seen], layout, tolerance=1e-10).compare().first
+    assert first is not None
+    assert "gives them other positions" in first.cause
+    assert "mask" not in first.cause
 
 
 def test_what_an_overflow_leaves_in_compression_is_found_on_its_ranks() -> None:

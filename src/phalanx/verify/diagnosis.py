@@ -238,7 +238,7 @@ class DifferenceDiagnosis:
         """The cause of the first output that differs, which is of an attention."""
         causes = []
         if self._stages:
-            if evidence.has_right_input and evidence.agrees_in_first_forward():
+            if evidence.has_right_input and evidence.has_documents_of_first_forward():
                 return FIRST_MASKS_CAUSE
             causes += self._stages.list_causes_of_wrong_attention(evidence)
         if self._layout.pads_sequences:

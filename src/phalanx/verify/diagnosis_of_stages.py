@@ -21,8 +21,9 @@ OTHER_INPUTS_CAUSE = (
     " the microbatch from row {other} on, in place of row {own}, and so are {reads} and documents"
 )
 FIRST_MASKS_CAUSE = (
-    "a stage is given the right hidden states, and its first microbatch agrees while all later ones"
-    " do not: masks, documents or positions of the first microbatch are kept for all"
+    "a stage is given the right hidden states, its first microbatch agrees, and of later ones just"
+    " those whose documents are the same: masks or positions of the first microbatch are kept for"
+    " all"
 )
 OTHER_MASKS_CAUSE = (
     "a stage is given the right hidden states, and masks, documents or positions of another"

@@ -80,6 +80,8 @@ class WrongTokens:
     place: int
     counts: dict[str, list[int]] = field(default_factory=dict)
     rows: dict[str, list[int]] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict)
+    """Of the same rows, where their documents begin."""
     total: list[int] = field(default_factory=lambda: [0, 0])
     cp_rank: int = 0
     has_right_input: bool = False
@@ -89,7 +91,9 @@ class WrongTokens:
     ) -> None:
         """Count a row of the batch, of a forward that begins with `first_row`: (token, whether it
         differs)."""
-        counted = self.rows.setdefault(f"{first_row}/{row}", [0, 0])
+        key = f"{first_row}/{row}"
+        self.documents[key] = ",".join(map(str, sorted(set(view.begins))))
+        counted = self.rows.setdefault(key, [0, 0])
         for token, wrong in is_wrong:
             kinds = view.list_kinds(token)
             counted[0] += wrong
@@ -97,6 +101,20 @@ class WrongTokens:
             self.total[not wrong] += 1
             for kind in kinds:
                 self.counts.setdefault(kind, [0, 0])[not wrong] += 1
+
+    def has_documents_of_first_forward(self) -> bool:
+        """True if the first forward agrees, and of the later ones those whose rows have the same
+        documents, and no others."""
+        wrong_of, documents_of = dict[int, int](), dict[int, list[str]]()
+        for key, documents in self.documents.items():
+            first = int(key.partition("/")[0])
+            wrong_of[first] = wrong_of.get(first, 0) + self.rows[key][0]
+            documents_of.setdefault(first, []).append(documents)
+        first = min(wrong_of, default=0)
+        return len(wrong_of) > 1 and all(
+            (wrong > 0) == (documents_of[forward] != documents_of[first])
+            for forward, wrong in wrong_of.items()
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -149,19 +167,12 @@ class TokenEvidence:
         has_documents = sum(masked > 0 for _, masked in firsts) > 1
         return has_documents and len(later) > 1 and not any(wrong for wrong, _ in firsts)
 
-    def agrees_in_first_forward(self) -> bool:
-        """True if the first forward of each rank with wrong tokens agrees, and every later one has
-        some."""
-        for part in self._of_ranks:
-            if not part.total[0]:
-                continue
-            wrong_of: dict[int, int] = {}
-            for key, (wrong, _) in part.rows.items():
-                first = int(key.partition("/")[0])
-                wrong_of[first] = wrong_of.get(first, 0) + wrong
-            if len(wrong_of) < 2 or wrong_of.pop(min(wrong_of)) or not all(wrong_of.values()):
-                return False
-        return True
+    def has_documents_of_first_forward(self) -> bool:
+        """True if on each rank with wrong tokens the first forward agrees, and those alone of the
+        later ones whose rows have the same documents."""
+        return all(
+            part.has_documents_of_first_forward() for part in self._of_ranks if part.total[0]
+        )
 
     def _sum_rows(self) -> dict[tuple[int, int], list[int]]:
         """(First row of a forward, row) -> its two numbers, of all ranks' tokens."""

@@ -16,5 +16,5 @@ PLANT = Plant(
     clean=("cp4",),
     tensors=("", "*"),
     job=("--shrink", "data.document_masks=true", "model.sliding_window=10"),
-    cause=("window",),
+    cause=("the window is dropped",),
 )

@@ -16,5 +16,5 @@ PLANT = Plant(
     clean=("ddp", "cp4"),
     tensors=("", "*"),
     job=("--shrink", "model.num_heads=4", "model.num_kv_heads=2"),
-    cause=("key head", "heads of keys", "grouped", "heads"),
+    cause=("serves other queries",),
 )

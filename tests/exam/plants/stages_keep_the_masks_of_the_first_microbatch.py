@@ -16,5 +16,5 @@ PLANT = Plant(
     clean=("ddp", "zero3"),
     tensors=("", "*"),
     job=("--shrink", "data.document_masks=true"),
-    cause=("document", "mask", "position", "microbatch"),
+    cause=("of the first microbatch",),
 )

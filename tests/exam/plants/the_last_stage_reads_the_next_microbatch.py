@@ -15,12 +15,5 @@ PLANT = Plant(
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),
     clean=("ddp",),
     tensors=("",),
-    cause=(
-        "another microbatch",
-        "other microbatch",
-        "next microbatch",
-        "targets of",
-        "other targets",
-        "microbatches",
-    ),
+    cause=("another microbatch than that of its hidden states",),
 )

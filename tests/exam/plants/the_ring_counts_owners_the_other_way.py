@@ -15,14 +15,5 @@ PLANT = Plant(
     shows=("cp4",),
     clean=("ddp-cp2", "cp4-all-gather"),
     tensors=("", "*"),
-    cause=(
-        "ring",
-        "mask",
-        "causal",
-        "see",
-        "order of the",
-        "other tokens",
-        "later tokens",
-        "attention",
-    ),
+    cause=("the keys of another rank", "order of their owners"),
 )
