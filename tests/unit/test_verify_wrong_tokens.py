@@ -14,6 +14,7 @@ from phalanx.verify.wrong_tokens import (
     ACROSS,
     ALL_RANKS,
     ALONE,
+    CHUNKS,
     DOCUMENTS,
     FULL_WINDOW,
     ITSELF,
@@ -63,11 +64,12 @@ def _explain(evidence: TokenEvidence, **layout: Any) -> str:
 def test_what_a_token_is_to_see() -> None:
     view = SequenceView(OWNERS, TWO_DOCUMENTS, window=4)
     assert view.list_kinds(0) == [ALONE, ITSELF]
-    assert view.list_kinds(3) == [FULL_WINDOW, ACROSS]
-    assert view.list_kinds(4) == [WINDOW, FULL_WINDOW, ACROSS]
+    assert view.list_kinds(3) == [FULL_WINDOW, ACROSS, CHUNKS]
+    assert view.list_kinds(4) == [WINDOW, FULL_WINDOW, ACROSS, CHUNKS]
     assert view.list_kinds(5) == [ITSELF, DOCUMENTS]
-    assert view.list_kinds(15) == [WINDOW, FULL_WINDOW, ACROSS]
-    assert SequenceView(OWNERS, ONE_DOCUMENT).list_kinds(15) == [LAST, ACROSS, ALL_RANKS]
+    assert view.list_kinds(15) == [WINDOW, FULL_WINDOW, ACROSS, CHUNKS]
+    assert SequenceView(OWNERS, ONE_DOCUMENT).list_kinds(15) == [LAST, ACROSS, CHUNKS, ALL_RANKS]
+    assert SequenceView(OWNERS, ONE_DOCUMENT, 2).list_kinds(8) == [WINDOW, FULL_WINDOW, CHUNKS]
     # The border between both halves of the last rank's tokens is none.
     assert ALL_RANKS not in SequenceView(OWNERS, TWO_DOCUMENTS).list_kinds(9)
     assert TokenEvidence.from_json([None, None]) is None

@@ -7,6 +7,7 @@ from phalanx.verify.wrong_tokens import (
     ACROSS,
     ALL_RANKS,
     ALONE,
+    CHUNKS,
     DOCUMENTS,
     FULL_WINDOW,
     ITSELF,
@@ -113,11 +114,11 @@ class AttentionDiagnosis:
             causes.append(SHARED_DOCUMENTS_CAUSE)
         if seen.are_all_wrong_of(FULL_WINDOW):
             causes.append(DROPPED_WINDOW_CAUSE if seen.is_exactly(WINDOW) else WRONG_WINDOW_CAUSE)
-        if self._layout.cp > 1 and seen.are_all_wrong_of(ACROSS):
-            # Each of these spoils all tokens across borders, or those with the most blocks.
-            if not seen.count_right(ACROSS):
+        # Each of these spoils all tokens across borders, or those with the most blocks.
+        if self._layout.cp > 1:
+            if seen.is_exactly(ACROSS):
                 causes.append(POSITIONS_CAUSE)
-            if not seen.count_right(ALL_RANKS):
+            if seen.are_all_wrong_of(CHUNKS) and not seen.count_right(ALL_RANKS):
                 causes.append(MERGING_CAUSE)
         # Whoever sees itself alone has no key to lose, and the last that sees all none to win.
         hides, shows = not seen.count_wrong(ITSELF), not seen.count_wrong(LAST)

@@ -13,7 +13,7 @@ from typing import Any
 
 ALONE, LAST, ITSELF = "alone", "last", "itself"
 DOCUMENTS, WINDOW, FULL_WINDOW = "documents", "window", "full window"
-ACROSS, ALL_RANKS = "across", "all ranks"
+ACROSS, CHUNKS, ALL_RANKS = "across", "chunks", "all ranks"
 KINDS = {
     ALONE: "the first of a sequence",
     LAST: "the last of a sequence, where it sees all others",
@@ -22,6 +22,7 @@ KINDS = {
     WINDOW: "would see more without a window",
     FULL_WINDOW: "sees as many tokens as a window holds",
     ACROSS: "sees tokens from across a border of what a rank of cp has",
+    CHUNKS: "sees tokens of several chunks that ranks of cp have, which may be one rank's two",
     ALL_RANKS: "sees tokens of each rank of cp",
 }
 
@@ -41,6 +42,7 @@ class SequenceView:
         reach = token - self.window + 1 if self.window else 0
         first = max(begin, reach)
         seen = set(self._owner_of_run[self._run_of[first] : self._run_of[token] + 1])
+        is_cut = len(self._owner_of_run) > 1
         is_of_kind = {
             ALONE: token == 0,
             LAST: token + 1 == len(owners) and first == 0,
@@ -49,6 +51,7 @@ class SequenceView:
             WINDOW: reach > begin,
             FULL_WINDOW: self.window > 0 and reach >= begin,
             ACROSS: len(seen) > 1,
+            CHUNKS: len(seen) > 1 or (is_cut and first < len(owners) // 2 <= token),
             ALL_RANKS: len(seen) == len(set(self._owner_of_run)) > 1,
         }
         return [kind for kind, is_it in is_of_kind.items() if is_it]
