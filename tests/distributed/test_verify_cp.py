@@ -139,7 +139,7 @@ def one_rank_of_cp_counts() -> None:
 EXPECTED: dict[Callable[[], None], tuple[str, str, str]] = {
     # bug: (what differs first, a part of its name, of the cause)
     document_mask_dropped: ("loss", "", "the mask of documents is dropped"),
-    window_dropped: ("loss", "", "the window is dropped or longer"),
+    window_dropped: ("loss", "", "the window is dropped"),
     positions_restart_per_rank: ("loss", "", "positions begin again on each rank"),
     merge_without_rescale: ("loss", "", "blocks of keys are merged without their weights"),
     gradients_of_keys_stay_away: ("gradient", "", "does not come back"),

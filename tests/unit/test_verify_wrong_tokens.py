@@ -113,10 +113,12 @@ def test_a_window_that_is_dropped_is_told_from_a_shorter_one() -> None:
         assert "the window is dropped or longer" in _explain(longer, cp=cp)
         shorter = _sort_tokens(lambda row, token: token >= 3, window=4, cp=cp)
         cause = _explain(shorter, cp=cp)
-        assert "the window is another one" in cause
+        assert "the window is shorter" in cause
         assert "dropped" not in cause
         assert "documents" not in cause
         assert ("a rank of cp attends otherwise" in cause) == (cp > 1)
+        for_some = _sort_tokens(lambda row, token: token >= 7, window=4, cp=cp)
+        assert "the window is dropped, longer or shorter" in _explain(for_some, cp=cp)
 
 
 def test_a_token_of_all_ranks_that_agrees_rules_out_positions_and_merging() -> None:

@@ -44,7 +44,12 @@ SHARED_DOCUMENTS_CAUSE = (
 DROPPED_WINDOW_CAUSE = (
     "the window is dropped or longer: just the tokens differ that would see more without it"
 )
-WRONG_WINDOW_CAUSE = "the window is another one: all that differ see as many tokens as it holds"
+SHORTER_WINDOW_CAUSE = (
+    "the window is shorter: tokens differ that fill it and would see no more without it"
+)
+WRONG_WINDOW_CAUSE = (
+    "the window is dropped, longer or shorter: all that differ see as many tokens as it holds"
+)
 POSITIONS_CAUSE = "positions begin again on each rank"
 MERGING_CAUSE = "blocks of keys are merged without their weights, or with other ones"
 OWNERS_CAUSE = (
@@ -113,7 +118,8 @@ class AttentionDiagnosis:
         if seen.are_all_wrong_of(DOCUMENTS):
             causes.append(SHARED_DOCUMENTS_CAUSE)
         if seen.are_all_wrong_of(FULL_WINDOW):
-            causes.append(DROPPED_WINDOW_CAUSE if seen.is_exactly(WINDOW) else WRONG_WINDOW_CAUSE)
+            is_shorter = seen.count_wrong(FULL_WINDOW) > seen.count_wrong(WINDOW)
+            causes.append(SHORTER_WINDOW_CAUSE if is_shorter else WRONG_WINDOW_CAUSE)
         # Each of these spoils all tokens across borders, or those with the most blocks.
         if self._layout.cp > 1:
             if seen.is_exactly(ACROSS):
