@@ -185,7 +185,7 @@ EXPECTED: dict[Callable[[], None], tuple[int, str, dict[str, Any], str, str, str
         {},
         "routing",
         "blocks.1.moe.router",
-        "rows of experts come back",
+        "come back to other tokens",
     ),
     experts_not_divided_by_ep: (
         2,
