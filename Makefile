@@ -8,7 +8,7 @@ READY := .venv/.ready
 # others, which start processes and wait for them.
 FILES = $(sort $(wildcard $(1:%=tests/%*.py)))
 THIRD := $(call FILES,unit/test_[a-e]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
-OTHER_THIRD := $(call FILES,unit/test_[p-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-i])
+OTHER_THIRD := $(call FILES,unit/test_[p-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-k] distributed/test_la)
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 
