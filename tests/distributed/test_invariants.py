@@ -624,7 +624,7 @@ def test_checks_wait_for_nothing_in_a_step(tmp_path: Path) -> None:
     without any, but for what is read at its end."""
     (without,) = run_ranks(1, count_waits, tmp_path / "without", 0)
     (with_checks,) = run_ranks(1, count_waits, tmp_path / "with", 1)
-    # Once, before the first step: which weights are finite.
+    # Once, in the first step: which weights are finite.
     (before,) = [what for what in without if "finite_weights.py" in what]
     assert without[before] == 1
     assert sum(without.values()) == STEPS + 1

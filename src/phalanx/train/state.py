@@ -81,6 +81,7 @@ class TrainState:
 
     def begin_step(self) -> None:
         """Note what forward and backward of a step may change besides gradients."""
+        self.finite_weights.remember(is_beginning=self.step == 0)
         self._marks = self._mark_what_steps_change()
         self._statistics.hold()
 

@@ -169,7 +169,6 @@ class Trainer:
         )
         self._best.record_best_if_missing(self._evals, self.state.step)
         self._invariants.start()
-        self.state.finite_weights.remember(is_beginning=self.state.step == 0)
         self._recorder.start(asked_s)
         reason = None
         if self.state.step > 0:
