@@ -4,11 +4,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Each about a third of the tests by time, run beside the rest: a third of the unit tests, which keep one core busy, and
+# Each about a third of the tests by time, run beside the rest: the unit tests, which keep one core busy, and
 # others, which start processes and wait for them.
 FILES = $(sort $(wildcard $(1:%=tests/%*.py)))
-THIRD := $(call FILES,unit/test_[a-e]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
-OTHER_THIRD := $(call FILES,unit/test_[p-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-k] distributed/test_la)
+THIRD := $(call FILES,unit/test_[a-i]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
+OTHER_THIRD := $(call FILES,unit/test_[m-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-k] distributed/test_lay)
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 
