@@ -176,7 +176,10 @@ def test_a_loss_that_stays_high_is_gone_back_from_and_read_past(folder: Path) ->
     assert "loss_spike" in {e.event.reason for e in events(run_dir, StepSkipped)}
     assert [e.event.step for e in events(run_dir, RunStarted)] == [0, 40]
     assert not events(run_dir, RankFailed)
-    assert f"going back to a checkpoint not after step {SPIKES[0] - 1}" in first.out
+    assert first.out.count(f"going back to a checkpoint not after step {SPIKES[0] - 1}") == 1
+    assert "back to a checkpoint" not in first.err
+    assert f"and reading on at sample {SPIKES[-1] * BATCH:,}" in first.out
+    assert "batch size changed" not in first.out
     bus = Bus(rank=-1, run_dir=told)
     bus.emit(back)
     bus.close()
@@ -251,6 +254,9 @@ def test_weights_that_are_not_finite_are_gone_back_from_and_never_saved(folder: 
     assert again.code == 8, again.err
     backs = [e.event for e in events(folder / "again", RolledBack)]
     assert {(back.step, back.not_after_step, back.failed_rank) for back in backs} == {(26, 24, -1)}
+    # In the end each rank raised it, and none more than the other.
+    (failure,) = [e.event for e in events(folder / "again", RankFailed)]
+    assert (failure.failed_rank, failure.is_of_all_ranks) == (-1, True)
     # The same batches once more, then others.
     assert [back.skip_to_sample for back in backs] == [-1, 26 * BATCH, 32 * BATCH]
     assert "continue from a checkpoint not after step 24" in again.err

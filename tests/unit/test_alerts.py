@@ -104,12 +104,21 @@ def test_a_straggler_is_told_once_a_minute() -> None:
     assert find(detector, events.RankSlowEnded(2, 60, 40, 3.0), 2.0, rank=-1) is None
 
 
+def test_what_all_ranks_raised_is_of_none_of_them() -> None:
+    detector = AlertDetector()
+    failed = replace(FAILED, failed_rank=-1, cause="exception", is_of_all_ranks=True)
+    assert find(detector, failed, rank=-1) is None
+    end = find(detector, events.RunFinished("failed", 8, 7, 60.0), rank=-1)
+    assert end is not None
+    assert "each rank failed at step 7 in forward: exception" in end.text
+
+
 def test_going_back_is_told() -> None:
     spike = events.RolledBack(5, "loss_spike", "loss 9 at step 5", 4, -1, -1)
     alert = find(AlertDetector(), spike, rank=-1)
     assert alert is not None
     assert (alert.kind, alert.severity, alert.rank) == ("rolled_back", "warning", None)
-    assert "goes back to a checkpoint not after step 4: loss 9 at step 5" in alert.text
+    assert "step 5: loss 9 at step 5; going back to a checkpoint not after step 4" in alert.text
     corrupt = events.RolledBack(5, "corruption", "replicas differ", 4, -1, 6)
     alert = find(AlertDetector(), corrupt, rank=-1)
     assert alert is not None

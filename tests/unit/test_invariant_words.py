@@ -89,3 +89,20 @@ def test_parameters_that_are_not_updated_or_were_replaced(
     described = describe_failed_check(event)
     assert described.startswith("step 7: ")
     assert described.endswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([5], "w has other bits on rank 5 than on others that hold the same part of it"),
+        # Two replicas: there are no others.
+        (
+            [0, 1],
+            "w has not the same bits on all ranks that hold the same part of it: those of ranks 0,"
+            " 1 are not those of a majority",
+        ),
+    ],
+)
+def test_replicas_that_differ(ranks: list[int], words: str) -> None:
+    event = InvariantChecked(7, "replicas_equal", ok=False, tensors=["w"], ranks=ranks)
+    assert describe_failed_check(event) == f"step 7: {words}"

@@ -10,6 +10,7 @@ import torch
 
 from models import CPU
 from phalanx.core.errors import JobError
+from phalanx.core.roll_back import RollBack
 from phalanx.job.learning_rate import (
     PeakLearningRate,
     list_learning_rate_overrides_on_resume,
@@ -26,6 +27,7 @@ from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data import emit_note_on_batch_size_change
+from phalanx.run.rank_run import RollBacks
 from phalanx.train.state import TrainState
 
 
@@ -116,7 +118,7 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
     bus = Bus(rank=0, run_dir=tmp_path)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     state = TrainState(none, optimizer, seed=1, step=10, samples_seen=160)
-    emit_note_on_batch_size_change(grown, make_plan(grown, cluster=CPU), state, bus)
+    emit_note_on_batch_size_change(grown, make_plan(grown, cluster=CPU), state, bus, RollBacks())
     bus.close()
     (note,) = read_recorded_events(tmp_path, Note)
     assert isinstance(note.event, Note)
@@ -125,6 +127,31 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
         "steps from 11 on read 64 samples each, the first of them sample 160"
         in note.event.facts["why"]
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "samples_seen", "num_notes"),
+    [
+        # Back at step 8 from one in step 12, it reads on behind that; and two steps later.
+        (8, 12 * 16, 0),
+        (10, 14 * 16, 0),
+        # From a checkpoint of after the step that it may go back to, or with another batch since.
+        (11, 12 * 16, 1),
+        (10, 12 * 16 + 2 * 10, 1),
+    ],
+)
+def test_a_run_that_has_read_on_after_a_roll_back_has_the_batch_that_it_had(
+    step: int, samples_seen: int, num_notes: int, tmp_path: Path
+) -> None:
+    same, none = job(16), cast("Any", None)
+    bus = Bus(rank=0, run_dir=tmp_path)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    state = TrainState(none, optimizer, seed=1, step=step, samples_seen=samples_seen)
+    backs = (RollBack("corruption", 5, 4, ""), RollBack("loss_spike", 12, 10, "", 12 * 16))
+    plan = make_plan(same, cluster=CPU)
+    emit_note_on_batch_size_change(same, plan, state, bus, RollBacks(backs))
+    bus.close()
+    assert len([*read_recorded_events(tmp_path, Note)]) == num_notes
 
 
 def test_a_resumed_run_refers_to_the_batch_it_had() -> None:

@@ -42,3 +42,5 @@ class RankFailure:
     outage, on whichever rank it is met."""
     is_oom_kill: bool = False
     """The kernel killed the rank for memory, by its own count."""
+    is_of_all_ranks: bool = False
+    """All ranks raised the same error: `rank` is the first to do so, and not to blame for it."""

@@ -74,7 +74,7 @@ class RecoveryPolicy:
         if failure is None:
             return self._end_after_work(end, stop)
         if failure.roll_back is not None:
-            return self._go_back(failure.roll_back, failure.summary)
+            return self._go_back(failure.roll_back)
         self._emit_rank_failed(failure)
         if failure.cause == OUT_OF_MEMORY and self._lessen_memory(failure):
             return StartAgain(self._num_ranks, _keep_numbers(end, failure))
@@ -227,11 +227,9 @@ class RecoveryPolicy:
         self._num_ranks = num_ranks
         self._failed_starts = FailedStarts()
 
-    def _go_back(self, roll_back: RollBack, summary: str) -> StartAgain:
+    def _go_back(self, roll_back: RollBack) -> StartAgain:
         self._attempts.go_back(roll_back)
-        self._say(
-            f"{summary}; going back to a checkpoint not after step {roll_back.not_after_step}"
-        )
+        # Whoever shows the run's events says it.
         self._bus.emit(
             RolledBack(
                 step=roll_back.step,
@@ -336,7 +334,7 @@ class RecoveryPolicy:
     def _emit_rank_failed(self, failure: RankFailure) -> None:
         self._bus.emit(
             RankFailed(
-                failed_rank=failure.rank,
+                failed_rank=-1 if failure.is_of_all_ranks else failure.rank,
                 step=failure.step,
                 phase=failure.phase,
                 cause=failure.cause,
@@ -344,6 +342,7 @@ class RecoveryPolicy:
                 detected_s=failure.detected_s,
                 hang_kind=failure.hang_kind,
                 is_oom_kill=failure.is_oom_kill,
+                is_of_all_ranks=failure.is_of_all_ranks,
             )
         )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from phalanx.core.errors import DataSourceError, OutOfMemoryError
 from phalanx.core.roll_back import RollBack
+from phalanx.launch.attempt_end import AttemptEnd
 from phalanx.launch.blamed_rank import BlamedRank, describe_other_ranks_ends
 from phalanx.launch.other_collective import blame_rank_in_other_collective
 from phalanx.launch.rank_failure import LOST_CONNECTION, OUT_OF_MEMORY, RankFailure
@@ -37,8 +38,22 @@ def _blame_phalanx_error(blamed: BlamedRank, report: ErrorReport) -> RankFailure
         cause = OUT_OF_MEMORY
     failure = blamed.build_restartable_failure(cause, line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
-    failure = replace(failure, exit_code=report.exit_code, restartable=False)
+    failure = replace(
+        failure,
+        exit_code=report.exit_code,
+        restartable=False,
+        is_of_all_ranks=_have_all_ranks_raised(report, blamed.end),
+    )
     return _note_outage(failure, blamed, report)
+
+
+def _have_all_ranks_raised(report: ErrorReport, end: AttemptEnd) -> bool:
+    """True if each of several ranks raised what `report` tells, and no rank is known to have met
+    it: the first to raise it is as good as any other."""
+    ranks = end.exits.keys() | end.records.keys() | end.waiting.keys()
+    raised = {(each.type, each.one_line) for each in end.error_reports.values()}
+    is_one = raised == {(report.type, report.one_line)} and end.error_reports.keys() == ranks
+    return is_one and len(ranks) > 1 and report.of_rank < 0
 
 
 def _note_outage(failure: RankFailure, blamed: BlamedRank, report: ErrorReport) -> RankFailure:
@@ -92,6 +107,7 @@ def _blame_exception(blamed: BlamedRank, report: ErrorReport) -> RankFailure:
     if report.type == COLLECTIVES_DIFFER_ERROR:
         noticed = f"rank {blamed.rank} noticed"
         return blame_rank_in_other_collective(failure, blamed, noticed)
+    failure = replace(failure, is_of_all_ranks=_have_all_ranks_raised(report, blamed.end))
     return _note_outage(failure, blamed, report)
 
 

@@ -299,7 +299,7 @@ def _list_fsdp_groups_below(root: torch.nn.Module) -> list[Any]:
     states = [_get_fsdp_state(each) for each in root.modules() if isinstance(each, FSDPModule)]
     # Modules that are one unit have one state.
     units = dict.fromkeys(states)
-    return [group for unit in units for group in _list_fsdp_groups_of_unit(unit)]
+    return [group for unit in units for group in _list_groups_of_fsdp_state(unit)]
 
 
 def let_fsdp_gather_in_place() -> None:
@@ -373,7 +373,7 @@ def add_written_gradients_to_fsdp(root: torch.nn.Module) -> None:
 def adds_to_fsdp_gradients(unit: torch.nn.Module, dtype: torch.dtype) -> bool:
     """True if FSDP2 computes something of a unit's reduced gradients of type `dtype`: adds them to
     others, casts them, or calls hooks of a parameter."""
-    for group in _list_fsdp_groups_of_unit(_get_fsdp_state(unit)):
+    for group in list_fsdp_groups(unit):
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
             if sharded.grad is not None or parameter.orig_dtype != dtype:
@@ -386,7 +386,7 @@ def adds_to_fsdp_gradients(unit: torch.nn.Module, dtype: torch.dtype) -> bool:
 def reduces_over_fsdp_copies(unit: torch.nn.Module) -> bool:
     """True if the next reduction of a unit's gradients goes over the copies of its shards, too;
     where there are any."""
-    return any(each.all_reduce_grads for each in _list_fsdp_groups_of_unit(_get_fsdp_state(unit)))
+    return any(each.all_reduce_grads for each in list_fsdp_groups(unit))
 
 
 def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
@@ -415,14 +415,19 @@ def _get_fsdp_state(root: torch.nn.Module) -> Any:
 
 def _list_fsdp_parameter_groups(state: Any) -> Iterator[Any]:
     for unit in state._state_ctx.all_states:
-        yield from _list_fsdp_groups_of_unit(unit)
+        yield from _list_groups_of_fsdp_state(unit)
 
 
-def _list_fsdp_groups_of_unit(unit: Any) -> list[Any]:
+def list_fsdp_groups(unit: torch.nn.Module) -> list[Any]:
+    """FSDP2's own groups of parameters of a unit. Private in torch."""
+    return _list_groups_of_fsdp_state(_get_fsdp_state(unit))
+
+
+def _list_groups_of_fsdp_state(state: Any) -> list[Any]:
     """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
-    groups = getattr(unit, "_fsdp_param_groups", None)
+    groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        groups = [unit._fsdp_param_group] if unit._fsdp_param_group else []
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
 
 

@@ -38,6 +38,13 @@ def describe_failed_check(event: InvariantChecked) -> str:
         case "optimizer_parameters":
             return start + _describe_optimizer(event)
         case "replicas_equal":
+            if len(event.ranks) > 1:
+                # All that hold it, where there is no majority.
+                return (
+                    f"{start}{_describe_failed_tensors(event)} has not the same bits on all ranks"
+                    " that hold the same part of it: those of"
+                    f" {_describe_failed_ranks(event)} are not those of a majority"
+                )
             return (
                 f"{start}{_describe_failed_tensors(event)} has other bits on"
                 f" {_describe_failed_ranks(event)} than on others that hold the same part of it"

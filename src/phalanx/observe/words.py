@@ -111,6 +111,8 @@ def _describe_stop_request(event: events.StopRequested) -> str:
 
 def name_what_failed(event: events.RankFailed) -> str:
     """ "rank 1"; of a failure that is no known rank's, what else it is of."""
+    if event.is_of_all_ranks:
+        return "each rank"
     if event.failed_rank >= 0:
         return f"rank {event.failed_rank}"
     if event.cause == "lost_connection":
@@ -122,7 +124,7 @@ def describe_failure_moment(event: events.RankFailed) -> str:
     """ "at step 7 in backward"; of a rank that had not come to a step, that."""
     if event.step >= 1:
         return f"at step {event.step}" + (f" in {event.phase}" if event.phase else "")
-    whose = "its" if event.failed_rank >= 0 else "the"
+    whose = "its" if event.failed_rank >= 0 or event.is_of_all_ranks else "the"
     return (f"in {event.phase}, " if event.phase else "") + f"before {whose} first step"
 
 
@@ -164,12 +166,13 @@ def _describe_restart(event: events.RestartScheduled) -> str:
 
 
 def _describe_roll_back(event: events.RolledBack) -> str:
+    whose = f"rank {event.failed_rank}: " if event.failed_rank >= 0 else ""
     read_on = ""
     if event.skip_to_sample >= 0:
-        read_on = f", and reads on at sample {event.skip_to_sample:,}"
+        read_on = f", and reading on at sample {event.skip_to_sample:,}"
     return (
-        f"step {event.step}: goes back to a checkpoint not after step"
-        f" {event.not_after_step}{read_on}: {event.why}"
+        f"step {event.step}: {whose}{event.why}; going back to a checkpoint not after step"
+        f" {event.not_after_step}{read_on}"
     )
 
 

@@ -83,7 +83,7 @@ def classify_failure(event: events.RankFailed) -> str:
     """The class of a failure, from the supervisor's own words."""
     if event.cause == "lost_connection":
         return "lost connection"
-    if event.failed_rank < 0 and event.cause != "exception":
+    if event.failed_rank < 0 and event.cause != "exception" and not event.is_of_all_ranks:
         return "store killed" if "store" in event.detail else "server killed"
     if event.hang_kind:
         return event.hang_kind.replace("_", " ")

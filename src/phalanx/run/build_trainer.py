@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.core.roll_back import UnequalSteps
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.resilience.guards import LossSpikeGuard, NonFiniteWeightsGuard, SkippedStepsGuard
+from phalanx.run.rank_run import RollBacks
 from phalanx.train.corruption import OnCorruption
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -29,16 +29,14 @@ def build_trainer(
     stop: StopSignalFlags | None = None,
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
-    may_roll_back: bool = False,
-    reads_on: bool = False,
-    unequal: UnequalSteps | None = None,
+    roll_backs: RollBacks | None = None,
 ) -> Trainer:
     """The trainer that `phalanx train` runs; `guards` come on top of the run's own.
 
-    `may_roll_back`: whoever started the ranks goes back to a checkpoint when they ask for it.
-    `reads_on`: it has done so for weights that were not finite, and is about to do the same steps.
-    `unequal`: the steps that it went back from, to be compared when they are done again.
+    `roll_backs`: those of the run so far; None: nobody would go back at the ranks' wish.
     """
+    may_roll_back = roll_backs is not None and (len(roll_backs.done) < job.resilience.max_rollbacks)
+    roll_backs = roll_backs or RollBacks()
 
     def find_next_sample() -> int:
         return state.samples_seen + job.train.global_batch_size
@@ -50,7 +48,7 @@ def build_trainer(
             find_next_sample,
             may_roll_back=on_corruption == "rollback",
             # What comes back when the same steps are done again may be of their samples.
-            reads_on=reads_on,
+            reads_on=roll_backs.is_before_lost_weights,
         ),
         SkippedStepsGuard(job.resilience.max_skipped_steps),
     ]
@@ -72,7 +70,7 @@ def build_trainer(
         stop=stop,
         memory=memory,
         on_corruption=on_corruption,
-        unequal=unequal,
+        unequal=roll_backs.find_unequal_steps(plan.layout.world_size),
     )
 
 

@@ -31,6 +31,7 @@ from phalanx.observe.events import Note
 from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.plan import Plan
+from phalanx.run.rank_run import RollBacks
 from phalanx.train.evaluation import HeldOutBatches
 from phalanx.train.state import TrainState
 
@@ -177,13 +178,18 @@ def _read_length_and_digest_of_dataset(user: UserDatasetFacts) -> dict[str, int 
     return {"length": len(dataset), "samples": digest}
 
 
-def emit_note_on_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
+def emit_note_on_batch_size_change(
+    job: Job, plan: Plan, state: TrainState, bus: Bus, roll_backs: RollBacks
+) -> None:
     """Emit a note if a resumed run reads another number of samples in a step than before.
 
     The cursor goes on where it was.
     """
-    # As many as with this batch size from the start: nothing has changed.
-    if state.samples_seen == state.step * plan.global_batch_size:
+    batch = plan.global_batch_size
+    # As many as with this batch size from the start, or since the run read on: nothing has changed.
+    if state.samples_seen == state.step * batch:
+        return
+    if roll_backs.explain_cursor(state.step, state.samples_seen, batch):
         return
     rate = (
         resolve_peak_learning_rate(job).why
@@ -195,9 +201,9 @@ def emit_note_on_batch_size_change(job: Job, plan: Plan, state: TrainState, bus:
             {
                 "step": state.step,
                 "samples_seen": state.samples_seen,
-                "global_batch_size": plan.global_batch_size,
+                "global_batch_size": batch,
                 "why": (
-                    f"steps from {state.step + 1} on read {plan.global_batch_size} samples each,"
+                    f"steps from {state.step + 1} on read {batch} samples each,"
                     f" the first of them sample {state.samples_seen}; train.steps counts steps as"
                     f" before; {rate}"
                 ),

@@ -20,7 +20,6 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import ExitCode, RanksDifferError
 from phalanx.core.phases import PhaseListener, PhaseTimer
 from phalanx.core.pulse import writing_pulse
-from phalanx.core.roll_back import NONFINITE_WEIGHTS, UnequalSteps
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
@@ -69,7 +68,7 @@ from phalanx.run.rank_context import (
     open_storage_of_run,
     reporting_errors_at_once,
 )
-from phalanx.run.rank_run import RankPayload, RankRunInputs, keeps_ranks
+from phalanx.run.rank_run import RankPayload, RankRunInputs, RollBacks, keeps_ranks
 from phalanx.run.sample import emit_sample_text
 from phalanx.run.survivor import Survivor
 from phalanx.run.user_code import (
@@ -364,31 +363,8 @@ def _build_trainer_of_rank(
         storage=storage,
         stop=rank.stop,
         memory=rank.meter,
-        may_roll_back=_may_roll_back(rank.run),
-        reads_on=_does_steps_of_lost_weights_again(rank.run),
-        unequal=_find_steps_to_compare(rank.run),
+        roll_backs=rank.run.roll_backs,
     )
-
-
-def _find_steps_to_compare(run: RankRunInputs) -> UnequalSteps | None:
-    if run.roll_backs is None:
-        return None
-    return run.roll_backs.find_unequal_steps(run.plan.layout.world_size)
-
-
-def _may_roll_back(run: RankRunInputs) -> bool:
-    """True while the run may go back once more by itself."""
-    if run.roll_backs is None:
-        return False
-    return len(run.roll_backs.done) < run.job.resilience.max_rollbacks
-
-
-def _does_steps_of_lost_weights_again(run: RankRunInputs) -> bool:
-    """True where the run went back as weights were not finite, and has saved nothing since."""
-    roll_backs = run.roll_backs
-    if roll_backs is None or not (roll_backs.pending and roll_backs.done):
-        return False
-    return roll_backs.done[-1].kind == NONFINITE_WEIGHTS
 
 
 def _record_step_that_was_not_recorded(
@@ -455,7 +431,7 @@ def _emit_start_warnings(
         bus.emit(Note("warning", {"warning": "signals_taken", "text": text, "why": text}))
     for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-    emit_note_on_batch_size_change(run.job, run.plan, state, bus)
+    emit_note_on_batch_size_change(run.job, run.plan, state, bus, run.roll_backs or RollBacks())
     if state.other_cpu:
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
     if state.lost_reduction:

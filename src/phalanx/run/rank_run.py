@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
-from phalanx.core.roll_back import RollBack, UnequalSteps
+from phalanx.core.roll_back import NONFINITE_WEIGHTS, RollBack, UnequalSteps
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink, SilentRankLink
@@ -46,6 +46,22 @@ class RollBacks:
             if step <= roll_back.not_after_step:
                 samples_seen = max(samples_seen, roll_back.skip_to_sample)
         return samples_seen
+
+    def explain_cursor(self, step: int, samples_seen: int, batch_size: int) -> bool:
+        """True if `samples_seen` may be the cursor of a run that has read on after one of them, and
+        `batch_size` samples in each of the steps up to `step` since."""
+        for roll_back in self.done:
+            num_steps, rest = divmod(samples_seen - roll_back.skip_to_sample, batch_size)
+            has_read_on = roll_back.skip_to_sample >= 0 and rest == 0 and num_steps >= 0
+            # It went back to a checkpoint of before.
+            if has_read_on and 0 <= step - num_steps <= roll_back.not_after_step:
+                return True
+        return False
+
+    @property
+    def is_before_lost_weights(self) -> bool:
+        """True where the run went back as weights were not finite, and has saved nothing since."""
+        return self.pending and bool(self.done) and self.done[-1].kind == NONFINITE_WEIGHTS
 
 
 @dataclass(frozen=True)

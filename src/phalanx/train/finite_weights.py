@@ -22,24 +22,25 @@ class FiniteWeights:
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
-        self._remembered: frozenset[str] | None = None
-        self._are_by_design = False
+        self._at_first: frozenset[str] | None = None
+        self._by_design: frozenset[str] = frozenset()
 
     def remember(self, *, is_beginning: bool) -> None:
         """Remember what is not finite before the first step; later calls do nothing."""
-        if self._remembered is None:
-            self._remembered = frozenset(self._list_not_finite())
-            self._are_by_design = is_beginning
+        if self._at_first is None:
+            self._at_first = frozenset(self._list_not_finite())
+            if is_beginning:
+                self._by_design = self._at_first
 
     def note_finite_step(self) -> None:
         """A step's loss and gradients were finite, with what is remembered."""
-        self._are_by_design = True
+        # Not what is not finite now: that may have broken in this step, after it was read.
+        self._by_design = self._at_first or frozenset()
 
     def list_broken(self) -> list[str]:
         """Names of the parameters of which this rank's part is broken, in the model's order. Waits
         for the device."""
-        by_design = self._remembered or frozenset() if self._are_by_design else frozenset()
-        return [name for name in self._list_not_finite() if name not in by_design]
+        return [name for name in self._list_not_finite() if name not in self._by_design]
 
     def gather_broken(self) -> Mapping[int, Sequence[str]]:
         """By rank that has any: those of `list_broken`. Collective."""

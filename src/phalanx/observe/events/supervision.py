@@ -20,7 +20,7 @@ class RanksStarted(Event):
 @dataclass(frozen=True)
 class RankFailed(Event):
     """From the supervisor: the rank that failed first (-1: the server or the store of the ranks, or
-    nobody knows which).
+    nobody knows which, or `is_of_all_ranks`: each of several ranks raised the same error).
 
     `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
     waited in vain) | "out of memory" | "lost_connection" (ranks lost each other, and nothing else
@@ -39,6 +39,7 @@ class RankFailed(Event):
     detected_s: float
     hang_kind: str = ""
     is_oom_kill: bool = False
+    is_of_all_ranks: bool = False
 
 
 @dataclass(frozen=True)

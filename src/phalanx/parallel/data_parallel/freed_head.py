@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from phalanx.mesh.compat import list_fsdp_groups
 
 READ_IN_FORWARD_ONLY_ATTRIBUTE = "read_in_forward_only"
 """A model with this attribute names the modules whose weights no backward reads."""
@@ -26,7 +27,7 @@ class FreedHead:
     def __init__(self, root: nn.Module, module: nn.Module) -> None:
         names = getattr(module, READ_IN_FORWARD_ONLY_ATTRIBUTE, ())
         holders = [getattr(module, name, None) for name in names]
-        self._groups = _list_parameter_groups(root)
+        self._groups = list_fsdp_groups(root)
         self._parameters = [
             parameter
             for group in self._groups
@@ -57,14 +58,3 @@ class FreedHead:
             self._is_freed = False
             for group in self._groups:
                 group._to_sharded()
-
-
-def _list_parameter_groups(root: nn.Module) -> list[Any]:
-    """FSDP2's own groups of parameters of a unit, private in torch: any number in 2.13, one or none
-    in 2.11."""
-    assert isinstance(root, FSDPModule)
-    state = fully_shard.state(root)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
