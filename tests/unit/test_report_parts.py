@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.report.markup import Html, build_json_script, build_tag, join_html
-from phalanx.report.reduce import compute_median_of_finite, compute_percentile
+from phalanx.report.percentiles import compute_median_of_finite, compute_percentile
 from phalanx.report.sample import (
     compute_running_mean,
     compute_running_median,

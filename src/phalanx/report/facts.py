@@ -203,8 +203,8 @@ class RunFacts:
     story: list[Envelope]
     ledger: WallTimeBreakdown
     rank_ledgers: list[RankLedger]
-    reliability: Reliability
     """Where the seconds of each rank went; empty for runs of earlier releases."""
+    reliability: Reliability
     wall_s: float
     tokens_per_s: float
     timeline: RunTimeline

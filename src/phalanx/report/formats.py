@@ -15,10 +15,20 @@ NOT_MEASURED_TEXT = "not measured"
 def number_or_nan(value: Any) -> float:
     """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold
     anything."""
-    # bool is an int in Python.
-    if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
+    if is_number_of_ordinary_size(value):
         return float(value)
     return math.nan
+
+
+def int_or_none(value: Any) -> int | None:
+    if not is_number_of_ordinary_size(value):
+        return None
+    return int(value)
+
+
+def is_number_of_ordinary_size(value: Any) -> bool:
+    # bool is an int in Python.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def finite_or_zero(value: float) -> float:

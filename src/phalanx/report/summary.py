@@ -17,7 +17,7 @@ from phalanx.report.expert_facts import compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.ledger import RankLedger
-from phalanx.report.reduce import compute_median_of_finite
+from phalanx.report.percentiles import compute_median_of_finite
 from phalanx.report.run_status import describe_last_failure, find_job_of_run, find_run_end
 
 
