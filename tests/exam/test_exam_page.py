@@ -105,7 +105,7 @@ def test_the_page_keeps_what_was_written_by_hand() -> None:
     assert list_lines_of_hand(replaced) == list_lines_of_hand(page)
     assert replaced.count("of this machine") == 5
     assert "50 rows of the unchanged code, over 1 seeds, had 0 alarms" in replaced
-    for prose in (" sat together on ", "of which 12 were found", "## Bugs of an outsider"):
+    for prose in (" sat together on ", "of which 12 were found", "## Bugs of examiners"):
         assert any(prose in line for line in list_lines_of_hand(replaced))
     assert replace_blocks(replaced, new) == replaced
 
