@@ -106,6 +106,34 @@ def test_steps_done_again_count_as_work_and_not_as_progress() -> None:
     assert story.value("phalanx_goodput_ratio") == pytest.approx(8 / lifetime_s)
 
 
+def test_without_the_events_of_rank_0_nothing_is_said_that_it_alone_tells() -> None:
+    story = Story()
+    story.tell(replace(STEP, step=1), rank=1)
+    story.tell(events.RunFinished("finished", 0, 1, 2.0), rank=-1)
+    snapshot = story.metrics.build_snapshot()
+    for name in ("phalanx_steps_total", "phalanx_tokens_total", "phalanx_goodput_ratio"):
+        assert snapshot.find_value(name) is None, name
+    assert snapshot.find_value("phalanx_checkpoints_total", "saved") is None
+    assert "phalanx_step_seconds_count" not in render_metrics(snapshot)
+    by_name = {metric["name"]: metric for metric in build_metrics_json(snapshot)["metrics"]}
+    assert by_name["phalanx_step_seconds"]["samples"] == []
+    assert snapshot.find_value("phalanx_self_seconds_total", "1") == pytest.approx(0.8)
+    assert snapshot.find_value("phalanx_run_state", "finished") == 1
+
+
+def test_a_count_that_lacks_an_attempt_of_rank_0_is_not_told() -> None:
+    story = Story()
+    story.tell(replace(STEP, step=1), rank=1)
+    story.attempt = 1
+    story.start(step=1)
+    story.steps(2, 3)
+    assert story.value("phalanx_steps_total") is None
+    story.attempt = 0
+    story.start()  # A file that comes late.
+    story.steps(1, 1)
+    assert story.value("phalanx_steps_total") == 3
+
+
 def test_goodput_leaves_out_what_is_no_training() -> None:
     story = Story()
     story.start()

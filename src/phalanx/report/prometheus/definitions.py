@@ -108,7 +108,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _counter(
         "phalanx_roll_backs_total",
-        "Times that ranks went back to a checkpoint of before. cause: loss_spike or corruption.",
+        "Times that ranks went back to a checkpoint of before. cause: loss_spike, corruption or"
+        " nonfinite_weights.",
         "cause",
     ),
     _gauge(

@@ -52,7 +52,7 @@ def build_metrics_json(snapshot: MetricSnapshot) -> dict[str, Any]:
     metrics = []
     for definition in METRICS:
         samples: list[dict[str, Any]] = []
-        if definition.kind == "histogram":
+        if definition.kind == "histogram" and snapshot.step_seconds is not None:
             samples = [_build_histogram_json(snapshot.step_seconds)]
         for labels, value in snapshot.values.get(definition.name, {}).items():
             named = dict(zip(definition.labels, labels, strict=True))
@@ -100,7 +100,8 @@ class _SnapshotCollector:
             return
         for definition in METRICS:
             if definition.kind == "histogram":
-                yield _build_histogram(core, definition, snapshot)
+                if snapshot.step_seconds is not None:
+                    yield _build_histogram(core, definition, snapshot.run, snapshot.step_seconds)
             elif samples := snapshot.values.get(definition.name):
                 yield _build_family(core, definition, snapshot.run, samples)
 
@@ -131,10 +132,11 @@ def _encode_labels(*labels: str) -> tuple[str, ...]:
     return tuple(label.encode("utf-8", "backslashreplace").decode() for label in labels)
 
 
-def _build_histogram(core: Any, definition: MetricDefinition, snapshot: MetricSnapshot) -> Any:
+def _build_histogram(
+    core: Any, definition: MetricDefinition, run: str, histogram: HistogramValue
+) -> Any:
     family = core.HistogramMetricFamily(definition.name, definition.meaning, labels=("run",))
-    histogram = snapshot.step_seconds
     bounds = [str(bound) for bound in STEP_SECONDS_BUCKETS] + ["+Inf"]
     buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    family.add_metric(_encode_labels(snapshot.run), buckets, histogram.total)
+    family.add_metric(_encode_labels(run), buckets, histogram.total)
     return family

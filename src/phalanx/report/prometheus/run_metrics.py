@@ -42,6 +42,9 @@ class RunMetrics:
         self._saved_step = 0
         # The newest attempt that began, and its ranks.
         self._attempt, self._num_ranks = -1, math.inf
+        # Attempts in which rank 0 was heard, and in which any rank did steps.
+        self._attempts_of_lead: set[int] = set()
+        self._attempts_with_steps: set[int] = set()
         # Failed checks so far, by rank, attempt and invariant.
         self._num_failed_checks: dict[tuple[int, int, str], int] = {}
         self._progress_unix_s: dict[int, float] = {}
@@ -67,6 +70,10 @@ class RunMetrics:
         if envelope.rank in (_SUPERVISOR_RANK, LEAD_RANK):
             self._timeline.add_event(envelope)
             self._newest = envelope
+        if envelope.rank == LEAD_RANK:
+            self._attempts_of_lead.add(envelope.attempt)
+        if isinstance(envelope.event, events.StepFinished | events.StepsSummed):
+            self._attempts_with_steps.add(envelope.attempt)
         if envelope.rank >= 0:
             self.note_progress(envelope.rank, envelope.time_unix_s)
         self._add_other_event(envelope)
@@ -98,7 +105,11 @@ class RunMetrics:
         if self.is_live and self._unsaved_since is not None:
             age_s = _measure_age(self._unsaved_since) + self._unsaved_before_s
             values.set("phalanx_checkpoint_age_seconds", age_s)
-        return values.build_snapshot(self._run, self._num_ranks)
+        snapshot = values.build_snapshot(self._run, self._num_ranks)
+        if self._attempts_with_steps <= self._attempts_of_lead:
+            return snapshot
+        # A file of rank 0 was lost, or lies elsewhere: a count without it would be too low.
+        return snapshot.leave_out(_OF_LEAD_RANK_ALONE)
 
     def _set_drift(self) -> None:
         slope = self._drift.measure_step_slope()
@@ -230,6 +241,36 @@ _COUNTERS_FROM_ZERO = (
     "phalanx_roll_backs_total",
     "phalanx_skipped_steps_total",
     "phalanx_checkpoints_total",
+)
+# Rank 0 alone tells them.
+_OF_LEAD_RANK_ALONE = frozenset(
+    {
+        "phalanx_goodput_ratio",
+        "phalanx_step",
+        "phalanx_target_steps",
+        "phalanx_steps_total",
+        "phalanx_steps_redone_total",
+        "phalanx_skipped_steps_total",
+        "phalanx_nonfinite_steps_total",
+        "phalanx_tokens_total",
+        "phalanx_step_seconds",
+        "phalanx_loss",
+        "phalanx_grad_norm",
+        "phalanx_learning_rate",
+        "phalanx_loss_scale",
+        "phalanx_loss_spikes_total",
+        "phalanx_evaluations_total",
+        "phalanx_eval_seconds_total",
+        "phalanx_eval_loss",
+        "phalanx_eval_metric",
+        "phalanx_checkpoints_total",
+        "phalanx_checkpoint_step",
+        "phalanx_checkpoint_timestamp_seconds",
+        "phalanx_checkpoint_age_seconds",
+        "phalanx_checkpoint_seconds_total",
+        "phalanx_checkpoint_stall_seconds_total",
+        "phalanx_checkpoint_written_bytes_total",
+    }
 )
 _LABELS_FROM_ZERO: dict[str, list[tuple[str, ...]]] = {
     "phalanx_restarts_total": [(cause,) for cause in RESTART_CAUSES],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from phalanx.report.prometheus.definitions import METRIC_BY_NAME, STEP_SECONDS_BUCKETS
@@ -24,11 +24,20 @@ class HistogramValue:
 
 @dataclass(frozen=True)
 class MetricSnapshot:
-    """Values at one moment, by metric name and label values. `run`: the label of all of them."""
+    """Values at one moment, by metric name and label values. `run`: the label of all of them.
+    `step_seconds`: None where they are not known."""
 
     run: str
     values: Mapping[str, Mapping[LabelValues, float]]
-    step_seconds: HistogramValue
+    step_seconds: HistogramValue | None
+
+    def leave_out(self, names: Set[str]) -> MetricSnapshot:
+        """The snapshot without the metrics of these names."""
+        return MetricSnapshot(
+            run=self.run,
+            values={name: of_name for name, of_name in self.values.items() if name not in names},
+            step_seconds=None if "phalanx_step_seconds" in names else self.step_seconds,
+        )
 
     def find_value(self, name: str, *labels: str) -> float | None:
         """The value of a metric, or None where it has none yet."""
