@@ -43,5 +43,8 @@ def test_a_rate_is_said_with_its_number_and_never_of_one_failure() -> None:
     text = describe_event(Envelope(event, -1, 0, 1e9, seq=0, monotonic_s=1.0))
     assert text == (
         "hour 1: goodput 90.0%; 1 failure in 1 h 00 m (in the mean at least 12 m 41 s between two,"
-        " with 95 % confidence); if failures go on like that, a save each 38.0 s loses least"
+        " with 95 % confidence)"
     )
+    event = ReliabilityMeasured(0, 3600.0, 0.9, 1.0, 2, 1800.0, 0.2, 27.0)
+    text = describe_event(Envelope(event, -1, 0, 1e9, seq=0, monotonic_s=1.0))
+    assert text.endswith("; if failures go on like that, a save each 27.0 s loses least")

@@ -11,6 +11,7 @@ from phalanx.observe.events import (
     Envelope,
     Event,
     RankFailed,
+    ReliabilityMeasured,
     RolledBack,
     RunStarted,
 )
@@ -92,3 +93,23 @@ def test_a_run_without_failures_knows_no_rate() -> None:
     assert math.isnan(found.mean_between_failures_s)
     assert math.isnan(found.best_save_every_s)
     assert found.participation == 1.0
+
+
+def test_one_failure_is_no_rate() -> None:
+    hour = ReliabilityMeasured(0, 100.0, 0.8, 1.0, 1, 100.0, 0.2, 6.3)
+    story = [at(0, start(2)), at(10, save(5)), at(30, FAILED), at(40, save(10)), at(100, hour)]
+    times = TimelineBuilder()
+    for envelope in story:
+        times.add_event(envelope)
+    found = measure_reliability(
+        story, times.build_measured_timeline(), [RunAttempt(0, 1, start(2))], {1: 0}, good_s=5.0
+    ).to_json()
+    assert (found["num_failures"], found["alive_s"]) == (1, pytest.approx(100.0))
+    assert found["mean_between_failures_s"] is None
+    assert found["best_save_every_s"] is None
+    least_s, most_s = found["mean_between_failures_interval_s"]
+    assert least_s == pytest.approx(100 * 12.67 / 60, abs=0.1)
+    assert most_s is None
+    # What the supervisor wrote of its hour is that of one failure, too.
+    assert found["hours"][0]["mean_between_failures_s"] is None
+    assert found["hours"][0]["best_save_every_s"] is None

@@ -7,6 +7,9 @@ import math
 
 from phalanx.core.units import format_seconds, plural
 
+MIN_FAILURES_OF_A_RATE = 2
+"""One failure alone has no time between failures: of it only a least one can be said."""
+
 # Of a normal distribution: 95 % on two sides, and on one.
 _Z_TWO_SIDED, _Z_ONE_SIDED = 1.960, 1.645
 

@@ -11,7 +11,7 @@ from phalanx.core.stop_signals import MORE_RANKS_REASON
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
-from phalanx.observe.failure_rate import describe_failure_rate
+from phalanx.observe.failure_rate import MIN_FAILURES_OF_A_RATE, describe_failure_rate
 from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 
@@ -330,7 +330,7 @@ def _describe_reliability(event: events.ReliabilityMeasured) -> str:
     if event.num_failures > 0 and math.isfinite(event.mean_between_failures_s):
         alive_s = event.num_failures * event.mean_between_failures_s
         text += f"; {describe_failure_rate(int(event.num_failures), alive_s)}"
-    if math.isfinite(event.best_save_every_s):
+    if event.num_failures >= MIN_FAILURES_OF_A_RATE and math.isfinite(event.best_save_every_s):
         best = format_seconds(event.best_save_every_s)
         text += f"; if failures go on like that, a save each {best} loses least"
     return text

@@ -72,7 +72,7 @@ def _list_goodput_lines(facts: RunFacts) -> list[str]:
     )
     if math.isfinite(reliability.participation) and reliability.participation < 1:
         line += f"; {reliability.participation:.1%} of the ranks took part"
-    if math.isfinite(reliability.mean_between_failures_s):
+    if reliability.num_failures:
         line += f"; {describe_failure_rate(reliability.num_failures, reliability.alive_s)}"
         if reliability.num_cut_off:
             line += ", without what was cut off"

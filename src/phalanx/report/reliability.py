@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.writing.save_clock import compute_optimal_save_interval_s
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
-from phalanx.observe.failure_rate import bound_time_between_failures
+from phalanx.observe.failure_rate import MIN_FAILURES_OF_A_RATE, bound_time_between_failures
 from phalanx.report.timeline import RunTimeline
 
 if TYPE_CHECKING:
@@ -25,16 +25,17 @@ class Reliability:
 
     `goodput`: the share of the run's life in steps that stand and were applied, without their
     waiting for data, saves and evaluations. `participation`: over the steps that stand, the mean
-    share that took part of the ranks that their command had. `mean_between_failures_s`: the run's
-    life by the number of its failures; `num_cut_off`: commands that ended without a word before the
-    run was resumed (a machine that was lost, say), which are none of these. `save_every_s`: the
-    median between two saves; `best_save_every_s`: what Young and Daly want for that rate of
-    failures and the cost of these saves. `hours`: those that the supervisor measured; none of less
-    than one without a failure.
+    share that took part of the ranks that their command had. `alive_s`: the run's life;
+    `mean_between_failures_s`: that by the number of its failures, of which one alone gives no mean;
+    `num_cut_off`: commands that ended without a word before the run was resumed (a machine that was
+    lost, say), which are none of these. `save_every_s`: the median between two saves;
+    `best_save_every_s`: what Young and Daly want for that rate of failures and the cost of these
+    saves. `hours`: those that the supervisor measured; none of less than one without a failure.
     """
 
     goodput: float
     participation: float
+    alive_s: float
     num_failures: int
     mean_between_failures_s: float
     save_stall_s: float
@@ -42,11 +43,6 @@ class Reliability:
     best_save_every_s: float
     num_cut_off: int = 0
     hours: tuple[events.ReliabilityMeasured, ...] = ()
-
-    @property
-    def alive_s(self) -> float:
-        """The run's life; NaN without failures."""
-        return self.num_failures * self.mean_between_failures_s
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx report --json`, numbers that are not known as null; with the 95 %
@@ -56,10 +52,7 @@ class Reliability:
         return {
             **{name: _number_or_none(value) for name, value in values.items()},
             "mean_between_failures_interval_s": [_number_or_none(bound) for bound in bounds],
-            "hours": [
-                {name: _number_or_none(value) for name, value in asdict(hour).items()}
-                for hour in self.hours
-            ],
+            "hours": [_describe_hour(hour) for hour in self.hours],
         }
 
 
@@ -75,7 +68,9 @@ def measure_reliability(
     num_failures = sum(isinstance(e.event, events.RankFailed) for e in story)
     # Another launcher starts ranks again because one of them failed.
     num_failures += sum(attempt.is_by_launcher for attempt in attempts)
-    mtbf_s = timeline.alive_s / num_failures if num_failures else math.nan
+    mtbf_s = math.nan
+    if num_failures >= MIN_FAILURES_OF_A_RATE:
+        mtbf_s = timeline.alive_s / num_failures
     saves = [e for e in story if isinstance(e.event, events.CheckpointSaved)]
     stalls, durations = [], []
     for envelope in saves:
@@ -92,6 +87,7 @@ def measure_reliability(
     return Reliability(
         goodput=good_s / timeline.alive_s if timeline.alive_s > 0 else math.nan,
         participation=_measure_participation(attempts, attempt_of_step),
+        alive_s=timeline.alive_s,
         num_failures=num_failures,
         mean_between_failures_s=mtbf_s,
         save_stall_s=stall_s,
@@ -100,6 +96,14 @@ def measure_reliability(
         num_cut_off=timeline.num_cut_off,
         hours=tuple(e.event for e in story if isinstance(e.event, events.ReliabilityMeasured)),
     )
+
+
+def _describe_hour(hour: events.ReliabilityMeasured) -> dict[str, float | None]:
+    facts = {name: _number_or_none(value) for name, value in asdict(hour).items()}
+    if hour.num_failures < MIN_FAILURES_OF_A_RATE:
+        # The event has the quotient of one failure, too.
+        facts |= dict.fromkeys(("mean_between_failures_s", "best_save_every_s"))
+    return facts
 
 
 def _number_or_none(value: float) -> float | None:
