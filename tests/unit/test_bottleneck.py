@@ -295,6 +295,18 @@ def test_ranks_without_a_processor_are_told_from_slow_kernels(tmp_path: Path) ->
     assert main.kind == "no processor time"
 
 
+def test_where_ranks_lack_a_processor_so_may_what_they_wait_for(tmp_path: Path) -> None:
+    starved = judge(write_run(tmp_path / "starved", {}, cpu_share=0.3, transfer_s=0.1))
+    assert {cause.kind for cause in starved.causes} == {"communication", "no processor time"}
+    assert starved.not_judged == (
+        "how much of the other causes is waiting for a processor: ranks had one for at most 30.1 %"
+        " of the time in which they computed, and for how much of the rest nobody counted",
+    )
+    # Ranks that sleep until their next batch comes lack none.
+    loads = write_run(tmp_path / "loads", {-1: {"data": 0.2}}, cpu_share=0.4)
+    assert judge(loads).not_judged == ()
+
+
 def test_evaluations_between_the_steps_count(tmp_path: Path) -> None:
     evaluations = tuple(EvalFinished(step, 2.0, 100, 1.0) for step in (10, 20, 30))
     main = judge(write_run(tmp_path / "run", {}, more=evaluations)).main

@@ -93,6 +93,16 @@ def read_palettes() -> dict[str, dict[str, str]]:
     return {"light": light, "dark": light | dict(variable.findall(dark_css.split("\n}", 1)[0]))}
 
 
+def _find_colour_class(part: str) -> str:
+    """The class of a part that names its colour, without stripes."""
+    return _CSS_CLASS_OF_PART[part].split()[0]
+
+
+def test_no_two_parts_of_the_ledger_look_the_same() -> None:
+    looks = list(_CSS_CLASS_OF_PART.values())
+    assert sorted(set(looks)) == sorted(looks)
+
+
 def list_touching_parts() -> set[tuple[str, str]]:
     """Classes of parts of the ledger that may lie side by side: parts without seconds have no
     segment."""
@@ -100,7 +110,7 @@ def list_touching_parts() -> set[tuple[str, str]]:
     touching = set()
     for at, part in enumerate(order):
         for other in order[at + 1 :]:
-            classes = _CSS_CLASS_OF_PART[part], _CSS_CLASS_OF_PART[other]
+            classes = _find_colour_class(part), _find_colour_class(other)
             if classes[0] != classes[1]:
                 touching.add(classes)
             if other in PARTS_OF_EACH_RUN:

@@ -522,7 +522,7 @@ def test_nothing_is_finite(run: Run) -> None:
     run.say(events.EvalFinished(4, math.nan, 0, 0.0))
     run.say(events.BaselineMeasured("unigram", math.nan, 0, 0.0))
     text = page_of(run).text
-    assert "Final training loss not measured" in text
+    assert "Training loss not measured" in text
     assert "Held-out loss not measured" in text
 
 
@@ -769,6 +769,10 @@ def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFix
         said = capsys.readouterr().out
         assert said.startswith(f"still runs, 16 steps are done: {lock.holder}\n")
         assert build_run_json(collect_run_facts(run.directory))["is_running"] is True
+        page = page_of(run).text
+        assert "a-run running" in page
+        assert "It was running when this page was made." in page
+        assert "Training loss 2.2000 nats/token of step 16" in page
     assert run_command_line(["report", str(run.directory)]) == 0
     assert capsys.readouterr().out.startswith("cut off after step 16: no end was recorded")
     told = build_run_json(collect_run_facts(run.directory))

@@ -16,7 +16,7 @@ from phalanx.report.sections.block_norms import has_block_norms, render_block_no
 from phalanx.report.sections.curves import render_curves
 from phalanx.report.sections.experts import has_experts, render_experts
 from phalanx.report.sections.happenings import draw_happenings
-from phalanx.report.sections.header import name_run, render_header
+from phalanx.report.sections.header import name_run, name_status, render_header
 from phalanx.report.sections.invariants import has_invariants, render_invariants
 from phalanx.report.sections.memory import render_memory
 from phalanx.report.sections.mesh import has_mesh, render_mesh
@@ -103,7 +103,7 @@ def render_page(facts: RunFacts, *, live: LiveState | None = None) -> str:
         build_tag("meta", charset="utf-8"),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        build_tag("title", f"{name_run(facts)}, {facts.status} · phalanx"),
+        build_tag("title", f"{name_run(facts)}, {name_status(facts)} · phalanx"),
         # Else a browser asks for /favicon.ico.
         build_tag("link", rel="icon", href="data:,"),
         build_tag("style", _read_asset("page.css")),

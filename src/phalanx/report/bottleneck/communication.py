@@ -62,7 +62,8 @@ def _charge_transfer(study: StepStudy, transfer: StepTransfer) -> None:
     axis, how = _find_slowest_axis(study, transfer)
     evidence = [
         f"even the rank that comes last spends {format_percent(share, 1)} of a step in"
-        " collectives, which is transfer and no waiting"
+        " collectives: transfer, and what cannot be told from it, waiting in turn before several"
+        " calls of one operation"
     ]
     if how:
         evidence.append(how)

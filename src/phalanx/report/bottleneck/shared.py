@@ -153,6 +153,20 @@ def find_evaluation(study: StepStudy) -> None:
         )
 
 
+def _note_other_waiting_for_processors(study: StepStudy) -> None:
+    """What is no computing waits for processors as well, and nobody counts it there."""
+    shares = [
+        sum(row.cpu_s for row in rows) / max(sum_compute_seconds(rows), 1e-9)
+        for rows in study.table.rows.values()
+    ]
+    if study.causes and max(shares) < _MIN_PROCESSOR_SHARE:
+        study.not_judged.append(
+            "how much of the other causes is waiting for a processor: ranks had one for at most"
+            f" {format_percent(median(shares), 1)} of the time in which they computed, and for how"
+            " much of the rest nobody counted"
+        )
+
+
 def find_missing_processor_time(study: StepStudy) -> None:
     """All ranks sleep or have no turn while they should compute."""
     shares = [study.processor_share(rank) for rank in study.table.ranks]
@@ -165,6 +179,7 @@ def find_missing_processor_time(study: StepStudy) -> None:
         computed_s = sum_compute_seconds(rows)
         cpu_s = sum(row.cpu_s for row in rows)
         idle_s[rank] = max(computed_s - cpu_s, 0.0)
+    _note_other_waiting_for_processors(study)
     share = median(idle_s.values()) / study.total_s
     if share < MIN_SHARE:
         return

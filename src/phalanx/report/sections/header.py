@@ -12,7 +12,7 @@ from phalanx.report.facts import MAX_SHOWN_WARNINGS, NOUN_OF_BYTES_SENT_OVER_AXI
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_small_text, build_tag
 from phalanx.report.reliability import Reliability
-from phalanx.report.run_status import describe_last_failure
+from phalanx.report.run_status import describe_last_failure, find_job_of_run
 from phalanx.report.sections.raw import draw_why_link
 from phalanx.report.sections.timing import CSS_CLASS_OF_LEDGER_ENTRY
 
@@ -28,6 +28,7 @@ MAX_SHOWN_HOURS = 6
 _KEY_OF_TILE = {
     "Steps done": "loss",
     "Final training loss": "loss",
+    "Training loss": "loss",
     "Held-out loss": "held-out",
     "Wall time": "wall",
     "Restarts": "restarts",
@@ -48,6 +49,14 @@ def name_run(facts: RunFacts) -> str:
     return f"{facts.name} ({directory})"
 
 
+def name_status(facts: RunFacts) -> str:
+    """The status of a run; "running" of one without an end whose job is alive."""
+    job = find_job_of_run(facts)
+    if job is not None and job.is_alive:
+        return "running"
+    return facts.status
+
+
 def render_header(facts: RunFacts) -> Html:
     status_class = _CSS_CLASS_OF_STATUS.get(facts.status, "open")
     return build_tag(
@@ -55,7 +64,7 @@ def render_header(facts: RunFacts) -> Html:
         build_tag(
             "div",
             build_tag("h1", facts.name),
-            build_tag("span", facts.status, class_=f"status {status_class}"),
+            build_tag("span", name_status(facts), class_=f"status {status_class}"),
             class_="name",
         ),
         build_tag("p", _describe_start_and_duration(facts), class_="when"),
@@ -124,7 +133,12 @@ def _describe_start_and_duration(facts: RunFacts) -> str:
     when = f"Started {started}, last event {formats.format_timestamp(facts.last_unix_s)}."
     if facts.is_finished:
         return when
-    return f"{when} No end was recorded: it is still running, or it was cut off."
+    job = find_job_of_run(facts)
+    if job is None:
+        return f"{when} No end was recorded, and no job of it ran here when this page was made."
+    if job.is_alive:
+        return f"{when} It was running when this page was made."
+    return f"{when} No end was recorded; whether it runs could not be seen from here."
 
 
 def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
@@ -144,7 +158,11 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         devices = f"{facts.world_size} x {facts.device}"
     tiles = [
         ("Steps done", _describe_steps_done(facts), redone),
-        ("Final training loss", formats.format_loss(loss, facts.units.loss), of_step),
+        (
+            "Final training loss" if facts.is_finished else "Training loss",
+            formats.format_loss(loss, facts.units.loss),
+            of_step,
+        ),
         ("Held-out loss", held_out, against),
         ("Throughput", _describe_throughput(facts), median),
         ("Wall time", formats.format_seconds_or_missing(facts.wall_s), ""),

@@ -29,7 +29,7 @@ def render_invariants(facts: RunFacts) -> Html | None:
         build_tag("h2", "Checks"),
         [build_tag("p", text, class_="note warning") for text in _list_failure_sentences(facts)],
         build_table(
-            ["what must hold", "result", "looked at", "not looked at"], rows, css_class="top"
+            ["what must hold", "result", "looked at", "not looked at"], rows, css_class="top prose"
         ),
         build_tag("p", note, class_="note"),
         id="checks",

@@ -13,10 +13,11 @@ MAX_SHOWN_LEDGERS = 16
 MAX_SHOWN_CALLERS = 24
 
 UNATTRIBUTED = "unattributed"
+# Parts that share a colour differ by stripes: there are more parts than colours that all can tell.
 _CSS_CLASS_OF_PART = {
     "start-up": "g7",
     "data": "g0",
-    "host to device": "g6",
+    "host to device": "g6 striped",
     "forward": "g1",
     "backward": "g2",
     "communication": "g3",
@@ -25,11 +26,11 @@ _CSS_CLASS_OF_PART = {
     "checkpoint": "g5",
     "evaluation": "g6",
     "prepare and record": "g8",
-    "other phases": "g8",
+    "other phases": "g8 striped",
     "steps done again": "g11",
     "restart": "g12",
-    "failure": "g12",
-    "ending": "g7",
+    "failure": "g12 striped",
+    "ending": "g7 striped",
     UNATTRIBUTED: "g9",
 }
 
