@@ -313,6 +313,10 @@ def test_evaluations_between_the_steps_count(tmp_path: Path) -> None:
     assert main is not None
     assert main.kind == "evaluation"
     assert main.share == pytest.approx(3 / (3 + 37 * 0.105), abs=0.02)
+    assert describe_bottleneck(judge(tmp_path / "run")) == (
+        "evaluating, 43.5 % of the time of steps and of what lies between them: without it training"
+        " would be at most 1.77 x faster"
+    )
 
 
 def test_ranks_of_a_pipeline_are_compared_within_their_stage(tmp_path: Path) -> None:

@@ -197,6 +197,8 @@ def _find_value(job: Any, key: str) -> Any:
 
 
 def _show(value: Any) -> str:
+    if value is None:
+        return "not set"
     return printable(str(value), 80)
 
 

@@ -45,7 +45,7 @@ class ExpectedGain:
 class Cause:
     """A cause of lost time.
 
-    `share` of the steps' time, 0 to 1. `speedup`: how many times faster the measured steps would
+    `share` of the steps' time, 0 to 1 (of what lies between steps: of both together). `speedup`: how many times faster the measured steps would
     be without it, by simulating them again; with `is_upper_bound` at most so many, as it cannot go
     away wholly. `rank` is None where it is no single rank. `axis`: of communication, "" where
     nobody knows. `gains`: what is known of single settings that mend it.
@@ -62,6 +62,11 @@ class Cause:
     axis: str = ""
     is_upper_bound: bool = False
     gains: tuple[ExpectedGain, ...] = ()
+
+    @property
+    def lies_between_steps(self) -> bool:
+        """True where no step would be faster without it, but training would be."""
+        return self.kind == "evaluation"
 
     def to_json(self) -> dict[str, Any]:
         return {

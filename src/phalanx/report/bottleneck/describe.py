@@ -20,17 +20,31 @@ def describe_bottleneck(verdict: BottleneckVerdict) -> str:
     if main.kind == "compute":
         return f"computation, {format_percent(main.share, 1)} of a step: nothing else takes a tenth"
     sentence = (
-        f"{main.subject}, {format_percent(main.share, 1)} of a step"
-        f"{'' if main.share >= CLEAR_SHARE else ' (a small part)'}: without it steps would be"
-        f" {describe_gain(main)}"
+        f"{main.subject}, {describe_share(main)}"
+        f"{'' if main.share >= CLEAR_SHARE else ' (a small part)'}: without it"
+        f" {'training' if main.lies_between_steps else 'steps'} would be {describe_gain(main)}"
     )
     further_causes = [
-        f"{cause.subject} ({format_percent(cause.share, 1)}, {describe_gain(cause)})"
+        f"{cause.subject} ({_describe_further_share(cause)}, {describe_gain(cause)})"
         for cause in verdict.causes[1:]
     ]
     if further_causes:
         sentence += f"; then {', '.join(further_causes)}"
     return sentence
+
+
+def describe_share(cause: Cause) -> str:
+    """ "49.8 % of a step"; of what lies between steps, of both together."""
+    share = format_percent(cause.share, 1)
+    if cause.lies_between_steps:
+        return f"{share} of the time of steps and of what lies between them"
+    return f"{share} of a step"
+
+
+def _describe_further_share(cause: Cause) -> str:
+    if cause.lies_between_steps:
+        return describe_share(cause)
+    return format_percent(cause.share, 1)
 
 
 def describe_gain(cause: Cause) -> str:

@@ -11,6 +11,7 @@ from phalanx.report.bottleneck.describe import (
     describe_basis,
     describe_bottleneck,
     describe_gain,
+    describe_share,
     describe_utilization,
 )
 from phalanx.report.charts import StackChart, draw_stack_chart
@@ -87,7 +88,7 @@ def _render_bottleneck(facts: RunFacts) -> Html:
 
 def _render_cause(cause: Cause) -> Html:
     """One cause: its share, what its absence gives, the evidence, and what to do."""
-    title = f"{cause.subject}: {formats.format_percent(cause.share, 1)} of a step"
+    title = f"{cause.subject}: {describe_share(cause)}"
     if cause.kind != "compute":
         title += f", {describe_gain(cause)} without it"
     lines = [*cause.evidence, f"next: {cause.action}"]
