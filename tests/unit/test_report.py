@@ -761,6 +761,28 @@ def test_the_lines_of_a_run_that_met_failures_name_them_and_its_goodput(
     assert goodput.startswith(f"goodput {share:.1%} of the run's life in steps that stand")
 
 
+def test_a_run_that_went_back_was_not_restarted_and_did_not_fail(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.start()
+    run.steps(range(1, 5))
+    run.say(events.StepSkipped(5, "loss_spike", 99.0, 192, 32))
+    run.steps(range(5, 6))
+    run.say(events.RolledBack(5, "loss_spike", "the loss is 99", 3, -1, 24), rank=-1)
+    run.start(attempt=1, at=3)
+    run.steps(range(4, 17), attempt=1)
+    run.say(events.RunFinished("finished", 0, 16, 9.0), rank=-1, attempt=1)
+    assert run_command_line(["report", str(run.directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("faults  1 return to an earlier checkpoint; first: step 5")
+    text = page_of(run).text
+    assert "Restarts 0 2 steps rolled back" in text
+    assert "went back 1" in text
+    assert "back to an earlier checkpoint" in text
+    assert "restart 1" not in text
+    assert "Skipped steps 0 of the steps that stand; 1 more were done again" in text
+
+
 def test_the_first_lines_say_how_a_run_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.start()
     run.steps(range(1, 17))

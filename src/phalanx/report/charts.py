@@ -74,10 +74,19 @@ class ReferenceLine:
     css_class: str = "ref"
 
 
+NAME_OF_LINE_MARK = {
+    "restart": "restart",
+    "back": "back to an earlier checkpoint",
+    "layout": "other number of ranks",
+    "resume": "resume",
+}
+"""By kind of a vertical line, which is its class in the style, too: its words in the legend."""
+
+
 @dataclass(frozen=True)
 class EventMark:
-    """Something that happened at a step: a vertical line ("restart", "resume") or a cross at a
-    value ("skip")."""
+    """Something that happened at a step: a vertical line (a kind of `NAME_OF_LINE_MARK`) or a cross
+    at a value ("skip")."""
 
     kind: str
     x: float
@@ -331,9 +340,9 @@ def _draw_event_marks(
     if "skip" in kinds:
         cross = build_tag("b", "✕", class_="skip")
         drawing.legend.append(build_tag("span", cross, "skipped step", class_="key"))
-    for kind in ("restart", "resume"):
+    for kind, name in NAME_OF_LINE_MARK.items():
         if kind in kinds:
-            drawing.legend.append(draw_legend_entry(kind, kind, "stroke"))
+            drawing.legend.append(draw_legend_entry(kind, name, "stroke"))
 
 
 def _choose_flag_class(x: float) -> str:

@@ -30,7 +30,9 @@ def list_failure_lines(facts: RunFacts) -> list[str]:
     num_cut_off = facts.reliability.num_cut_off
     if not (failures or went_back or facts.num_restarts or num_cut_off):
         return []
-    parts = [plural(facts.num_restarts, "restart")]
+    parts = []
+    if failures or facts.num_restarts:
+        parts.append(plural(facts.num_restarts, "restart"))
     if named := _name_failures(failures):
         parts.append(named)
     if went_back:
@@ -44,7 +46,9 @@ def list_failure_lines(facts: RunFacts) -> list[str]:
     # The line on the end of a failed run may have said it.
     if words and words != describe_last_failure(facts):
         parts.append(f"first: {words}")
-    return [f"failed  {'; '.join(parts)}", *_list_goodput_lines(facts)]
+    # Going back after a spike of the loss, say, is no failure.
+    label = "failed" if failures or facts.num_restarts else "faults"
+    return [f"{label}  {'; '.join(parts)}", *_list_goodput_lines(facts)]
 
 
 def _name_failures(failures: Sequence[Envelope]) -> str:

@@ -45,10 +45,11 @@ class ExpectedGain:
 class Cause:
     """A cause of lost time.
 
-    `share` of the steps' time, 0 to 1 (of what lies between steps: of both together). `speedup`: how many times faster the measured steps would
-    be without it, by simulating them again; with `is_upper_bound` at most so many, as it cannot go
-    away wholly. `rank` is None where it is no single rank. `axis`: of communication, "" where
-    nobody knows. `gains`: what is known of single settings that mend it.
+    `share` of the steps' time, 0 to 1 (of what lies between steps: of both together). `speedup`:
+    how many times faster the measured steps would be without it, by simulating them again; with
+    `is_upper_bound` at most so many, as it cannot go away wholly. `rank` is None where it is no
+    single rank. `axis`: of communication, "" where nobody knows. `gains`: what is known of single
+    settings that mend it.
     """
 
     kind: str

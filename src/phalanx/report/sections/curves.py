@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from phalanx.core.units import MIB, plural
 from phalanx.observe import events
 from phalanx.report import formats
-from phalanx.report.charts import ChartSeries, EventMark, LineChart, ReferenceLine, draw_line_chart
+from phalanx.report.charts import (
+    NAME_OF_LINE_MARK,
+    ChartSeries,
+    EventMark,
+    LineChart,
+    ReferenceLine,
+    draw_line_chart,
+)
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag
 from phalanx.report.sample import compute_running_mean, compute_running_median
@@ -52,19 +59,41 @@ def find_step_range(facts: RunFacts) -> tuple[float, float] | None:
     return float(min(at)), float(max(at))
 
 
-def list_restart_marks(facts: RunFacts) -> list[EventMark]:
-    """Marks at the first steps of later attempts: after a crash, or because a person resumed.
+# What the supervisor said before it started ranks again.
+_KIND_OF_MARK: dict[type[events.Event], str] = {
+    events.RestartScheduled: "restart",
+    events.RolledBack: "back",
+    events.LayoutChanged: "layout",
+}
 
-    Each kind has its own numbers.
-    """
-    marks, numbers = [], {"restart": 0, "resume": 0}
+_TITLE_OF_MARK = {
+    "restart": "restart",
+    "back": "went back",
+    "layout": "other layout",
+    "resume": "resume",
+}
+
+
+def list_restart_marks(facts: RunFacts) -> list[EventMark]:
+    """Marks at the first steps of later attempts: after a failure, of ranks that went back or
+    became more or fewer, or because a person resumed. Each kind has its own numbers."""
+    kind_of_attempt: dict[int, str] = {}
+    for envelope in facts.story:
+        kind = _KIND_OF_MARK.get(type(envelope.event))
+        if kind is not None:
+            kind_of_attempt[envelope.attempt + 1] = kind
+    marks, numbers = [], dict.fromkeys(NAME_OF_LINE_MARK, 0)
     for attempt in facts.attempts[1:]:
         if attempt.first_step is not None:
             kind = "resume"
             if attempt.is_restart:
-                kind = "restart"
+                kind = kind_of_attempt.get(attempt.number, "restart")
             numbers[kind] += 1
-            marks.append(EventMark(kind, float(attempt.first_step), f"{kind} {numbers[kind]}"))
+            marks.append(
+                EventMark(
+                    kind, float(attempt.first_step), f"{_TITLE_OF_MARK[kind]} {numbers[kind]}"
+                )
+            )
     return marks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.units import plural
+from phalanx.observe import events
 from phalanx.observe.failure_rate import bound_time_between_failures
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
@@ -172,7 +173,7 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     if facts.num_resumes:
         tiles.append(("Resumes", str(facts.num_resumes), ""))
     tiles += [
-        ("Skipped steps", str(len(facts.skipped)), ""),
+        ("Skipped steps", str(len(facts.skipped)), _describe_undone_skips(facts)),
         ("Layout", formats.format_layout(dict(facts.layout)), devices),
         *_list_sent_bytes_tiles(facts),
         *_list_pipeline_tiles(facts),
@@ -223,6 +224,14 @@ def _list_goodput_tiles(reliability: Reliability) -> list[tuple[str, str, str]]:
     if len(reliability.hours) > 1:
         remark += f"; its newest hours: {by_hour}"
     return [("Goodput", share, remark)]
+
+
+def _describe_undone_skips(facts: RunFacts) -> str:
+    """The skips that do not count, as their steps were done again."""
+    told = sum(isinstance(each.event, events.StepSkipped) for each in facts.story)
+    if told <= len(facts.skipped):
+        return ""
+    return f"of the steps that stand; {told - len(facts.skipped)} more were done again"
 
 
 def _describe_steps_done(facts: RunFacts) -> str:
