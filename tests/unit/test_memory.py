@@ -21,7 +21,6 @@ from phalanx.plan.host_allocator import (
     RETAINED_SHARE_OF_BUCKETS,
     RETAINED_SHARE_OF_OTHER_MOMENTS,
     RETAINED_SHARE_WHEN_ACCUMULATING,
-    RETAINED_SHARE_WITH_TENSOR_PARALLEL,
 )
 from phalanx.plan.memory import (
     MIXED_FP16_ADAM_STATE_BYTES,
@@ -242,18 +241,16 @@ def test_what_glibc_gives_back_is_not_kept() -> None:
     assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)
 
 
-def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None:
+def test_tensor_parallel_ranks_have_no_buckets_and_keep_holes_like_others() -> None:
     wide = DecoderShape(2, 512, 8, 8, 64, 1376, 97, True)
     work = Workload(2, 512, "fp32", "none", 2048, 2, tp=2)
     found = predict_rank_memory(wide, work, 0, 1, "cpu", 2)
     assert found["communication"] == 0
     once = replace(work, num_microbatches=1)
     kept = predict_rank_memory(wide, once, 0, 1, "cpu", 2)
-    returned = LIBRARY_BYTES + RETAINED_SHARE_WITH_TENSOR_PARALLEL * activation_bytes(
-        shard_shape(wide, 2), once
-    )
-    returned += retained_bytes_of_other_moments(wide, once, 2, 1)
-    assert kept["allocator"] == pytest.approx(returned, abs=1)
+    holes = RETAINED_ACTIVATION_SHARE * activation_bytes(shard_shape(wide, 2), once)
+    holes += retained_bytes_of_other_moments(wide, once, 2, 1)
+    assert kept["allocator"] == pytest.approx(LIBRARY_BYTES + holes, abs=1)
 
 
 def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:

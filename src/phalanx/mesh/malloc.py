@@ -1,5 +1,5 @@
 """Have glibc give large freed blocks back: a sharded rank on a CPU would otherwise peak as high as
-one that is not, and one of tensor parallelism at nearly twice what is alive.
+one that is not.
 
 glibc takes blocks of up to 32 MiB from its heap once blocks of that size were freed. Gathered
 weights and gradients then leave holes between the tensors that stay, and what was freed is neither

@@ -23,8 +23,6 @@ RETAINED_ACTIVATION_SHARE = 0.4
 # The same where gradients of several microbatches accumulate without a pipeline: they come to lie
 # between the activations, which are elsewhere in the next microbatch.
 RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
-# Of the activations of tensor parallelism, whose blocks of 1 MiB and more go back to the system.
-RETAINED_SHARE_WITH_TENSOR_PARALLEL = 0.05
 # Of what is alive at other moments of a step than the highest: holes that its tensors left.
 RETAINED_SHARE_OF_OTHER_MOMENTS = 1.0
 # Of the gradients that microbatches add up in DDP's buckets: true peaks are that much higher, in
@@ -37,32 +35,25 @@ COMPILER_BYTES = 40 * MIB
 # docs/benchmarks.md.
 MAX_HEAP_BLOCK_BYTES = 32 * MIB
 SHARDED_MAX_HEAP_BLOCK_BYTES = 4 * MIB
-TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES = MIB
 
 
 def choose_max_heap_block_bytes(layout: Layout) -> int:
     """The size up to which a CPU rank's freed blocks stay in its heap."""
-    if layout.tp > 1:
-        return TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES
     if layout.gradient_reduction_layout.dp_shard > 1:
         return SHARDED_MAX_HEAP_BLOCK_BYTES
     return MAX_HEAP_BLOCK_BYTES
 
 
 def estimate_retained_bytes(
-    work: Workload, activations: float, message: int, *, is_staged: bool = False
+    work: Workload, activations: float, *, is_staged: bool = False
 ) -> float:
     """Bytes that a CPU rank's allocator and libraries keep, beside freed gradients.
 
-    `activations`: bytes that the rank keeps for the backward; `message`: of what goes from one
-    block to the next, the size of many of their tensors. `is_staged`: of a pipeline's rank.
+    `activations`: bytes that the rank keeps for the backward. `is_staged`: of a pipeline's rank.
     """
     share = RETAINED_ACTIVATION_SHARE
     if work.num_microbatches > 1 and not is_staged:
         share = RETAINED_SHARE_WHEN_ACCUMULATING
-    # A block's largest tensors are some four times what it hands on.
-    if work.tp > 1 and 4 * message >= TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES:
-        share = RETAINED_SHARE_WITH_TENSOR_PARALLEL
     compiler = COMPILER_BYTES if work.is_compiled else 0
     return LIBRARY_BYTES + share * activations + compiler
 

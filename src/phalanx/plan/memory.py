@@ -274,10 +274,7 @@ def adjust_memory_for_device(
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
-        message = 0 if shape.activations is None else shape.activations.count_message_bytes(work)
-        memory["allocator"] = estimate_retained_bytes(
-            work, activations, message, is_staged=is_staged
-        )
+        memory["allocator"] = estimate_retained_bytes(work, activations, is_staged=is_staged)
         memory["allocator"] += estimate_retained_gradient_bytes(shape, work, zero_stage)
     memory = {
         category: size for category, size in memory.items() if size or category != "compression"
