@@ -101,6 +101,11 @@ def test_arrays_tensors_and_numbers_are_stacked() -> None:
         (({"inputs": 10**30},), "sample 0 of own:data: 'inputs' cannot be made an array"),
         (({"inputs": np.array([10**30])},), "no array of numbers (ndarray of object)"),
         (({"inputs": np.zeros(3, np.longdouble)},), f"(ndarray of {np.dtype(np.longdouble)})"),
+        (
+            ({"inputs": np.ma.masked_array([1.0], mask=[True])},),
+            "sample 0 of own:data: 'inputs' is a masked array, and a tensor has no mask",
+        ),
+        (({"inputs": [np.ma.masked_array([1, 2], mask=False)]},), "'inputs' is a masked array"),
         (({"a.b": 1, "a": {"b": 2}},), "sample 0 of own:data: two entries are both called 'a.b'"),
     ],
 )

@@ -31,6 +31,8 @@ from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes, count_segment_bytes
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.describe import format_scaling_table
+from phalanx.plan.search.scaling import search_per_device_count
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.task import build_search_task
 from phalanx.plan.workload import Workload
@@ -67,6 +69,25 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+class Towers(Model):
+    # A stem before the blocks; a decoder behind them, for as many tokens and for half.
+
+    def __init__(self, dim=32):
+        super().__init__(dim)
+        self.stem = nn.Sequential(nn.Linear(dim, 5 * dim), nn.Linear(5 * dim, dim))
+        self.decoder = nn.Sequential(*(Block(dim) for _ in range(2)))
+        self.pooler = nn.Linear(dim, 40)
+
+    def forward(self, inputs):
+        x = self.stem(self.embed(inputs))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.decoder(x) + self.pooler(x[:, ::2]).mean())
+
+class Flat(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(90, 32), nn.Linear(32, 90))
 
 class ByNumbers(Model):
     def forward(self, inputs):
@@ -215,9 +236,10 @@ def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:
         assert saved == pytest.approx(kept, rel=0.02)
 
 
-def test_flops_are_those_that_torch_counts(own_model: str) -> None:
-    shape = measure(f"{own_model}:Model")
-    module = resolve_model_factory(f"{own_model}:Model")()
+@pytest.mark.parametrize("name", ["Model", "Towers"])
+def test_flops_are_those_that_torch_counts(own_model: str, name: str) -> None:
+    shape = measure(f"{own_model}:{name}")
+    module = resolve_model_factory(f"{own_model}:{name}")()
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(1, LENGTH, dtype=torch.int64))
     flops = shape.flops(LENGTH)
@@ -228,6 +250,21 @@ def test_flops_are_those_that_torch_counts(own_model: str) -> None:
     assert work is not None
     assert work.matmul_flops + work.attention_flops == counter.get_total_flops()
     assert len(work.block_kinds) == 1
+    # Of what lies around the blocks: as many products a block as theirs have.
+    around = (work.before_blocks, work.after_blocks)
+    assert tuple(map(len, around)) == ((0, 0) if name == "Model" else (1, 3))
+
+
+def test_a_module_without_blocks_is_told_why_it_has_no_time(own_model: str) -> None:
+    job = load_job(None, ["cluster.gpu=h100-sxm", "cluster.nodes=1"])
+    task = build_search_task(job, shape=measure(f"{own_model}:Flat", ("bf16",)))
+    result = search_layouts(task)
+    assert result.winner is not None
+    assert result.winner.time is None
+    assert "times are counted block by block, and the module shows none" in result.remarks[0]
+    table = format_scaling_table(list(search_per_device_count(task, [8])), job, task.cluster)
+    assert table[1].split()[:3] == ["8", "ddp", "(dp_replicate=8)"]
+    assert "unknown: why no time is predicted" in table[2]
 
 
 @pytest.mark.parametrize(("name", "why"), [("ByNumbers", "reads numbers"), ("Needy", "weather")])
@@ -249,6 +286,7 @@ def test_a_search_for_what_cannot_be_traced_ends_with_the_reason(own_model: str)
     with pytest.raises(LayoutError, match="whether the job fits is not known") as caught:
         search_layouts_of_job(job)
     assert "reads numbers" in str(caught.value)
+    assert "given token ids" in str(caught.value)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -20,6 +20,7 @@ from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.search.task import build_search_task
 
 GIB = 2**30
 CORES = Cluster("cpu", 8, 64 * GIB)
@@ -237,6 +238,21 @@ def test_a_users_own_module_is_planned_from_its_parameter_count() -> None:
     assert found.chosen.predicted_bytes["activations"] == 0
     assert any("not predicted" in reason for reason in found.reasons)
     assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize(
+    ("num_params", "said"),
+    [
+        (1_000_000, "'pkg:model' has nothing to train: its 1.00 M parameters are all frozen"),
+        (0, "'pkg:model' has no parameters"),
+    ],
+)
+def test_a_model_with_nothing_to_train_is_refused(num_params: int, said: str) -> None:
+    shape = MeasuredModule("pkg:model", 3, num_params, 0, num_params // 4, num_params)
+    with pytest.raises(LayoutError, match=said):
+        make_plan(Job(), cluster=CORES, shape=shape, num_ranks=2)
+    with pytest.raises(LayoutError, match=said):
+        build_search_task(Job(), cluster=CORES, shape=shape)
 
 
 def test_a_published_shape_is_planned_and_what_follows_from_a_change_is_said() -> None:

@@ -12,7 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.model import build_preset_shape
 from phalanx.job.presets import find_preset
 from phalanx.job.shapes.stored import BuiltInShape
-from phalanx.job.work import AttentionWork
+from phalanx.job.work import AttentionWork, ModelWork
 from phalanx.plan.accelerators import find_accelerator
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.generate import (
@@ -39,6 +39,7 @@ from phalanx.plan.timing.setup import (
     PHALANX_COMPILED_STACK,
     PHALANX_STACK,
     Precision,
+    Recompute,
     StepSetup,
 )
 from phalanx.plan.timing.step import (
@@ -67,6 +68,36 @@ def machine() -> MachineRates:
 def setup_of(**keys: object) -> StepSetup:
     plain = StepSetup(LAYOUT, zero_stage=1, num_microbatches=8, seq_len=4096, stack=MEGATRON_STACK)
     return replace(plain, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_is_computed_after_the_blocks_takes_as_long_as_in_one(
+    machine: MachineRates, recompute: Recompute
+) -> None:
+    """A decoder behind an encoder had no time at all. It is never computed again, and is cut by no
+    rule."""
+    work = build_builtin_shape().work(4096)
+    assert work is not None
+    uncut = replace(
+        work.blocks[0],
+        matmuls=tuple(replace(matmul, cut="none") for matmul in work.blocks[0].matmuls),
+        num_params=0,
+    )
+
+    def time(work: ModelWork, **keys: object) -> dict[str, float]:
+        setup = setup_of(layout=Layout(dp_replicate=4), zero_stage=0, **keys)
+        columns = build_setup_columns([setup])
+        return estimate_step_columns(work, machine, "bf16", columns).take(0).terms
+
+    moved = replace(work, blocks=work.blocks[:-8], after_blocks=(uncut,) * 8)
+    assert moved.matmul_flops == work.matmul_flops
+    assert moved.attention_flops == work.attention_flops
+    once, inside = time(moved, recompute=recompute), time(work, recompute=recompute)
+    plain = time(work)
+    # 24 of 32 blocks are computed again.
+    expected = plain["attention"] + (inside["attention"] - plain["attention"]) * 24 / 32
+    assert once["attention"] == pytest.approx(expected)
+    assert once["ideal"] == pytest.approx(plain["ideal"])
 
 
 def test_terms_add_up_in_their_order(machine: MachineRates) -> None:

@@ -197,6 +197,12 @@ def _stack_entries(
 
 def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     is_tensor = hasattr(value, "detach")
+    if _is_masked(value):
+        raise DataError(
+            f"{key!r} is a masked array, and a tensor has no mask",
+            where=where,
+            fix="give what it holds (.filled(NUMBER)), and its mask as another entry",
+        )
     try:
         if isinstance(value, bool | int) and not isinstance(value, np.generic):
             return np.asarray(value, np.int64)
@@ -220,6 +226,14 @@ def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
         return _widen_to_int64(key, array, where)
     # A tensor has this machine's order of bytes, which a file of another kind may not.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _is_masked(value: Any) -> bool:
+    """True for numpy's masked arrays, and lists of them: np.asarray drops the mask in silence.
+    Whatever the mask says: a sample whose mask hides nothing would pass, and a later one not."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], np.ndarray):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _widen_to_int64(key: str, array: NDArray[Any], where: str) -> NDArray[Any]:

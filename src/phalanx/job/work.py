@@ -103,6 +103,13 @@ class BlockWork:
         """Weight matrices and norms: what a framework that looks at parameters one by one sees."""
         return sum(matmul.num_experts for matmul in self.matmuls) + 2
 
+    def count_flops(self, num_tokens: int) -> int:
+        """FLOPs of the forward of one sample of `num_tokens`, in products and attention."""
+        flops = num_tokens * sum(matmul.flops_per_token for matmul in self.matmuls)
+        if self.attention is not None:
+            flops += self.attention.flops
+        return flops
+
 
 @dataclass(frozen=True)
 class ModelWork:
@@ -126,6 +133,12 @@ class ModelWork:
     embedding."""
     num_tied_params: int = 0
     """Parameters that head and embedding share, counted in the embedding."""
+    before_blocks: tuple[BlockWork, ...] = ()
+    """What else is computed before the blocks, and never again: a stem. Its parameters are those of
+    the embedding."""
+    after_blocks: tuple[BlockWork, ...] = ()
+    """What else is computed after them, as a decoder behind an encoder; its parameters are the
+    head's."""
 
     @cached_property
     def block_kinds(self) -> tuple[tuple[BlockWork, int], ...]:
@@ -146,7 +159,7 @@ class ModelWork:
     def matmul_flops(self) -> int:
         """FLOPs of one sample's forward in products with weights, the head among them."""
         per_token = 0
-        for block, count in self.block_kinds:
+        for block, count in (*self.block_kinds, *((block, 1) for block in self._outer_blocks)):
             per_token += count * sum(matmul.flops_per_token for matmul in block.matmuls)
         flops = self.num_tokens * per_token + self.num_head_tokens * self.head.flops_per_token
         if self.embedding is not None:
@@ -158,6 +171,24 @@ class ModelWork:
         """FLOPs of one sample's forward in attention."""
         return sum(
             count * block.attention.flops
-            for block, count in self.block_kinds
+            for block, count in (*self.block_kinds, *((block, 1) for block in self._outer_blocks))
             if block.attention is not None
         )
+
+    @property
+    def flops_before_blocks(self) -> int:
+        """FLOPs of one sample's forward before the blocks."""
+        flops = sum(block.count_flops(self.num_tokens) for block in self.before_blocks)
+        if self.embedding is not None:
+            flops += self.num_embedding_tokens * self.embedding.flops_per_token
+        return flops
+
+    @property
+    def flops_after_blocks(self) -> int:
+        """FLOPs of one sample's forward after the blocks."""
+        flops = sum(block.count_flops(self.num_tokens) for block in self.after_blocks)
+        return flops + self.num_head_tokens * self.head.flops_per_token
+
+    @property
+    def _outer_blocks(self) -> tuple[BlockWork, ...]:
+        return self.before_blocks + self.after_blocks

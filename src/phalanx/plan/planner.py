@@ -52,7 +52,7 @@ from phalanx.plan.warnings import (
     describe_partial_epoch_batch,
     list_early_warnings,
 )
-from phalanx.plan.workload import build_workload
+from phalanx.plan.workload import build_workload, require_trained_parameters
 
 
 def make_plan(
@@ -88,7 +88,8 @@ def make_plan(
     require_gpus_multiply(job, cluster)
     if shape is None:
         shape = measure_or_build_model_shape(job, vocab_size)
-    # Before a layout is looked for: what the model cannot read no layout mends.
+    # Before a layout is looked for: what the model cannot train or read no layout mends.
+    require_trained_parameters(shape)
     _require_large_enough_vocabulary(shape, vocab_size)
     _require_enough_positions(shape, job.data.seq_len)
     _require_document_masks(job, shape)

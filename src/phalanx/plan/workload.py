@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 
+from phalanx.core.errors import LayoutError
 from phalanx.core.registry import read_module_constant
+from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_model_kind
 from phalanx.job.param_holder import ParamHolder
@@ -96,6 +98,19 @@ def has_error_feedback(compress: str) -> bool:
     """True for a compression that keeps what it has not sent in a step, as its file says."""
     return compress != "none" and bool(
         read_module_constant(compress, HOOKS_PACKAGE, "KEEPS_ERROR", False)
+    )
+
+
+def require_trained_parameters(shape: ModelCosts) -> None:
+    """Raises LayoutError for a model that has nothing to train, which every rank would refuse."""
+    if shape.trained_share > 0:
+        return
+    if not shape.num_params:
+        raise LayoutError(f"model {shape.kind!r} has no parameters, so there is nothing to train")
+    raise LayoutError(
+        f"model {shape.kind!r} has nothing to train: its {format_count(shape.num_params)}"
+        " parameters are all frozen",
+        fix="leave requires_grad on for those that should be trained",
     )
 
 

@@ -73,10 +73,16 @@ def prepare_layout_search(
         job, cluster=cluster, vocab_size=vocab_size, sample_form=sample_form, tell=tell
     )
     if task.shape.activations is None:
+        fix = "without --gpu or --instance the plan is of its weights alone"
+        if sample_form is None and not is_hugging_face(job.model.kind):
+            fix = (
+                "it was given token ids [sequences, tokens]; samples of another kind are those of"
+                f" data.source=package.module:factory, a dataset of your own; {fix}"
+            )
         raise LayoutError(
             f"whether the job fits is not known: model {job.model.kind!r} cannot be traced",
             why=getattr(task.shape, "why_untraced", None) or None,
-            fix="without --gpu or --instance the plan is of its weights alone",
+            fix=fix,
         )
     return task
 

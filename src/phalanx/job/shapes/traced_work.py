@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.job.module_names import matches_module
-from phalanx.job.shapes.traced import TracedPart, TracePoint
+from phalanx.job.shapes.traced import TracedPart, TracedProduct, TracePoint
 from phalanx.job.work import AttentionWork, BlockWork, Cut, Matmul, ModelWork
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
         first = point.before.products[0]
         embedding = Matmul("embedding", first.inputs, first.outputs)
         num_embedding_tokens = first.rows // point.batch
+    per_block = max((len(block.matmuls) for block in blocks), default=1)
     return ModelWork(
         num_tokens=tokens,
         dim=dim,
@@ -54,6 +55,71 @@ def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
         num_embedding_params=params.before,
         num_head_params=params.after - params.both,
         num_tied_params=params.both,
+        before_blocks=_build_outer_blocks(
+            module, point.before, point.before.products[1:], point.batch, tokens, per_block
+        ),
+        after_blocks=_build_outer_blocks(
+            module,
+            point.after,
+            point.after.products if point.head is not None else point.after.products[:-1],
+            point.batch,
+            tokens,
+            per_block,
+        ),
+    )
+
+
+def _build_outer_blocks(
+    module: MeasuredModule,
+    part: TracedPart,
+    products: Sequence[TracedProduct],
+    num_samples: int,
+    num_tokens: int,
+    products_per_block: int,
+) -> tuple[BlockWork, ...]:
+    """What is computed outside of the module's blocks for one sample, beside its embedding and its
+    head: `products` of `part`, in blocks of as many products as the module's own have, and its
+    attention. A trace of `num_samples`, each as long as those that are timed."""
+    rows = num_samples * num_tokens
+    cuts = _find_layer_cuts(module, "", part)
+    matmuls = []
+    for p in products:
+        # Other rows than the blocks have: whole visits, and as many outputs as make up the FLOPs.
+        visited = max(1, round(p.rows / rows))
+        outputs = max(1, round(p.outputs * p.rows / (rows * visited)))
+        matmuls.append(
+            Matmul(p.holder, p.inputs, outputs, cuts.get(p.holder, "none"), visited, visited)
+        )
+    attention = None
+    if part.attention_flops:
+        attention = _build_attention_of_calls(part, num_samples, num_tokens)
+    if not matmuls and attention is None:
+        return ()
+    blocks = [
+        BlockWork(tuple(matmuls[start : start + products_per_block]), None, 0, 0, 0, 0, False, 0)
+        for start in range(0, max(1, len(matmuls)), products_per_block)
+    ]
+    added = part.added_elements // rows
+    blocks[0] = replace(
+        blocks[0],
+        attention=attention,
+        norm_features=added,
+        residual_features=added,
+        activation_features=part.activation_elements // rows,
+    )
+    return tuple(blocks)
+
+
+def _build_attention_of_calls(part: TracedPart, num_samples: int, num_tokens: int) -> AttentionWork:
+    """All attention of `part` as one that has the heads of its first call, and as many pairs as
+    make up the FLOPs of all calls."""
+    flops = part.attention_flops / num_samples
+    heads, kv_heads, head_dim, value_dim = 1, 1, 1, 1
+    if part.attention:
+        heads, kv_heads, head_dim, value_dim = part.attention[0][:4]
+    num_pairs = max(1, round(flops / (2 * heads * (head_dim + value_dim))))
+    return AttentionWork(
+        heads, kv_heads, head_dim, value_dim, num_tokens, num_pairs, is_causal=False
     )
 
 

@@ -265,6 +265,7 @@ def _estimate_embedding_and_head_seconds(
     """Seconds of one microbatch in the embedding, and in head and loss. The loss makes both
     gradients of the head in its forward."""
     first, last = TermSeconds(), TermSeconds()
+    whole = replace(batch, tp=1, sequence_parallel=False)
     share = work.num_head_tokens / work.num_tokens
     tokens = batch.tokens * share
     head_batch = RankBatch(tokens, batch.sequences, batch.tp)
@@ -288,6 +289,12 @@ def _estimate_embedding_and_head_seconds(
         reduce_s = rates.collective_s("all_reduce", FP32_BYTES * batch.tokens * work.dim, batch.tp)
         first.add("tp", reduce_s)
         last.add("tp", reduce_s)
+    for ends, blocks in ((first, work.before_blocks), (last, work.after_blocks)):
+        for block in blocks:
+            is_cut = any(matmul.cut != "none" for matmul in block.matmuls)
+            seconds = estimate_calibrated_block(block, rates, batch if is_cut else whole)
+            ends.add_scaled(seconds.forward)
+            ends.add_scaled(seconds.backward)
     return BlockSeconds(first, TermSeconds()), BlockSeconds(last, TermSeconds())
 
 

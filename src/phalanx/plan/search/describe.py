@@ -318,8 +318,12 @@ def format_scaling_table(
     rows: list[Sequence[str]] = [header]
     for count in counts:
         winner = count.winner
-        if winner is None or winner.step_s is None:
+        if winner is None:
             rows.append((f"{count.num_devices:,}", "none", "", "", "", "", "", ""))
+            continue
+        layout = f"{winner.family} ({winner.layout})"
+        if winner.step_s is None:
+            rows.append((f"{count.num_devices:,}", layout, "unknown", "", "", "", "", ""))
             continue
         cost = "unknown"
         if count.job_dollars is not None:
@@ -327,7 +331,7 @@ def format_scaling_table(
         rows.append(
             (
                 f"{count.num_devices:,}",
-                f"{winner.family} ({winner.layout})",
+                layout,
                 format_seconds(winner.step_s),
                 f"{count.tokens_per_s:,.0f}",
                 "" if winner.mfu is None else f"{winner.mfu:.0%}",
@@ -350,6 +354,8 @@ def _list_scaling_notes(
             notes.append(f"{plural(count.num_devices, 'GPU')}: {count.why}{fix}")
     if all(count.winner is None for count in counts):
         return notes
+    if any(count.winner is not None and count.winner.step_s is None for count in counts):
+        notes.append("unknown: why no time is predicted is said of one number of GPUs (--gpus N)")
     steps = f"{job.train.steps:,} steps"
     if "steps" not in job.train.model_fields_set:
         steps += ", the default of train.steps"

@@ -40,6 +40,7 @@ def list_remarks_of_task(task: SearchTask) -> tuple[str, ...]:
 def list_remarks_of_winner(task: SearchTask, winner: RankedLayout) -> tuple[str, ...]:
     """The remarks on the layout that is proposed."""
     remarks = (
+        _describe_unknown_time(task, winner),
         _describe_uncut_alternative(task, winner),
         _describe_unknown_host_memory(task, winner),
     )
@@ -80,6 +81,23 @@ def _describe_wide_products(task: SearchTask) -> str:
     compute_bytes = 4 if task.job.precision.compute == "fp32" else 2
     words = describe_wide_products(task.shape, compute_bytes)
     return f"remark  {words}" if words else ""
+
+
+def _describe_unknown_time(task: SearchTask, winner: RankedLayout) -> str:
+    """A line where no time of a step is predicted, with what would have to be known; ""
+    elsewhere."""
+    if winner.time is not None:
+        return ""
+    text = "remark  no time is predicted, and the order is by simplicity"
+    if task.shape.num_layers == 0:
+        return (
+            f"{text}: times are counted block by block, and the module shows none; its blocks are"
+            " the first ModuleList or Sequential of equal modules, or what block_pattern ="
+            ' "..." on it names'
+        )
+    if task.cluster.accelerator is None:
+        return f"{text}: how fast the devices are is not known; set cluster.gpu"
+    return text
 
 
 def _describe_uncut_alternative(task: SearchTask, winner: RankedLayout) -> str:

@@ -20,6 +20,7 @@ from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.precision import require_gpus_multiply, resolve_precision
 from phalanx.plan.search.space import OpenKeys, list_open_keys
+from phalanx.plan.workload import require_trained_parameters
 
 if TYPE_CHECKING:
     from phalanx.job.module_probe import SampleForm, TellProgress
@@ -65,6 +66,7 @@ def build_search_task(
     require_gpus_multiply(job, cluster)
     if shape is None:
         shape = measure_or_build_model_shape(job, vocab_size, sample_form=sample_form, tell=tell)
+    require_trained_parameters(shape)
     num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
     if cluster.device != "cuda" and job.parallel.ranks is None:
         num_ranks = choose_num_ranks(job, cluster, None).value

@@ -64,6 +64,12 @@ class BlockPassTimes:
         """The times of the setups at `rows`."""
         return BlockPassTimes(*(take_rows(getattr(self, part), rows) for part in BLOCK_TIME_PARTS))
 
+    def add(self, other: BlockPassTimes) -> BlockPassTimes:
+        """The times of both, one after the other."""
+        return BlockPassTimes(
+            *(getattr(self, part) + getattr(other, part) for part in BLOCK_TIME_PARTS)
+        )
+
 
 @dataclass(frozen=True)
 class BlockTimes:

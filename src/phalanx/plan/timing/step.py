@@ -4,14 +4,14 @@ setup and of many."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
-from phalanx.job.work import ModelWork
+from phalanx.job.work import BlockWork, ModelWork
 from phalanx.plan.timing import collectives
 from phalanx.plan.timing.block import (
     BLOCK_TIME_PARTS,
@@ -239,11 +239,33 @@ class _StepTimeEstimator:
         def build(matmul: Column, elementwise: Column, tp: Column) -> BlockPassTimes:
             return BlockPassTimes(matmul, zero, elementwise, tp, zero, zero, zero)
 
-        return _EmbeddingAndHeadTimes(
-            build(embedding, looked_up, reduce),
-            build(head[0] * share, 0.4 * loss, zero),
-            build((head[1] + head[2]) * share, 0.6 * loss, reduce),
+        first = build(embedding, looked_up, reduce)
+        for times in self._estimate_outer_blocks(timer, work.before_blocks):
+            first = first.add(times.forward).add(times.backward)
+        last_forward = build(head[0] * share, 0.4 * loss, zero)
+        last_backward = build((head[1] + head[2]) * share, 0.6 * loss, reduce)
+        for times in self._estimate_outer_blocks(timer, work.after_blocks):
+            last_forward = last_forward.add(times.forward)
+            last_backward = last_backward.add(times.backward)
+        return _EmbeddingAndHeadTimes(first, last_forward, last_backward)
+
+    def _estimate_outer_blocks(
+        self, timer: BlockTimeEstimator, blocks: Sequence[BlockWork]
+    ) -> Iterator[BlockTimes]:
+        """Seconds of one microbatch in what is computed outside of the blocks: once, and whole on
+        each rank of tp where no rule cuts it."""
+        zero = np.zeros_like(timer.columns.tp)
+        once = replace(
+            timer.columns,
+            recomputed_matmul=zero,
+            recomputed_attention=zero,
+            recomputed_elementwise=zero,
         )
+        for block in blocks:
+            columns = once
+            if all(matmul.cut == "none" for matmul in block.matmuls):
+                columns = replace(once, tp=np.ones_like(once.tp))
+            yield replace(timer, columns=columns).estimate_block_times(block)
 
     def _list_shard_units(
         self,
@@ -297,11 +319,8 @@ class _StepTimeEstimator:
             backward = backward + count / num_layers * times.backward.total
             weights = weights + count / num_layers * times.weight_gradients
         work = self.work
-        head_flops = work.num_head_tokens * work.head.flops_per_token
-        embedding_flops = 0.0
-        if work.embedding is not None:
-            embedding_flops = work.num_embedding_tokens * work.embedding.flops_per_token
-        ends_flops = head_flops + embedding_flops
+        first_flops, last_flops = work.flops_before_blocks, work.flops_after_blocks
+        ends_flops = first_flops + last_flops
         stage = StageTimes(
             num_layers,
             forward,
@@ -310,8 +329,8 @@ class _StepTimeEstimator:
             ends.first.total,
             ends.last_forward.total + ends.last_backward.total,
             (work.matmul_flops - ends_flops + work.attention_flops) / max(1, num_layers),
-            embedding_flops,
-            head_flops,
+            first_flops,
+            last_flops,
         )
         num_bytes = timer.activation_bytes * timer.tokens * self.work.dim
         num_bytes = num_bytes / self.columns.sequence_parts
