@@ -94,6 +94,11 @@ def test_a_file_describes_levels_of_links(tmp_path: Path):
         (f"nodes = {'9' * 5000}", "a number is too long, or the nesting too deep"),
         (f"gpu = {'[' * 5000}", "a number is too long, or the nesting too deep"),
         ('gpu = "a100-sxm"\nnoodles = 2\n', "noodles"),
+        (
+            'gpu = "a100-sxm"\nnode = 2\n[[links]]\nname = "n"\nnum_devices = 8\ngb = 9\n',
+            r'links.0.gb_s: is missing; links.0.gb: no key of a cluster \(did you mean "gb_s"'
+            r'\?\); node: no key of a cluster \(did you mean "nodes"\?\)',
+        ),
         ('gpu = "a100-sxm"\nnodes = "two"\n', "nodes"),
         ("nodes = 2\n", "names no GPU"),
         (

@@ -119,6 +119,17 @@ def test_numbers_of_gpus_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
     assert counts[0]["efficiency"] == 1
 
 
+def test_a_row_of_a_range_is_the_answer_for_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """A range looked at fewer families, and named another winner where several are a tie."""
+    question = ["plan", "--model", "llama3-8b", "--gpu", "h100-sxm", "--seq-len", "4096"]
+    question += ["--global-batch", "64", "--json", "--gpus"]
+    assert _app.run_command_line([*question, "8..16"]) == 0
+    of_range = json.loads(capsys.readouterr().out)["counts"][0]["winner"]
+    assert _app.run_command_line([*question, "8"]) == 0
+    alone = json.loads(capsys.readouterr().out)["winner"]
+    assert of_range["job_keys"] == alone["job_keys"]
+
+
 def test_the_page_of_the_verb_names_every_gpu_and_machine() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     for name in (*list_accelerators(), *list_instance_types()):

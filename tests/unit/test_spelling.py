@@ -59,6 +59,7 @@ def told(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ),
         ("train model.kind=gpt2", 'did you mean "model.preset=gpt2"?'),
         ("train model.kind=LlamaForCausalLM", "model.preset=llama"),
+        ("plan --mode gpt2", 'did you mean "--model"?'),
         ("train --steps 100", 'did you mean "train.steps=100"?'),
         ("train --steps=100", 'did you mean "train.steps=100"?'),
         ("train --nproc_per_node 2", 'did you mean "parallel.ranks=2"? (or leave it out'),

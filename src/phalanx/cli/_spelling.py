@@ -60,11 +60,13 @@ def suggest_option(
     if not takes_keys:
         return suggestion
     is_exact = name.rpartition(".")[2] in {*list_sections_by_key(), *KEYS_OF_ALIAS}
+    # The last letter is missing: --mode for --model.
+    is_cut_off = any(text[:-1] == option for text in options)
     keys = suggest_key(
         option, list_sections_by_key(), _find_value_of_unknown_option(option, arguments)
     )
     # An exact key comes before an option that is only spelt like it.
-    if keys and (is_exact or not suggestion):
+    if keys and not is_cut_off and (is_exact or not suggestion):
         return keys
     return suggestion or keys
 

@@ -314,21 +314,23 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
 
 
 def _describe_bad_cluster_file(path: str, error: ValidationError) -> LayoutError:
-    """The error for the first value of a cluster file that is none, or that has no such key."""
-    first = error.errors(include_url=False)[0]
-    *above, name = map(str, first["loc"])
-    where, fix = f"cluster.file: {path!r}: {'.'.join((*above, name))}", ""
-    # As a job file is told: the section of a job has the same keys.
-    problem = explain_wrong_value(("cluster", *first["loc"]), first["input"]).what
-    if first["type"] == "missing":
-        problem = "is missing"
-    if first["type"] == "extra_forbidden":
-        problem = "no key of a cluster"
-        known = tuple((Link if above else ClusterSection).model_fields)
-        fix = format_nearest_word_hint(name, known) or f"one of {', '.join(known)}"
-        if name == "cluster":
-            fix = "the keys stand at the top of the file, without [cluster]"
-    return LayoutError(f"{where}: {problem}", fix=fix or None)
+    """The error for the values of a cluster file that are none, or that have no such key."""
+    problems = []
+    for found in error.errors(include_url=False):
+        *above, name = map(str, found["loc"])
+        # As a job file is told: the section of a job has the same keys.
+        problem = explain_wrong_value(("cluster", *found["loc"]), found["input"]).what
+        if found["type"] == "missing":
+            problem = "is missing"
+        if found["type"] == "extra_forbidden":
+            problem = "no key of a cluster"
+            known = tuple((Link if above else ClusterSection).model_fields)
+            fix = format_nearest_word_hint(name, known) or f"one of {', '.join(known)}"
+            if name == "cluster":
+                fix = "the keys stand at the top of the file, without [cluster]"
+            problem += f" ({fix})"
+        problems.append(f"{'.'.join((*above, name))}: {problem}")
+    return LayoutError(f"cluster.file: {path!r}: {'; '.join(problems)}")
 
 
 def require_cluster_is_this_machine(job: Job) -> None:

@@ -331,7 +331,8 @@ def _format_in_unit(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(value)
     if unit == "share":
-        return f"{value:.1%}"
+        # As the answer has it, a goodput is never 100 %.
+        return f"{value:.1%}" if value < 0.9995 else f"{min(value, 0.9999):.2%}"
     if unit in ("$", "h"):
         return f"{value:,.4g} {unit} for a billion tokens"
     return format_seconds(value)

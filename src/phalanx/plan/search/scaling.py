@@ -85,7 +85,7 @@ def _search_best_layout_on(task: SearchTask, num_devices: int) -> DeviceCountRes
         num_ranks=num_devices,
     )
     try:
-        result = search_layouts(resized, num_runners_up=2)
+        result = search_layouts(resized)
     except LayoutError as error:
         error = explain_contradiction(resized, error)
         return DeviceCountResult(num_devices, None, error.what, error.fix or "")

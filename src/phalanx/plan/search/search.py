@@ -19,7 +19,7 @@ from phalanx.plan.workload import build_workload
 NUM_RUNNERS_UP = 4
 
 
-def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) -> SearchResult:
+def search_layouts(task: SearchTask) -> SearchResult:
     """The best layout of each family that fits, planned exactly; the fastest wins, and of those
     within TIE_SHARE_OF_STEP of it the one with the fewest mechanisms.
 
@@ -29,7 +29,7 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     require_possible_degrees(task)
     screened = screen_layouts(task)
     planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
-    best = plan_best_of_families(screened, planner, num_families=1 + num_runners_up)
+    best = plan_best_of_families(screened, planner, num_families=1 + NUM_RUNNERS_UP)
     result = _build_search_result(task, screened)
     result = replace(result, refused=dict(planner.refused))
     if not best:
