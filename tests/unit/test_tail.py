@@ -7,6 +7,7 @@ import io
 import json
 import math
 import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,11 +17,13 @@ import pytest
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.files import MAX_LINE_BYTES, open_regular_file
+from phalanx.observe import event_file
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, build_event_file_path
 from phalanx.observe.console import PlainConsole, RunProgress
 from phalanx.observe.events import (
     EVENT_CLASS_OF_KIND,
+    EVENTS_REMOVED,
     CheckpointFailed,
     Envelope,
     EvalFinished,
@@ -433,3 +436,48 @@ def test_every_type_of_field_can_be_read() -> None:
         reading._VALIDATOR_OF_ANNOTATION
     )
     assert not unknown
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["removed", "moved"])
+def test_an_events_folder_that_is_removed_is_made_anew_and_the_supervisor_says_so(
+    is_moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each file the new events are longer, and shorter, than the old ones."""
+    monkeypatch.setattr(event_file, "PLACE_CHECK_INTERVAL_S", 0.0)
+    supervisor, rank = Bus(rank=-1, run_dir=tmp_path), Bus(rank=0, run_dir=tmp_path)
+    tail = EventTail(tmp_path)
+    rank.emit(Note("before", {"why": "x" * 1000}))
+    supervisor.emit(Note("before"))
+    assert codes(tail.read_new_events()) == ["before", "before"]
+    if is_moved:
+        (tmp_path / "events").rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(tmp_path / "events")
+    rank.emit(Note("after"))
+    supervisor.emit(Note("end"))
+    assert codes(tail.read_new_events()) == ["after", EVENTS_REMOVED, "end"]
+    supervisor.keep_file_in_place(now=True)
+    assert tail.read_new_events() == []
+    supervisor.close()
+    rank.close()
+
+
+def test_a_file_whose_number_changes_is_not_read_twice(tmp_path: Path) -> None:
+    """As on file systems that number what they have in memory."""
+    path, tail = build_event_file_path(tmp_path, 0, 0), EventTail(tmp_path)
+    append(path, line(Note("one")))
+    assert codes(tail.read_new_events()) == ["one"]
+    shutil.copy(path, tmp_path / "copy")
+    (tmp_path / "copy").rename(path)
+    append(path, line(Note("two")))
+    assert codes(tail.read_new_events()) == ["two"]
+
+
+def test_a_run_that_is_removed_is_not_made_anew(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    bus = Bus(rank=-1, run_dir=run_dir)
+    shutil.rmtree(run_dir)
+    bus.keep_file_in_place(now=True)
+    bus.emit(Note("end"))
+    bus.close()
+    assert not run_dir.exists()

@@ -19,6 +19,7 @@ from pathlib import Path
 from phalanx.core.secrets import Redactor
 from phalanx.observe.event_file import EventFile
 from phalanx.observe.events import (
+    EVENTS_REMOVED,
     EVENTS_UNWRITTEN,
     Envelope,
     Event,
@@ -121,6 +122,8 @@ class Bus:
         """To the file and to every sink, except the one it is about."""
         if not self._may_write():
             return
+        # Before the event: where that is the run's last, nothing follows it.
+        self.keep_file_in_place()
         event = self._hide_secrets(event)
         # Events come from the step loop and from threads, such as a sink's: under one lock lines
         # are in the file in the order of their numbers.
@@ -145,6 +148,22 @@ class Bus:
         for outlet in self._outlets:
             if outlet.name != about:
                 outlet.queue_event(envelope)
+
+    def keep_file_in_place(self, *, now: bool = False) -> None:
+        """Go on in a new event file where someone has removed this one, and say so; looks once a
+        second, or `now`. Each event asks, too: this is for a process that tells nothing for
+        hours."""
+        with self._lock:
+            file = self._file
+            if file is None or not (self._may_write() and file.reopen_if_removed(now=now)):
+                return
+        # Ranks meet the same: the supervisor says it for all.
+        if self.rank < 0:
+            why = (
+                f"{file.path.parent} was removed or moved while the run trained: what was recorded"
+                " before is not there any more, and what follows is in a new folder"
+            )
+            self._write_event_to_file_and_sinks("", Note(EVENTS_REMOVED, {"why": why}))
 
     def close(
         self, timeout_s: float = CLOSE_TIMEOUT_S, more_s: float = 0.0, *, goes_on: bool = False

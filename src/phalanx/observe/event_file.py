@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.files import APPEND_FLAGS, open_regular_file_descriptor
 
 MAX_UNWRITTEN_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
+# A look may be a question to a file server, and events come thousands a second.
+PLACE_CHECK_INTERVAL_S = 1.0
 
 
 class EventFile:
@@ -34,6 +37,8 @@ class EventFile:
         except OSError as error:
             raise build_path_resource_error(error, "opening the run's events", path) from None
         self.path = path
+        # The user's code may change the directory.
+        self._place, self._looked_s = path.absolute(), time.monotonic()
         self.refusal: OSError | None = None
         """What the disk said last; None once it has taken everything."""
         self._earlier = earlier
@@ -64,6 +69,38 @@ class EventFile:
         self._kept.append(line.encode() + b"\n")
         self.write_kept_lines()
         return not self._kept
+
+    def reopen_if_removed(self, *, now: bool = False) -> bool:
+        """True if the file was removed or moved, or its folder, and another one is open in its
+        place: what was written before is not there. Looks once a second, or `now`.
+
+        Never raises, and makes no run directory: where that is gone, nothing is opened.
+        """
+        now_s = time.monotonic()
+        if not now and now_s < self._looked_s + PLACE_CHECK_INTERVAL_S:
+            return False
+        self._looked_s = now_s
+        try:
+            if self._is_in_place():
+                return False
+            self._place.parent.mkdir(exist_ok=True)
+            fd = open_regular_file_descriptor(self._place, APPEND_FLAGS)
+        except OSError:
+            # A file system that does not answer has removed nothing.
+            return False
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        self._fd, self._is_torn = fd, not _ends_with_whole_line(fd)
+        return True
+
+    def _is_in_place(self) -> bool:
+        """True where a file has its name: this process alone makes one. Not by its inode, whose
+        number some file systems change."""
+        try:
+            os.stat(self._place)
+        except FileNotFoundError:
+            return False
+        return True
 
     def write_kept_lines(self) -> bool:
         """Write what was kept, earlier files first. True if nothing is left. Never raises."""

@@ -29,6 +29,7 @@ SUPERVISOR_FILE_NAME = "supervisor.jsonl"
 EVENT_CLASSES_SHOWN_OF_ANY_RANK: tuple[type[Event], ...] = (LoaderWorkerReplaced,)
 """What befalls one rank alone: of the others than rank 0 a terminal shows these."""
 
+_BEGINNING_BYTES = 200  # the first event of a process: its place and its times
 _MAX_PLAIN_INT = 2**63
 _MAX_COUNTABLE_NUMBER = 1e300  # a longer whole number would overflow in the first division
 
@@ -222,6 +223,9 @@ class EventTail:
         self._marks = _list_marks_of_kinds(kinds)
         self._marks_of_others = _list_marks_of_kinds(kinds_of_others or kinds)
         self._offsets: dict[str, int] = {}
+        # Of the files that are read: the number of each, and how it begins.
+        self._inodes: dict[str, int] = {}
+        self._beginnings: dict[str, bytes] = {}
         self._clocks: dict[str, MonotonicClockReading | None] = {}
         # Files that are read up to the middle of an overlong line.
         self._is_inside: set[str] = set()
@@ -278,8 +282,24 @@ class EventTail:
                 if self._is_followed(entry.name):
                     # One that cannot be looked at (a link that leads nowhere) hides no other.
                     with suppress(OSError):
-                        files.append((entry.name, entry.stat().st_size))
+                        status = entry.stat()
+                        self._begin_anew_if_replaced(entry.name, status.st_ino)
+                        files.append((entry.name, status.st_size))
         return sorted(files)
+
+    def _begin_anew_if_replaced(self, name: str, inode: int) -> None:
+        """Read a file from its beginning that has taken the place of one that was removed."""
+        was, self._inodes[name] = self._inodes.get(name, inode), inode
+        beginning = self._beginnings.get(name, b"")
+        if was == inode or not beginning:
+            return
+        # Some file systems change the number of a file that stays.
+        with open_regular_file(self._directory / name) as file:
+            if file.read(len(beginning)) == beginning:
+                return
+        del self._beginnings[name]
+        self._offsets.pop(name, None)
+        self._is_inside.discard(name)
 
     def _is_followed(self, name: str) -> bool:
         if name == SUPERVISOR_FILE_NAME:
@@ -329,6 +349,7 @@ class EventTail:
                         # The line is torn: the next call begins with its first byte again.
                         return
                     self._offsets[name] = file.tell()
+                    self._beginnings.setdefault(name, line[:_BEGINNING_BYTES])
                     yield line
         except OSError:
             return

@@ -104,6 +104,7 @@ def train_in_supervised_ranks(
         if fence.is_lost():
             # The ranks end with the process that started them.
             raise fence.run_taken_error()
+        bus.keep_file_in_place()
         for envelope in _print_new_events(console, tail):
             reliability.add_event(envelope)
             attempts.note_event(envelope.event)
@@ -131,6 +132,8 @@ def train_in_supervised_ranks(
             # A scheduler may ask twice.
             until_told.enter_context(outliving_repeated_stops())
         require_run_still_owned(fence)
+        # The end is recorded next.
+        bus.keep_file_in_place(now=True)
         # What ranks wrote after the last tick.
         for envelope in _print_new_events(console, tail):
             reliability.add_event(envelope)

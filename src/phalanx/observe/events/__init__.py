@@ -34,7 +34,14 @@ from phalanx.observe.events.measurements import (
     OperatorsCounted,
     PipelineMeasured,
 )
-from phalanx.observe.events.notes import EVENTS_UNWRITTEN, RESUMED, Note, SinkDropped, is_resume
+from phalanx.observe.events.notes import (
+    EVENTS_REMOVED,
+    EVENTS_UNWRITTEN,
+    RESUMED,
+    Note,
+    SinkDropped,
+    is_resume,
+)
 from phalanx.observe.events.parse import EVENT_CLASS_OF_KIND, parse_event_line
 from phalanx.observe.events.run import RunFinished, RunStarted, StopRequested, WeightsTaken
 from phalanx.observe.events.steps import (
@@ -99,6 +106,7 @@ __all__ = [
     "LayoutChanged",
     "SamplesRead",
     "LoaderWorkerReplaced",
+    "EVENTS_REMOVED",
     "EVENTS_UNWRITTEN",
     "RESUMED",
     "Note",

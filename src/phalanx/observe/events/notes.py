@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.observe.events.base import Event
 
 EVENTS_UNWRITTEN = "events_unwritten"  # code of the note that a disk refuses what is recorded
+EVENTS_REMOVED = "events_removed"  # that someone has removed what was recorded
 # code of the note with which a person's --resume begins; restarts have an event of their own
 RESUMED = "resumed"
 
