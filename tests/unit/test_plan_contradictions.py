@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import _app
-from phalanx.cli._plan_options import check_options_against_keys, spell_keys_as_options
+from phalanx.cli._plan_keys import check_options_against_keys, spell_keys_as_options
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.load import load_job
 from phalanx.plan.described_cluster import choose_cluster_of_job, list_instance_types

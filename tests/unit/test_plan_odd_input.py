@@ -13,7 +13,8 @@ import pytest
 
 from phalanx.checkpoint.shard_file import parse_safetensors_header
 from phalanx.cli import _app
-from phalanx.cli._plan_search import build_model_override, check_plan_files
+from phalanx.cli._plan_keys import build_model_override
+from phalanx.cli._plan_search import check_plan_files
 from phalanx.core.errors import JobError, LayoutError, ResourceError, UsageError
 from phalanx.job.hugging_face import find_config_file, read_model_config
 from phalanx.job.load import load_job, load_job_json

@@ -6,8 +6,7 @@ is refused, so that nobody takes an answer for one to another question.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -180,61 +179,6 @@ NEEDED_OPTION = {
     "--no-cache": "--dry-run",
     "--force": "--out",
 }
-
-
-OPTION_OF_KEY: Mapping[str, str] = {
-    "cluster.gpu": "--gpu",
-    "cluster.instance": "--instance",
-    "cluster.file": "--cluster",
-    "cluster.nodes": "--nodes",
-    "data.seq_len": "--seq-len",
-    "train.global_batch_size": "--global-batch",
-    "parallel.ranks": "--gpus",
-}
-"""The options that are another spelling of one key."""
-
-
-def check_options_against_keys(
-    option_values: Mapping[str, object], model_override: str | None, words: Sequence[str]
-) -> None:
-    """Raises UsageError where an option and a KEY=VALUE beside it say different things.
-
-    `option_values`: the values of the options, None where one is not given; `model_override`: the
-    key that --model stands for, with its value.
-    """
-    value_of_key = dict(word.split("=", 1) for word in words if "=" in word)
-    value_of_key = {key.strip(): value.strip().strip("\"'") for key, value in value_of_key.items()}
-    option_of_key = {
-        key: (option, str(option_values[option]))
-        for key, option in OPTION_OF_KEY.items()
-        if option_values.get(option) is not None
-    }
-    if model_override is not None:
-        key, _, value = model_override.partition("=")
-        option_of_key[key] = ("--model", value)
-    for key, (option, value) in option_of_key.items():
-        if key in value_of_key and value_of_key[key].replace("_", "") != value.replace("_", ""):
-            raise UsageError(
-                f"{option} says {value} and {key} says {value_of_key[key]}",
-                fix=f"leave {option} or {key} out",
-            )
-    if option_values.get("--gpus") is not None and "cluster.nodes" in value_of_key:
-        raise UsageError(
-            "--gpus and cluster.nodes both say how large the cluster is",
-            fix="leave one of them out",
-        )
-
-
-def spell_keys_as_options(text: str, given_options: Collection[str]) -> str:
-    """`text` with its KEY=VALUE as OPTION VALUE where the command line has the option: the key
-    would contradict it, and of an option given twice the last one counts."""
-    if "--gpus" in given_options:
-        # As many machines as the GPUs take.
-        text = re.sub(r"cluster\.nodes=\d+ ?", "", text)
-    for key, option in OPTION_OF_KEY.items():
-        if option in given_options:
-            text = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{option} ", text)
-    return text
 
 
 def check_option_combination(options: Mapping[str, object]) -> None:

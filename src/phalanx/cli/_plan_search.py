@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli._output_files import require_page_or_new_file, require_writable_place
-from phalanx.cli._plan_options import spell_keys_as_options
+from phalanx.cli._plan_keys import spell_keys_as_options
 from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import LayoutError, UsageError
 
@@ -32,57 +32,6 @@ class SearchOptions:
     all_rules: bool = False
     named_options: tuple[str, ...] = ()
     """The options of the command line that stand for a key of the job."""
-
-
-def list_search_overrides(
-    *,
-    model: str | None,
-    gpu: str | None,
-    instance: str | None,
-    cluster_file: Path | None,
-    nodes: int | None,
-    seq_len: int | None,
-    global_batch: int | None,
-) -> list[str]:
-    """The options of a search as overrides of a job."""
-    options = {
-        "cluster.gpu": gpu,
-        "cluster.instance": instance,
-        "cluster.file": cluster_file,
-        "cluster.nodes": nodes,
-        "data.seq_len": seq_len,
-        "train.global_batch_size": global_batch,
-    }
-    overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
-    if model is not None:
-        overrides.append(build_model_override(model))
-    return overrides
-
-
-def build_model_override(model: str) -> str:
-    """The key that names a model: a preset, package.module:factory, or a directory (or its
-    config.json) of Hugging Face's, which need not be there.
-
-    Raises LayoutError for the name of a model on a hub.
-    """
-    path = Path(model)
-    if path.name == "config.json":
-        path = path.parent
-    if (path / "config.json").is_file():
-        return f"model.kind=hf:{path}"
-    if ":" in model:
-        return f"model.kind={model}"
-    # What can only be a path is looked for as one, so that the error names the file.
-    has_folders = "/" in model
-    if model.endswith(".json") or model[:1] in (".", "/", "~") or (has_folders and path.exists()):
-        return f"model.kind=hf:{model}"
-    if has_folders:
-        raise LayoutError(
-            f"--model {model}: there is no such directory here, and nothing is downloaded",
-            fix="give a directory with config.json, a preset (--models lists them), or"
-            " package.module:factory",
-        )
-    return f"model.preset={model}"
 
 
 def run_and_print_search(job: Job, options: SearchOptions) -> int:

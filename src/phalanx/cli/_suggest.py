@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
 from phalanx.cli._json import print_json
+from phalanx.cli._verify_options import VerifyOptions
 from phalanx.cli.verify import print_verification
 from phalanx.job.load import load_job
 from phalanx.suggest.drive import suggest_rules_for
@@ -33,7 +34,8 @@ def print_suggestion(
     if not any(word.startswith("parallel.tp=") for word in overrides):
         verified.append("parallel.tp=2")
     has_ranks = any(word.startswith("parallel.ranks=") for word in overrides)
-    return print_verification(verified, ranks=None if has_ranks else 2, as_json=as_json)
+    options = VerifyOptions(ranks=None if has_ranks else 2, resume=False, as_json=as_json)
+    return print_verification(verified, options)
 
 
 def _describe_suggestion(suggestion: Suggestion) -> list[str]:

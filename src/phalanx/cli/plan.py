@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli._options import JobArguments, JsonOption
+from phalanx.cli._plan_keys import KeyOptions
 from phalanx.cli._plan_options import (
     JOB_ARGUMENTS,
     AllKindsOption,
@@ -35,7 +36,6 @@ from phalanx.cli._plan_options import (
     ValidateOption,
     VerifyOption,
     check_option_combination,
-    check_options_against_keys,
 )
 
 if TYPE_CHECKING:
@@ -84,20 +84,15 @@ def command(
     without --out nothing is written.
     """
     from phalanx.cli._json import print_errors_as_json
-    from phalanx.cli._plan_search import (
-        SearchOptions,
-        build_model_override,
-        list_search_overrides,
-    )
+    from phalanx.cli._plan_search import SearchOptions
 
     words = list(arguments or [])
+    keys = KeyOptions(model, gpu, instance, cluster, nodes, gpus, seq_len, global_batch)
     with print_errors_as_json(as_json):
         check_option_combination(
             {
                 JOB_ARGUMENTS: words, "--explain": explain, "--rules": all_rules, "--page": page,
-                "--models": models, "--suggest-rules": suggest, "--model": model, "--gpu": gpu,
-                "--instance": instance, "--cluster": cluster, "--nodes": nodes, "--gpus": gpus,
-                "--seq-len": seq_len, "--global-batch": global_batch, "--out": out,
+                "--models": models, "--suggest-rules": suggest, **keys.list_values(), "--out": out,
                 "--force": force, "--verify": judge, "--recut": recut, "--dry-run": dry_run,
                 "--all-kinds": all_kinds, "--no-cache": no_cache, "--validate": validate,
                 "--anchors": anchors, "--from": from_run, "--autotune": autotune,
@@ -109,24 +104,7 @@ def command(
             return _print_validation(validate, anchors, as_json=as_json)
         if suggest:
             return _print_suggestion(words, model, judge, as_json=as_json)
-        options_of_keys = {
-            "--gpu": gpu, "--instance": instance, "--cluster": cluster, "--nodes": nodes,
-            "--seq-len": seq_len, "--global-batch": global_batch, "--gpus": gpus,
-        }  # fmt: skip
-        check_options_against_keys(
-            options_of_keys, None if model is None else build_model_override(model), words
-        )
-        # Before the keys that were typed: a finding is told of the last one that it is about.
-        num_files = next((at for at, word in enumerate(words) if "=" in word), len(words))
-        words[num_files:num_files] = list_search_overrides(
-            model=model,
-            gpu=gpu,
-            instance=instance,
-            cluster_file=cluster,
-            nodes=nodes,
-            seq_len=seq_len,
-            global_batch=global_batch,
-        )
+        words = keys.add_to(words)
         if from_run is not None:
             return _print_plan_from(from_run, words, as_json=as_json)
         if autotune is not None:
@@ -135,8 +113,9 @@ def command(
             return _print_dry_run(words, gpus, all_kinds, no_cache, as_json=as_json)
         if recut is not None:
             return _print_recut(words, recut, as_json=as_json)
-        named = tuple(name for name, value in options_of_keys.items() if value is not None)
-        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules, named)
+        options = SearchOptions(
+            gpus, out, force, as_json, page, None, all_rules, keys.list_given_names()
+        )
         if explain:
             return _print_explained(words, options)
         return _print_plan_of_job(words, options)
