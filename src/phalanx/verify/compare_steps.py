@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 
 from phalanx.core.block_sizes import (
     get_block_sizes,
@@ -28,6 +27,7 @@ from phalanx.mesh.shared_memory.opening import current_transport
 from phalanx.optim.build import set_learning_rate
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.step_stats import StepStats
 from phalanx.verify.begin import load_starting_weights_of_trace
 from phalanx.verify.dropout_watch import DropoutMaskChecker
 from phalanx.verify.kept_errors import CompressionResiduals
@@ -36,7 +36,16 @@ from phalanx.verify.overflowed_gradients import OverflowFault, find_overflow_fau
 from phalanx.verify.plain.training import OptimizerDefinition
 from phalanx.verify.row_gradients import FirstWrongGradients
 from phalanx.verify.sent_gradients import SentFault, SentGradientChecker
-from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
+from phalanx.verify.shard_blocks import (
+    BlockDigest,
+    Dots,
+    compute_block_dots,
+    compute_relative_distance,
+    describe_held_part,
+    hash_block_bits,
+    list_shard_boxes,
+)
+from phalanx.verify.trace import AppliedTraceGradients
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
     INITIAL_KIND,
@@ -55,16 +64,6 @@ from phalanx.verify.wrong_gradients import (
 
 # One reads in place, one sends messages.
 NUM_STEPS_IN_CHUNKS = 2
-
-Dots = tuple[float, float, float, float, float]
-"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the
-reference's.
-
-The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys)
-its share. A block of another shape than its place has: infinite, and |a|^2 is -inf.
-"""
-BlockDigest = tuple[tuple[int, ...], tuple[int, ...], str]
-"""(offset and size of a block in the whole tensor, digest of its bits)."""
 
 
 @dataclass
@@ -121,6 +120,15 @@ class RankObservations:
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 
+    def add_step_sums(self, facts: StepStats, means: list[float], counts: list[int]) -> None:
+        """Add what the ranks sum up in a step, and the mean loss and the number of targets of each
+        of this rank's microbatches."""
+        self.losses.append(facts.loss)
+        self.norms.append(facts.grad_norm)
+        self.num_targets.append(facts.num_targets)
+        self.local_means.append(means)
+        self.local_targets.append(counts)
+
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
@@ -165,30 +173,19 @@ def train_beside_reference(
                 microbatches, wrap_objective_to_record_means(objective, means, counts)
             )
             facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
-            observations.losses.append(facts.loss)
-            observations.norms.append(facts.grad_norm)
-            observations.num_targets.append(facts.num_targets)
-            observations.local_means.append(means)
-            observations.local_targets.append(counts)
+            observations.add_step_sums(facts, means, counts)
             observations.loads.append(_collect_expert_loads(model))
-            gradients, kind = collect_gradient_shards(model, places), name_gradients_set(number)
+            gradients = collect_gradient_shards(model, places)
             # By its own norm: an error of the norm is not one of every gradient.
             unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
             if unsent_errors.are_kept:
-                observations.apart["sent"] = max(
-                    observations.apart.get("sent", 0.0),
-                    _relative_distance(compute_block_dots(trace, kind, unclipped)),
-                )
+                _observe_error_of_sent(observations, trace, number, unclipped)
                 unclipped = unsent_errors.restore_full_gradients(facts.num_targets, unclipped)
                 observations.norms[-1] = _compute_gradient_norm(unclipped)
-            dots_of = compute_block_dots(trace, kind, unclipped)
-            observations.tensors[kind] = dots_of
-            wrong = examine_wrong_gradients(trace, number, unclipped, dots_of)
-            observations.left[kind], observations.wrong_rows[kind] = wrong.left, wrong.rows
-            observations.row_factors[kind] = wrong.row_factors
+            dots_of = _observe_gradients(observations, trace, number, unclipped)
             if first_wrong is not None:
                 first_wrong.keep_if_first(trace, number, unclipped, dots_of)
-            observations.digests[kind] = hash_block_bits(gradients)
+            observations.digests[name_gradients_set(number)] = hash_block_bits(gradients)
             overwrite_step_gradients(applied, number, gradients)
             model.update(optimizer)
             _observe_update(observations, model, trace, number, examiner)
@@ -197,14 +194,7 @@ def train_beside_reference(
         observations.wrong_masks = [
             (step - 1, name, off) for (step, name), off in watch.wrong.items()
         ]
-    model.train(False)
-    observations.training_in_evaluation = [
-        full_name(name) for name, part in model.module.named_modules() if part.training
-    ]
-    observations.evaluation, observations.num_evaluated = model.reduce_sums(
-        model.evaluate(steps[-1], objective)
-    )
-    model.train()
+    _observe_evaluation(observations, model, steps[-1], objective)
     if sent_gradients.is_judging:
         observations.overflow_faults = find_overflow_faults(
             model, sent_gradients, objective, steps[-1]
@@ -261,6 +251,44 @@ def _observe_rates(
         group.clear()
         group.update(built)
     return rates
+
+
+def _observe_error_of_sent(
+    observations: RankObservations, trace: Trace, number: int, sent: Mapping[str, LogicalShard]
+) -> None:
+    """How far gradients are from the reference's, of which compression has kept a part back."""
+    error = compute_relative_distance(compute_block_dots(trace, name_gradients_set(number), sent))
+    observations.apart["sent"] = max(observations.apart.get("sent", 0.0), error)
+
+
+def _observe_gradients(
+    observations: RankObservations, trace: Trace, number: int, gradients: Mapping[str, LogicalShard]
+) -> dict[str, Dots]:
+    """The gradients of a step, before they are clipped, beside the reference's; their dots."""
+    kind = name_gradients_set(number)
+    dots_of = compute_block_dots(trace, kind, gradients)
+    observations.tensors[kind] = dots_of
+    wrong = examine_wrong_gradients(trace, number, gradients, dots_of)
+    observations.left[kind], observations.wrong_rows[kind] = wrong.left, wrong.rows
+    observations.row_factors[kind] = wrong.row_factors
+    return dots_of
+
+
+def _observe_evaluation(
+    observations: RankObservations,
+    model: ParallelModel,
+    microbatches: Sequence[Batch],
+    objective: Objective,
+) -> None:
+    """The loss of an evaluation, and the modules that do not know of it. Collective."""
+    model.train(False)
+    observations.training_in_evaluation = [
+        full_name(name) for name, part in model.module.named_modules() if part.training
+    ]
+    observations.evaluation, observations.num_evaluated = model.reduce_sums(
+        model.evaluate(microbatches, objective)
+    )
+    model.train()
 
 
 def _observe_update(
@@ -321,16 +349,6 @@ def overwrite_step_gradients(
                     local_block.copy_(block * factor)
 
 
-def list_shard_boxes(
-    shards: Mapping[str, LogicalShard],
-) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """The blocks of each shard, as `RankObservations.boxes` has them."""
-    return {
-        name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes]
-        for name, shard in shards.items()
-    }
-
-
 def wrap_objective_to_record_means(
     objective: Objective, means: list[float], counts: list[int]
 ) -> Objective:
@@ -370,91 +388,7 @@ def collect_gradient_shards(
     return gradients
 
 
-def compute_block_dots(
-    trace: Trace, kind: str, shards: Mapping[str, LogicalShard], *, since: str | None = None
-) -> dict[str, Dots]:
-    """Dots of each tensor that the reference has, over the blocks of this rank; of the differences
-    to the set `since`, if there is one."""
-    dots_of: dict[str, Dots] = {}
-    with (
-        TraceTensorReader(trace, kind) as reader,
-        TraceTensorReader(trace, since or kind) as earlier,
-    ):
-        for name in trace.sizes[kind]:
-            if name not in shards:
-                continue
-            shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
-            for box in shard.boxes:
-                actual = shard.tensor[box.slices_in_local_tensor].double().cpu()
-                reference_block = reader.block(name, box.global_offset, box.size).double()
-                if actual.shape != reference_block.shape:
-                    # It stands where no such block is: its size is told as less than nothing.
-                    dots += torch.tensor((math.inf, -math.inf, 0.0, 0.0, 0.0), dtype=torch.float64)
-                    continue
-                if since is not None:
-                    before = earlier.block(name, box.global_offset, box.size).double()
-                    actual, reference_block = actual - before, reference_block - before
-                pairs = (
-                    (actual - reference_block, actual - reference_block),
-                    (actual, actual),
-                    (actual, reference_block),
-                    (reference_block, reference_block),
-                )
-                sums = [(a * b).sum() for a, b in pairs]
-                dots += torch.stack((*sums, sums[3] / box.num_replicas))
-            dots_of[name] = tuple(dots.tolist())
-    return dots_of
-
-
-def hash_block_bits(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockDigest]]:
-    """A digest of the bits of each block, for each tensor."""
-    return {
-        name: [
-            (
-                box.global_offset,
-                box.size,
-                _hash_tensor_bits(shard.tensor[box.slices_in_local_tensor]),
-            )
-            for box in shard.boxes
-        ]
-        for name, shard in shards.items()
-    }
-
-
-def _hash_tensor_bits(tensor: torch.Tensor) -> str:
-    # As bytes, for numpy has no bfloat16. torch views only contiguous memory with a dimension so.
-    return xxhash.xxh3_64_hexdigest(
-        tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data
-    )
-
-
-def _relative_distance(dots: Mapping[str, Dots]) -> float:
-    """The error |a - r| / |r| over all tensors."""
-    error, size = (sum(values[i] for values in dots.values()) for i in (0, 3))
-    if size:
-        return float((error / size) ** 0.5)
-    return 0.0
-
-
 def _compute_gradient_norm(gradients: Mapping[str, LogicalShard]) -> float:
     """The norm of tensors that this rank has whole."""
     squares = [shard.tensor.double().square().sum().item() for shard in gradients.values()]
     return float(sum(squares)) ** 0.5
-
-
-def describe_held_part(shard: LogicalShard) -> str:
-    """The part of a tensor that a shard holds: "whole", "nothing", or "[0:16, :] of [64, 32]"."""
-    if not shard.boxes:
-        return "nothing"
-    if len(shard.boxes) == 1 and shard.boxes[0].size == shard.global_shape:
-        return "whole"
-    parts = []
-    for box in shard.boxes:
-        spans = [
-            ":" if size == length else f"{start}:{start + size}"
-            for start, size, length in zip(
-                box.global_offset, box.size, shard.global_shape, strict=True
-            )
-        ]
-        parts.append(f"[{', '.join(spans)}]")
-    return f"{' and '.join(parts)} of {list(shard.global_shape)}"

@@ -69,9 +69,7 @@ def verify_job(
     refuse_during_user_import("verify_job")
     refuse_external_launcher("verify")
     require_job(job)
-    for key, value in (("ranks", ranks), ("steps", steps), ("max_seq_len", max_seq_len)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UsageError(f"{key}={value!r}: a number of at least 1 is needed")
+    _require_counts(ranks=ranks, steps=steps, max_seq_len=max_seq_len)
     selection = select_layout_cases(
         job,
         layouts,
@@ -82,41 +80,55 @@ def verify_job(
         device=device,
         max_seq_len=max_seq_len,
     )
-    rows: list[Row] = []
-
-    def add_row(row: Row) -> None:
-        row = _add_unjudged_settings_to_row(
-            _copy_cause_of_earlier_row(row, rows), selection.left_out
-        )
-        rows.append(row)
-        on_row(row)
-
-    stop, resumes = _StopCatcher(), False
+    judged = _JudgedRows(selection.left_out, on_row)
+    stop, can_resume = _StopCatcher(), False
     with stop.catching_stop_signals():
         on_selection(selection)
         for row in selection.refused_rows:
-            add_row(row)
+            judged.add(row)
         if selection.work:
             with open_resumable_verify_work(selection, resume=resume) as work:
                 # What ends in between can be resumed, as far as it is kept.
-                resumes = work.stays
-                stop.code = _run_cases_beside_earlier_rows(
-                    selection, work, rows, add_row, on_progress
-                )
+                can_resume = work.stays
+                stop.code = _run_cases_beside_earlier_rows(selection, work, judged, on_progress)
                 # What ends otherwise, by an error say, can be resumed, too.
                 if stop.code is None:
                     work.stays = False
-                resumes = work.stays
+                can_resume = work.stays
     return VerifyResult(
-        tuple(rows),
+        tuple(judged.rows),
         selection.notes,
         selection.not_judged,
         selection.required,
         stop_code=stop.code,
-        num_missing=len(selection.work) - count_rows_of_ranks(selection, rows),
+        num_missing=len(selection.work) - count_rows_of_ranks(selection, judged.rows),
         left_out=selection.left_out,
-        can_resume=resumes,
+        can_resume=can_resume,
     )
+
+
+def _require_counts(**counts: int | None) -> None:
+    """Raise UsageError for what is no number of at least 1; None is not given."""
+    for key, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise UsageError(f"{key}={count!r}: a number of at least 1 is needed")
+
+
+class _JudgedRows:
+    """The rows so far; each is completed and handed on as it comes."""
+
+    def __init__(self, left_out: Sequence[str], on_row: Callable[[Row], None]) -> None:
+        self._left_out, self._on_row = left_out, on_row
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> Row:
+        """The row as it was handed on."""
+        row = _add_unjudged_settings_to_row(
+            _copy_cause_of_earlier_row(row, self.rows), self._left_out
+        )
+        self.rows.append(row)
+        self._on_row(row)
+        return row
 
 
 def _copy_cause_of_earlier_row(row: Row, earlier: Sequence[Row]) -> Row:
@@ -164,20 +176,18 @@ class _StopCatcher:
 def _run_cases_beside_earlier_rows(
     selection: Selection,
     work: VerifyWork,
-    rows: list[Row],
-    add_row: Callable[[Row], None],
+    judged: _JudgedRows,
     on_progress: Callable[[VerifyProgress], None],
 ) -> int | None:
     """Take over the rows that are kept of the same work, and run the other cases; the exit code of
     a stop, or None."""
     for row in work.earlier_rows:
-        add_row(row)
+        judged.add(row)
     names = [(dtype, case.name) for dtype, case in selection.work]
     times = RowTimeEstimator(names, len(work.earlier_rows))
 
     def keep_row(row: Row) -> None:
-        add_row(row)
-        work.keep_row(rows[-1])
+        work.keep_row(judged.add(row))
         times.count_finished_row()
 
     return _run_cases_restarting_after_crash(

@@ -24,8 +24,8 @@ from phalanx.run.weights import (
     list_checkpoints_newest_first,
 )
 from phalanx.train.state import TrainState
-from phalanx.verify.compare_steps import describe_held_part
 from phalanx.verify.row import Difference, Row
+from phalanx.verify.shard_blocks import describe_held_part
 
 TAKEN_WEIGHTS_JUDGED = (
     "weights taken as those of model.init_from, from a checkpoint that the row's run has saved"

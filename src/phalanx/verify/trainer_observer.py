@@ -16,7 +16,7 @@ from phalanx.parallel.expert.router_load import is_router
 from phalanx.parallel.step_stats import StepStats
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
-from phalanx.verify.compare_steps import describe_held_part
+from phalanx.verify.shard_blocks import describe_held_part
 from phalanx.verify.trainer_cases import BACKGROUND_STEPS
 from phalanx.verify.trainer_facts import (
     BUFFER,
