@@ -26,13 +26,13 @@ def raise_open_file_limit() -> int:
     return soft
 
 
-def require_open_files(needed: int, what: str) -> None:
-    """Raise EnvironmentProblem (exit 6) where `what`, as messages call it, needs more open files
+def require_open_files(needed: int, purpose: str) -> None:
+    """Raise EnvironmentProblem (exit 6) where `purpose`, as messages call it, needs more open files
     than this process may have; its limit is raised before that."""
     limit = raise_open_file_limit()
     if limit < needed:
         raise EnvironmentProblem(
-            f"ulimit -n is {limit}, and {what} needs about {needed} open files in a process",
+            f"ulimit -n is {limit}, and {purpose} needs about {needed} open files in a process",
             fix=f"raise the hard limit (ulimit -Hn) to {needed} or more",
         )
 

@@ -58,12 +58,12 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def stop_ignoring_signals(kept: frozenset[int]) -> None:
+def stop_ignoring_signals(kept_signals: frozenset[int]) -> None:
     """Have signals that are taken as SIGTERM, and that `ignore_stop_signals` ignores, take their
-    default effect, but for those `kept` and for those that code of the user's handles."""
+    default effect, but for those `kept_signals` and for those that code of the user's handles."""
     for number in SIGNALS_TAKEN_AS_SIGTERM:
         # Not `getsignal`: after faulthandler.register it says what was before.
-        if number not in kept and not has_signal_handler("self", number):
+        if number not in kept_signals and not has_signal_handler("self", number):
             signal.signal(number, signal.SIG_DFL)
 
 

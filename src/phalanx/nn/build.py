@@ -142,7 +142,9 @@ def _require_nothing_to_train(objective: Objective, name: str) -> None:
     so that they would stay as they are and be in no checkpoint, without a word."""
     if not isinstance(objective, nn.Module):
         return
-    names = [own for own, param in objective.named_parameters() if param.requires_grad]
+    names = [
+        param_name for param_name, param in objective.named_parameters() if param.requires_grad
+    ]
     if names:
         raise LayoutError(
             "the objective has parameters to train, and only the model's are trained",

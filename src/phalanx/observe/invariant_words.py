@@ -77,8 +77,8 @@ def _describe_optimizer(event: InvariantChecked) -> str:
     problems, sentences = [], []
     ranks = _describe_failed_ranks(event)
     # They stand before those that were removed, and these before those that were replaced.
-    others = {*event.removed, *event.replaced}
-    missing = [name for name in event.tensors if name not in others]
+    named_apart = {*event.removed, *event.replaced}
+    missing = [name for name in event.tensors if name not in named_apart]
     num_removed, num_replaced = len(event.removed), len(event.replaced)
     if not missing and not event.removed:
         num_replaced = int(event.num_tensors)

@@ -202,11 +202,11 @@ def _describe_price_source(section: ClusterSection, instance: InstanceType | Non
         (section.price_per_hour, instance and instance.on_demand_per_hour, ""),
         (section.spot_price_per_hour, instance and instance.spot_per_hour, " on spot machines"),
     )
-    for said, listed, which in prices:
-        if said is not None:
-            of_job.append(f"${said:,.2f}{which}")
-        elif listed is not None:
-            of_table.append(f"${listed:,.2f}{which}")
+    for stated_price, listed_price, which in prices:
+        if stated_price is not None:
+            of_job.append(f"${stated_price:,.2f}{which}")
+        elif listed_price is not None:
+            of_table.append(f"${listed_price:,.2f}{which}")
     notes = []
     if of_table:
         assert instance is not None

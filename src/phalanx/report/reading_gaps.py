@@ -53,15 +53,15 @@ def _list_missing_ranks(
     for envelope in log.rest:
         if isinstance(envelope.event, events.RunStarted) and envelope.attempt == attempt:
             num_ranks = int(envelope.event.world_size)
-    there = {rank for number, rank in log.by_stream if number == attempt and rank >= 0}
+    recorded_ranks = {rank for number, rank in log.by_stream if number == attempt and rank >= 0}
     # Those are said already.
     for match in filter(None, map(RANK_FILE_PATTERN.fullmatch, log.unreadable_files)):
         if int(match[2]) == attempt:
-            there.add(int(match[1]))
-    num_missing = num_ranks - len(there)
+            recorded_ranks.add(int(match[1]))
+    num_missing = num_ranks - len(recorded_ranks)
     if num_missing <= 0:
         return []
-    missing = (rank for rank in itertools.count() if rank not in there)
+    missing = (rank for rank in itertools.count() if rank not in recorded_ranks)
     named = list(itertools.islice(missing, min(num_missing, _MAX_NAMED_RANKS)))
     ranks = _name_ranks(named, num_missing)
     text = f"no events of {ranks} are here (attempt {attempt}): what they did is missing"

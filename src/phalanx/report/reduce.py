@@ -147,9 +147,10 @@ def _count_restarts(story: list[Envelope], attempts: list[RunAttempt]) -> int:
 def _count_resumes(story: list[Envelope], attempts: list[RunAttempt]) -> int:
     """How often a person continued the run, also where its ranks came to no word then; of early
     releases, which did not say so, by the attempts."""
-    said = [each.attempt for each in story if events.is_resume(each.event)]
-    return len(said) + sum(
-        not attempt.is_restart and attempt.number not in said for attempt in attempts[1:]
+    resumed_attempts = [each.attempt for each in story if events.is_resume(each.event)]
+    return len(resumed_attempts) + sum(
+        not attempt.is_restart and attempt.number not in resumed_attempts
+        for attempt in attempts[1:]
     )
 
 

@@ -39,10 +39,10 @@ def list_status_lines(facts: RunFacts) -> list[str]:
             "none of its events can be read" if facts.reading_gaps else "no events were recorded"
         )
         return [f"{which}, and no job runs here"]
-    place = f"cut off after step {facts.last_step:,}:"
+    progress = f"cut off after step {facts.last_step:,}:"
     if facts.total_steps is not None and 0 < facts.total_steps <= facts.last_step:
-        place = f"all {facts.last_step:,} steps are done, but"
-    return [f"{place} no end was recorded, and no job runs here"]
+        progress = f"all {facts.last_step:,} steps are done, but"
+    return [f"{progress} no end was recorded, and no job runs here"]
 
 
 def find_run_end(facts: RunFacts) -> events.RunFinished | None:

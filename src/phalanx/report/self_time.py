@@ -110,8 +110,8 @@ def _compute_excess(table: StepTable, groups: Sequence[tuple[int, ...]]) -> dict
     for peers in groups:
         self_s = {rank: [row.self_s for row in table.rows[rank]] for rank in peers}
         columns = [_subtract_median_of_others(each) for each in zip(*self_s.values(), strict=True)]
-        for place, rank in enumerate(peers):
-            excess[rank] = [column[place] for column in columns]
+        for index, rank in enumerate(peers):
+            excess[rank] = [column[index] for column in columns]
     return {rank: excess[rank] for rank in table.ranks}
 
 
@@ -124,8 +124,8 @@ def _subtract_median_of_others(values: Sequence[float]) -> list[float]:
     differences = []
     for value in values:
         # The places of the others move down by one from the value's own place on.
-        own = bisect.bisect_left(ascending, value)
-        usual = (ascending[low + (low >= own)] + ascending[high + (high >= own)]) / 2
+        own_index = bisect.bisect_left(ascending, value)
+        usual = (ascending[low + (low >= own_index)] + ascending[high + (high >= own_index)]) / 2
         differences.append(value - usual)
     return differences
 

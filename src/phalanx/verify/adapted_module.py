@@ -38,7 +38,7 @@ class _Call:
     """One call: arguments of the adapted module, and what a user gives transformers'."""
 
     adapted: tuple[torch.Tensor, ...]
-    own: Mapping[str, Any]
+    original: Mapping[str, Any]
 
 
 def compare_adapted_module_once(job: Job, plan: Plan, directory: Path) -> AdapterFacts | None:
@@ -82,7 +82,7 @@ def compare_adapted_module(job: Job, plan: Plan, module: nn.Module) -> AdapterFa
         original.eval()
         calls = list(_list_calls(plan, original))
         with cast_to_float64() as casts:
-            original_outputs = [original(**call.own).logits for call in calls]
+            original_outputs = [original(**call.original).logits for call in calls]
             original_gradients = _compute_gradients(original, original_outputs)
     # Of transformers, for a model that cannot be had or called so.
     except Exception as refusal:

@@ -77,57 +77,58 @@ class AttentionDiagnosis:
         self._evidence, self._layout = evidence, layout
 
     def explain(self) -> str:
-        seen, layout = self._evidence, self._layout
-        if seen.count_wrong(ALONE) and seen.count_wrong(LAST):
+        evidence, layout = self._evidence, self._layout
+        if evidence.count_wrong(ALONE) and evidence.count_wrong(LAST):
             cause = WRONG_VALUES_CAUSE
             if layout.queries_per_key > 1:
                 cause += WRONG_GROUPS_CAUSE.format(queries=layout.queries_per_key)
             if layout.gathers_weights:
                 cause += GATHERED_VALUES_CAUSE
             return cause
-        begin = CP_BEGIN if layout.cp > 1 else BLOCKS_BEGIN
-        if seen.is_exactly(DOCUMENTS) and not seen.is_exactly(ACROSS):
-            return begin + DROPPED_DOCUMENTS_CAUSE
-        if seen.is_exactly(WINDOW) and not seen.is_exactly(ACROSS):
-            return begin + DROPPED_WINDOW_CAUSE
+        opening = CP_BEGIN if layout.cp > 1 else BLOCKS_BEGIN
+        if evidence.is_exactly(DOCUMENTS) and not evidence.is_exactly(ACROSS):
+            return opening + DROPPED_DOCUMENTS_CAUSE
+        if evidence.is_exactly(WINDOW) and not evidence.is_exactly(ACROSS):
+            return opening + DROPPED_WINDOW_CAUSE
         # A mask that shows other documents spares rows by how many they have.
-        if seen.agrees_in_first_rows() and not seen.are_all_wrong_of(DOCUMENTS):
-            words = HIDDEN_BLOCKS_CAUSE if seen.are_all_wrong_of(ACROSS) else ""
-            return begin + FIRST_ROW_CAUSE + words
+        if evidence.agrees_in_first_rows() and not evidence.are_all_wrong_of(DOCUMENTS):
+            words = HIDDEN_BLOCKS_CAUSE if evidence.are_all_wrong_of(ACROSS) else ""
+            return opening + FIRST_ROW_CAUSE + words
         if self._is_of_inner_ranks():
             return OWNERS_CAUSE
-        return begin + ", or ".join(self._list_possible_mistakes())
+        return opening + ", or ".join(self._list_possible_mistakes())
 
     def _is_of_inner_ranks(self) -> bool:
         """True if exactly the ranks of cp differ that see unequal parts of the others' keys."""
-        cp, seen = self._layout.cp, self._evidence
+        cp, evidence = self._layout.cp, self._evidence
         return (
             cp > 2
-            and seen.wrong_cp_ranks == set(range(1, cp - 1))
-            and seen.count_right(ALL_RANKS) > 0
+            and evidence.wrong_cp_ranks == set(range(1, cp - 1))
+            and evidence.count_right(ALL_RANKS) > 0
             and not any(
-                seen.count_right(kind) + seen.count_wrong(kind) for kind in (DOCUMENTS, WINDOW)
+                evidence.count_right(kind) + evidence.count_wrong(kind)
+                for kind in (DOCUMENTS, WINDOW)
             )
         )
 
     def _list_possible_mistakes(self) -> list[str]:
         """The mistakes that these tokens, and no others, can differ by."""
-        seen, causes = self._evidence, list[str]()
-        if seen.count_wrong(ALONE):
+        evidence, causes = self._evidence, list[str]()
+        if evidence.count_wrong(ALONE):
             return [LATER_KEYS_CAUSE, OTHER_VALUES]
-        if seen.are_all_wrong_of(DOCUMENTS):
+        if evidence.are_all_wrong_of(DOCUMENTS):
             causes.append(SHARED_DOCUMENTS_CAUSE)
-        if seen.are_all_wrong_of(FULL_WINDOW):
-            is_shorter = seen.count_wrong(FULL_WINDOW) > seen.count_wrong(WINDOW)
+        if evidence.are_all_wrong_of(FULL_WINDOW):
+            is_shorter = evidence.count_wrong(FULL_WINDOW) > evidence.count_wrong(WINDOW)
             causes.append(SHORTER_WINDOW_CAUSE if is_shorter else WRONG_WINDOW_CAUSE)
         # Each of these spoils all tokens across borders, or those with the most blocks.
         if self._layout.cp > 1:
-            if seen.is_exactly(ACROSS):
+            if evidence.is_exactly(ACROSS):
                 causes.append(POSITIONS_CAUSE)
-            if seen.are_all_wrong_of(CHUNKS) and not seen.count_right(ALL_RANKS):
+            if evidence.are_all_wrong_of(CHUNKS) and not evidence.count_right(ALL_RANKS):
                 causes.append(MERGING_CAUSE)
         # Whoever sees itself alone has no key to lose, and the last that sees all none to win.
-        hides, shows = not seen.count_wrong(ITSELF), not seen.count_wrong(LAST)
+        hides, shows = not evidence.count_wrong(ITSELF), not evidence.count_wrong(LAST)
         does = " or ".join(word for word, may in (("hides", hides), ("shows other", shows)) if may)
         if does:
             causes.append(MASK_CAUSE.format(does=does))

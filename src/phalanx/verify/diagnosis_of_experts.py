@@ -97,12 +97,14 @@ class ExpertDiagnosis:
             ]
             if not name.startswith(prefix) or not any(boxes):
                 continue
-            whole = math.prod(
+            stack_size = math.prod(
                 max(offset[dim] + size[dim] for of_rank in boxes for offset, size, _ in of_rank)
                 for dim in range(len(next(filter(None, boxes))[0][1]))
             )
-            held = min(sum(math.prod(size) for _, size, _ in of_rank) for of_rank in boxes)
-            if held * self._ep * self._tp < whole:
+            smallest_part_size = min(
+                sum(math.prod(size) for _, size, _ in of_rank) for of_rank in boxes
+            )
+            if smallest_part_size * self._ep * self._tp < stack_size:
                 return True
         return False
 

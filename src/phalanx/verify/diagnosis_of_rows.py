@@ -148,8 +148,8 @@ class CountedBatch:
         )
         if len(off) > MAX_LISTED:
             listed += f" and {len(off) - MAX_LISTED} more"
-        others = "" if len(off) == len(counts) else ", and all others do count once"
-        return f"of which not all count once: {listed}{others}"
+        rest = "" if len(off) == len(counts) else ", and all others do count once"
+        return f"of which not all count once: {listed}{rest}"
 
     def _explain_few_parts(self) -> str:
         off = [part for part in self.parts if abs(part.count - 1) > self.tolerance]

@@ -42,11 +42,13 @@ class StageDiagnosis:
         """The cause of a wrong loss where a later stage reads another microbatch's tokens; "" where
         none does, or nobody can tell."""
         for observation in self._compared.observations:
-            if found := observation.get("other_microbatch"):
-                stage, own, other = found
+            if mix_up := observation.get("other_microbatch"):
+                stage, own_number, other_number = mix_up
                 is_last = stage + 1 == self._pipeline.num_stages
                 reads = "targets, positions" if is_last else "positions"
-                return OTHER_INPUTS_CAUSE.format(stage=stage, own=own, other=other, reads=reads)
+                return OTHER_INPUTS_CAUSE.format(
+                    stage=stage, own=own_number, other=other_number, reads=reads
+                )
         return ""
 
     @staticmethod

@@ -218,9 +218,9 @@ def _observe_wrong_outputs(
     step which tokens do there. Collective."""
     firsts = outputs.find_first_wrong_output(trace.directory, tolerance)
     other_microbatch = outputs.find_other_microbatch(trace.directory, tolerance)
-    own = (firsts, outputs.num_compared, other_microbatch)
-    for observed, found in zip(all_observations, mesh.gather_json(own), strict=True):
-        observed["outputs"], observed["num_outputs"], observed["other_microbatch"] = found
+    findings = (firsts, outputs.num_compared, other_microbatch)
+    for observed, gathered in zip(all_observations, mesh.gather_json(findings), strict=True):
+        observed["outputs"], observed["num_outputs"], observed["other_microbatch"] = gathered
     places = [
         output[1]
         for observed in all_observations

@@ -143,9 +143,9 @@ class LayoutOutputs:
         return None
 
     def sort_wrong_tokens(
-        self, directory: Path, place: int, tolerance: float, document_ids_BT: torch.Tensor | None
+        self, directory: Path, number: int, tolerance: float, document_ids_BT: torch.Tensor | None
     ) -> WrongTokens | None:
-        """All tokens that this rank has of the first step's output at `place` in the order of the
+        """All tokens that this rank has of the first step's output at `number` in the order of the
         forward, sorted by what they are to see; None if it is not an attention that is known.
 
         `document_ids_BT`: of the whole batch, or None.
@@ -155,12 +155,12 @@ class LayoutOutputs:
             for key, reference_BT in load_file(directory / OUTPUTS_FILE_NAME).items()
             if key.startswith(f"{train_phase_of_step(0)}/")
         }
-        key, reference_BT = references[place]
+        key, reference_BT = references[number]
         phase, _, name, width = _split_output_key(key)
         window = find_window_of_causal_attention(self._model.module, name)
         if window is None:
             return None
-        wrong_tokens = WrongTokens(place, cp_rank=self._model.mesh.coordinates["cp"])
+        wrong_tokens = WrongTokens(number, cp_rank=self._model.mesh.coordinates["cp"])
         owners = self._list_owners_of_tokens(reference_BT.shape[1])
         for part in self._compare_parts(phase, name, width, reference_BT):
             is_wrong_BT = ~(part.error_BT <= tolerance)
@@ -173,7 +173,7 @@ class LayoutOutputs:
                 wrong_tokens.add_row(part.first_row, row, view, tokens)
         # It is the first output that differs on any rank.
         wrong_tokens.has_right_input = any(
-            before < place and self._has_compared(key, reference_BT)
+            before < number and self._has_compared(key, reference_BT)
             for before, (key, reference_BT) in references.items()
         )
         return wrong_tokens
@@ -184,10 +184,10 @@ class LayoutOutputs:
 
     def _list_owners_of_tokens(self, length: int) -> list[int]:
         """The rank of cp that has each token of a sequence."""
-        own = LocalSequenceTokens.from_model(self._model)
+        local_tokens = LocalSequenceTokens.from_model(self._model)
         owners = [0] * length
-        for rank in range(own.cp):
-            for token in replace(own, rank=rank).find_token_indices(length).tolist():
+        for rank in range(local_tokens.cp):
+            for token in replace(local_tokens, rank=rank).find_token_indices(length).tolist():
                 owners[token] = rank
         return owners
 
@@ -278,8 +278,8 @@ class _ComparedPart:
 
 def _split_output_key(key: str) -> tuple[str, int, str, int]:
     """Phase, place in the order of the forward, name of the module, and width."""
-    phase, place, width, name = key.split("/", 3)
-    return phase, int(place), name, int(width)
+    phase, number, width, name = key.split("/", 3)
+    return phase, int(number), name, int(width)
 
 
 def find_window_of_causal_attention(module: nn.Module, name: str) -> int | None:

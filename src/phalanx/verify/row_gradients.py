@@ -124,8 +124,8 @@ def _write_part_gradients(
             sequence = {key: tensor[row : row + 1] for key, tensor in batch.items()}
             pieces = {-1: sequence}
             if has_chunks and "targets" in batch and batch["targets"].ndim == 2:
-                place = row % max(1, num_rows // plan.layout.data_parallel_size)
-                pieces = _cut_by_chunks(sequence, place, num_rows, plan)
+                row_of_rank = row % max(1, num_rows // plan.layout.data_parallel_size)
+                pieces = _cut_by_chunks(sequence, row_of_rank, num_rows, plan)
             for chunk, piece in pieces.items():
                 module.zero_grad()
                 with masks.dropping_by_masks(step + 1, first_row + row, 1):
@@ -135,8 +135,9 @@ def _write_part_gradients(
                 parts.append(BatchPart(number, row, chunk, int(count)))
                 for name, parameter in module.named_parameters():
                     gradient = parameter.grad
-                    whole = torch.zeros_like(parameter) if gradient is None else gradient
-                    gradients[name].append(whole.flatten()[_choose_places(whole.shape)])
+                    if gradient is None:
+                        gradient = torch.zeros_like(parameter)
+                    gradients[name].append(gradient.flatten()[_choose_places(gradient.shape)])
         first_row += num_rows
     total = sum(part.num_targets for part in parts)
     save_file(
@@ -147,14 +148,14 @@ def _write_part_gradients(
 
 
 def _cut_by_chunks(
-    sequence: Batch, place: int, num_rows: int, plan: Plan
+    sequence: Batch, row_of_rank: int, num_rows: int, plan: Plan
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Chunk of the rank that has the sequence at `place` -> the sequence with the targets of that
-    chunk alone, where each microbatch has `num_rows`."""
+    """Chunk of the rank that has the sequence in its row `row_of_rank` -> the sequence with the
+    targets of that chunk alone, where each microbatch has `num_rows`."""
     length = sequence["targets"].shape[1]
     per_rank = max(1, num_rows // plan.layout.data_parallel_size)
     size = choose_loss_chunk_tokens(per_rank * length)
-    chunks = torch.arange(place * length, (place + 1) * length) // size
+    chunks = torch.arange(row_of_rank * length, (row_of_rank + 1) * length) // size
     return {
         chunk: {
             **sequence,

@@ -188,9 +188,9 @@ class SentGradientChecker:
             return float(gradient.tensor.abs().max())
         expected, allowed = mean.double(), 0.0
         if q is not None:
-            left = self._left_q.get(gradient.name)
-            if left is not None and not torch.equal(left, q):
-                return float((left - q).double().norm() / left.double().norm())
+            previous_q = self._left_q.get(gradient.name)
+            if previous_q is not None and not torch.equal(previous_q, q):
+                return float((previous_q - q).double().norm() / previous_q.double().norm())
             sent, allowed = plain_powersgd_step(mean.flatten(1), q, rank_norm)
             expected = sent.view_as(mean)
         dtype = str(mean.dtype).removeprefix("torch.")

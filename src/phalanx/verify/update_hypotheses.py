@@ -257,10 +257,10 @@ def _list_predictions_of_rule(
         if abs(factor) < MAX_UNEXPLAINED:
             words = "its momentum were lost"
         yield words, (factor - 1) * part
-        taken = right - part
-        factor = 1 + _find_multiple(error, taken)
+        gradient_part = right - part
+        factor = 1 + _find_multiple(error, gradient_part)
         # Those that have a name are candidates by themselves.
-        yield f"it took in {format_factor(factor)} its gradient", (factor - 1) * taken
+        yield f"it took in {format_factor(factor)} its gradient", (factor - 1) * gradient_part
 
 
 def _update_with_eps(

@@ -277,14 +277,14 @@ def _compute_buffers(
     elements: UpdatedElements,
     decay: float,
     *,
-    taken: float = 1.0,
-    taken_first: float = 1.0,
+    share: float = 1.0,
+    first_share: float = 1.0,
 ) -> list[torch.Tensor]:
-    """The buffer before the first gradient and after each of them: it takes in `taken` of a
-    gradient, of the first one `taken_first`."""
+    """The buffer before the first gradient and after each of them: it takes in `share` of a
+    gradient, of the first one `first_share`."""
     buffers = [torch.zeros_like(elements.gradients[0])]
     for gradient, weights in zip(elements.gradients, elements.weights, strict=True):
-        part = taken_first if len(buffers) == 1 else taken
+        part = first_share if len(buffers) == 1 else share
         buffers.append(rule.momentum * buffers[-1] + part * (gradient + decay * weights))
     return buffers
 
@@ -299,9 +299,9 @@ def _list_sgd_updates(
         return
     yield "its momentum were Nesterov's", -rate * (gradient + momentum * buffers[-1])
     yield "its momentum did not take in this step's gradient", -rate * buffers[-2]
-    for taken_first, words in ((1.0, ""), (1 - momentum, ", the first one, too")):
+    for first_share, words in ((1.0, ""), (1 - momentum, ", the first one, too")):
         damped = _compute_buffers(
-            rule, elements, decay, taken=1 - momentum, taken_first=taken_first
+            rule, elements, decay, share=1 - momentum, first_share=first_share
         )
         yield f"gradients were damped by {1 - momentum:g}{words} (dampening)", -rate * damped[-1]
     if decay:

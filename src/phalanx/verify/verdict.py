@@ -218,17 +218,17 @@ class LayoutComparator:
         differ = bool(built) and max(built) - min(built) > RATE_TOLERANCE * max(built)
         wrong: dict[str, dict[int, tuple[float, float]]] = {}
         for rank, of_rank in enumerate(rates_of_ranks):
-            for name, (ratio, given) in of_rank.items():
+            for name, (ratio, actual) in of_rank.items():
                 due = ratio if differ else 1.0
-                if not abs(given - due) <= RATE_TOLERANCE * max(abs(due), abs(given)):
-                    wrong.setdefault(name, {})[rank] = given, due
+                if not abs(actual - due) <= RATE_TOLERANCE * max(abs(due), abs(actual)):
+                    wrong.setdefault(name, {})[rank] = actual, due
         for name, by_rank in wrong.items():
-            rank, (given, due) = next(iter(by_rank.items()))
+            rank, (actual, due) = next(iter(by_rank.items()))
             cause = (
-                f"a step of the trainer gives {name} {given:.4g} x the job's learning rate, and its"
-                f" group was built with {due:.4g} x: the group's part of the rate is lost"
+                f"a step of the trainer gives {name} {actual:.4g} x the job's learning rate, and"
+                f" its group was built with {due:.4g} x: the group's part of the rate is lost"
             )
-            error = abs(given - due) / max(abs(due), abs(given))
+            error = abs(actual - due) / max(abs(due), abs(actual))
             part = self._observations[rank]["held"].get(name, "nothing")
             yield Difference("learning rate of", name, 0, error, rank, tuple(by_rank), part, cause)
 

@@ -48,7 +48,7 @@ def examine_wrong_gradients(
 ) -> WrongGradients:
     """What the gradients of `step`, counted from 0, are that are off on this rank, by `dots_of`;
     rows of matrices alone, and of those that are one block."""
-    found = WrongGradients()
+    wrong = WrongGradients()
     for name, dots in dots_of.items():
         # Infinite where it is no part of the tensor.
         if not MIN_ERROR**2 * dots[3] < dots[0] < float("inf"):
@@ -68,14 +68,14 @@ def examine_wrong_gradients(
                     pairs = (off, off), (off, before), (before, before), (stale, stale)
                     sums += torch.stack([(a * b).sum() for a, b in pairs])
                 if len(shard.boxes) == 1 and off.ndim > 1:
-                    found.rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
+                    wrong.rows[name] = _find_wrong_rows(off, actual, box.global_offset[0])
                     factor = find_factor_of_rows(off, actual)
                     if factor is not None:
-                        found.row_factors[name] = factor
+                        wrong.row_factors[name] = factor
         if shard.num_local >= MIN_ELEMENTS:
             first, second, third, fourth = sums.tolist()
-            found.left[name] = first, second, third, fourth
-    return found
+            wrong.left[name] = first, second, third, fourth
+    return wrong
 
 
 def _find_wrong_rows(off: torch.Tensor, actual: torch.Tensor, first_row: int) -> WrongRows:

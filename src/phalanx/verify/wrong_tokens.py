@@ -38,21 +38,21 @@ class SequenceView:
 
     def list_kinds(self, token: int) -> list[str]:
         """The KINDS that a token is of."""
-        begin, owners = self.begins[token], self.owners
+        document_begin, owners = self.begins[token], self.owners
         reach = token - self.window + 1 if self.window else 0
-        first = max(begin, reach)
-        seen = set(self._owner_of_run[self._run_of[first] : self._run_of[token] + 1])
+        first = max(document_begin, reach)
+        seen_owners = set(self._owner_of_run[self._run_of[first] : self._run_of[token] + 1])
         is_cut = len(self._owner_of_run) > 1
         is_of_kind = {
             ALONE: token == 0,
             LAST: token + 1 == len(owners) and first == 0,
             ITSELF: first == token,
-            DOCUMENTS: max(reach, 0) < begin,
-            WINDOW: reach > begin,
-            FULL_WINDOW: self.window > 0 and reach >= begin,
-            ACROSS: len(seen) > 1,
-            CHUNKS: len(seen) > 1 or (is_cut and first < len(owners) // 2 <= token),
-            ALL_RANKS: len(seen) == len(set(self._owner_of_run)) > 1,
+            DOCUMENTS: max(reach, 0) < document_begin,
+            WINDOW: reach > document_begin,
+            FULL_WINDOW: self.window > 0 and reach >= document_begin,
+            ACROSS: len(seen_owners) > 1,
+            CHUNKS: len(seen_owners) > 1 or (is_cut and first < len(owners) // 2 <= token),
+            ALL_RANKS: len(seen_owners) == len(set(self._owner_of_run)) > 1,
         }
         return [kind for kind, is_it in is_of_kind.items() if is_it]
 

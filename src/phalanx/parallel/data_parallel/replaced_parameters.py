@@ -42,5 +42,5 @@ class ReplacedParameters:
         return [
             full_name(f"{part_name}.{name}".removeprefix("."))
             for part_name, part in self._module.named_modules()
-            for name in sorted(name for place, name in places if place is part)
+            for name in sorted(name for holder, name in places if holder is part)
         ]

@@ -224,8 +224,8 @@ def _list_microbatch_gains(
         if batch < 1 or batch != int(batch):
             return ()
         setting = f"train.global_batch_size={int(batch)}"
-    left = 1 - share * (1 - measured.shrink_wait(more))
-    return (ExpectedGain(setting, 1 / left, "at most"),)
+    remaining_share = 1 - share * (1 - measured.shrink_wait(more))
+    return (ExpectedGain(setting, 1 / remaining_share, "at most"),)
 
 
 def _share_waited_for_stragglers(study: StepStudy) -> float:

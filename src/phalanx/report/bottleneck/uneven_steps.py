@@ -64,8 +64,8 @@ def find_uneven_steps(study: StepStudy) -> None:
         ]
         action = f"see what happened then (phalanx logs RUN --since step:{step})"
     else:
-        subject, what = _describe_late_ranks(lateness)
-        evidence = [f"{behind}{what}"]
+        subject, delay = _describe_late_ranks(lateness)
+        evidence = [f"{behind}{delay}"]
     study.causes.append(
         Cause(
             "uneven steps",

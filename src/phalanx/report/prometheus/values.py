@@ -107,5 +107,7 @@ def _select_ranks_below(
     definition = METRIC_BY_NAME[name]
     if definition.kind != "gauge" or "rank" not in definition.labels:
         return dict(of_name)
-    place = definition.labels.index("rank")
-    return {labels: value for labels, value in of_name.items() if float(labels[place]) < num_ranks}
+    rank_index = definition.labels.index("rank")
+    return {
+        labels: value for labels, value in of_name.items() if float(labels[rank_index]) < num_ranks
+    }

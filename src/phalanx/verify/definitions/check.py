@@ -20,6 +20,6 @@ class DefinitionCheck:
     find_differences: FindDifferences
 
 
-def make_difference(what: str, name: str, error: float, cause: str) -> Difference:
+def make_difference(quantity: str, name: str, error: float, cause: str) -> Difference:
     """The difference of something that is no step's and no rank's."""
-    return Difference(what, name, NO_STEP, error, 0, (0,), "as defined", cause)
+    return Difference(quantity, name, NO_STEP, error, 0, (0,), "as defined", cause)
