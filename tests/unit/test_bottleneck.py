@@ -328,6 +328,8 @@ def test_ranks_of_a_pipeline_are_compared_within_their_stage(tmp_path: Path) -> 
     main = judge(late, plan).main
     assert main is not None
     assert (main.kind, main.rank) == ("straggler", 3)
+    assert any(text.startswith("MFU: ") for text in judge(late, plan).not_judged)
+    assert not any(text.startswith("MFU: ") for text in judge(late).not_judged)
 
 
 def test_ranks_whose_files_are_lost_change_neither_stages_nor_rates(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from phalanx.report.bottleneck.step_table import RankStep, StepTable, read_step_
 from phalanx.report.event_log import EventLogReader
 from phalanx.report.page import render_page, write_report
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.sections.stragglers import _describe_slowest_rank
 from phalanx.report.self_time import MAX_MAP_COLUMNS, MAX_MAP_ROWS, build_self_time_map
 from phalanx.report.summary import build_run_json
 
@@ -142,6 +143,17 @@ def section_of(page: Page, name: str) -> str:
     found = re.search(rf'<section id="{name}">(.*?)</section>', page.source, re.DOTALL)
     assert found is not None, name
     return found[1]
+
+
+def test_of_few_steps_a_slow_rank_may_be_chance() -> None:
+    for num_steps, is_said in ((7, True), (12, False)):
+        times = build_self_time_map(
+            table_of({0: [0.1] * num_steps, 1: [0.2] * num_steps}), num_stages=1
+        )
+        assert times is not None
+        text = _describe_slowest_rank(times)
+        assert f"in the mean of steps 4 to {num_steps + 3}" in text
+        assert ("too few steps" in text) is is_said
 
 
 def test_the_slow_rank_stands_out_with_the_line_of_its_worst_step(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.report import formats
+from phalanx.report.bottleneck.step_table import MIN_ROWS
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.heat import draw_heat_axis, draw_heat_cells
@@ -62,9 +63,13 @@ def _describe_slowest_rank(times: SelfTimeMap) -> str:
     if times.has_stages_of_one_rank:
         peers = "all ranks"
         remark = " Each rank is a pipeline stage of its own: the cut may give it more work."
+    first, last = times.first_step, times.steps[-1][1]
+    if last - first + 1 < MIN_ROWS:
+        remark += " These are too few steps to tell that from chance."
     return (
         f"Rank {slow.rank} takes {formats.format_milliseconds(slow.excess_s)} longer by itself than"
-        f" the median of {peers}, {share} of a step.{remark}"
+        f" the median of {peers}, in the mean of steps {first:,} to {last:,}: {share} of a step (of"
+        f" the median one).{remark}"
     )
 
 
