@@ -156,6 +156,14 @@ def test_of_few_steps_a_slow_rank_may_be_chance() -> None:
         assert ("too few steps" in text) is is_said
 
 
+def test_each_table_has_a_name_for_screen_readers(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    tables = re.findall(r"<table[^>]*>(?:<caption>)?", page.source)
+    assert len(tables) > 10
+    assert [each for each in tables if "aria-label=" not in each and "<caption>" not in each] == []
+    assert 'aria-label="Gradient norm"' in page.source
+
+
 def test_the_slow_rank_stands_out_with_the_line_of_its_worst_step(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     ranks = section_of(page, "ranks")

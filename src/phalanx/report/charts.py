@@ -208,7 +208,7 @@ def draw_stack_chart(chart: StackChart) -> Html:
     if math.isfinite(limit):
         note += _describe_cut_columns(totals, chart.unit)
         _draw_cut_mark(lefts, rights, totals, y_scale, chart.unit, drawing)
-    data = _build_table_of_steps(steps, list(parts.items()), chart.unit)
+    data = _build_table_of_steps(steps, list(parts.items()), chart.unit, chart.title)
     return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
 
 
@@ -251,7 +251,7 @@ def _draw_cut_mark(
 
 
 def _build_table_of_steps(
-    steps: Sequence[float], columns: Sequence[tuple[str, Sequence[float]]], unit: str
+    steps: Sequence[float], columns: Sequence[tuple[str, Sequence[float]]], unit: str, title: str
 ) -> Html:
     rows = []
     for row in _choose_table_rows(len(steps)):
@@ -259,7 +259,7 @@ def _build_table_of_steps(
             [_format_step(steps[row]), *[_format_plain_number(ys[row]) for _, ys in columns]]
         )
     head = ["step", *[_format_name_with_unit(name, unit) for name, _ in columns]]
-    return build_table(head, rows, css_class="num")
+    return build_table(head, rows, css_class="num", label=title)
 
 
 def _choose_step_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> AxisScale:
@@ -273,7 +273,7 @@ def _build_table_of_values(chart: LineChart) -> Html:
     if lines:
         # All lines of a chart are columns of the same steps; only dots have steps of their own.
         columns = [(series.name, series.ys) for series in lines]
-        parts.append(_build_table_of_steps(lines[0].xs, columns, chart.unit))
+        parts.append(_build_table_of_steps(lines[0].xs, columns, chart.unit, chart.title))
     for series in chart.series:
         text = _describe_series_values(series, chart.unit)
         if text:

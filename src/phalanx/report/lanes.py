@@ -91,4 +91,4 @@ def _build_lane_table(lanes: Sequence[Lane]) -> Html:
     caption = ""
     if len(everything) > len(rows):
         caption = f"The first {len(rows)} of {len(everything):,}."
-    return build_table(["step", "", "what"], rows, caption=caption)
+    return build_table(["step", "", "what"], rows, caption=caption, label="What happened")

@@ -102,9 +102,14 @@ def build_table(
     *,
     css_class: str = "",
     caption: str = "",
+    label: str = "",
 ) -> Html:
     """A table whose cells are right-aligned from the second column on by the style sheet's `num`
-    class."""
+    class.
+
+    `label`: its name for screen readers; without it the names of its columns, or the caption.
+    """
+    head = list(head)
     parts = []
     if caption:
         parts.append(build_tag("caption", caption))
@@ -112,10 +117,13 @@ def build_table(
         build_tag("thead", build_tag("tr", [build_tag("th", cell, scope="col") for cell in head]))
     )
     parts.append(build_tag("tbody", [_build_table_row(row) for row in rows]))
+    name = None
+    if not caption:
+        named = [cell for cell in head if isinstance(cell, str) and not isinstance(cell, Html)]
+        name = label or f"By {', '.join(filter(None, named))}"
+    table = build_tag("table", parts, class_=css_class or None, aria_label=name)
     # A wide table scrolls in its own box, and with a tab index the arrow keys can scroll it, too.
-    return build_tag(
-        "div", build_tag("table", parts, class_=css_class or None), class_="scroll", tabindex=0
-    )
+    return build_tag("div", table, class_="scroll", tabindex=0)
 
 
 def _build_table_row(cells: Iterable[Child]) -> Html:

@@ -341,7 +341,7 @@ DASHBOARD_ROWS: tuple[DashboardRow, ...] = (
             ),
             DashboardPanel(
                 "Steps done again",
-                "Steps that a failure undid, each hour.",
+                "Steps that a failure or going back undid, each hour.",
                 (_query("increase(phalanx_steps_redone_total{RUN}[1h])"),),
             ),
             DashboardPanel(

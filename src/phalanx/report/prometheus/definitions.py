@@ -101,7 +101,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _counter(
         "phalanx_hangs_total",
-        "Hangs that the supervisor found, killed ranks for and restarted after. kind: gone, frozen,"
+        "Hangs that the supervisor found, and killed ranks for. kind: gone, frozen,"
         " gil_held, spinning, waiting_elsewhere, absent_collective, left_early, endless_step,"
         " link_cut (docs/hangs.md).",
         "kind",
