@@ -143,6 +143,22 @@ def test_a_line_of_c_code_lies_between_the_times_of_its_neighbours(
     assert after.latest_unix_s == max(ranks[0].log.stat().st_mtime, second.time_unix_s)
 
 
+def test_of_lines_of_c_code_before_all_others_the_latest_time_alone_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = rank_log_path(tmp_path, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("from a library\n")
+    build_log_times_path(log).touch()
+    os.utime(log, (1_700_000_000, 1_700_000_000))
+    assert _app.run_command_line(["logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "<22:13:20.000  rank 0  from a library"
+    assert _app.run_command_line(["logs", str(tmp_path), "--json"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["time_unix_s"], line["before_unix_s"]) == (None, 1_700_000_000.0)
+    assert line["is_exact"] is False
+
+
 def test_two_prints_of_one_line_are_one_line(tmp_path: Path, ranks: list[Rank]) -> None:
     ranks[0].do("torn", "half")
     follower = LogFollower(tmp_path)

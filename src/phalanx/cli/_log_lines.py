@@ -15,14 +15,21 @@ class LogLinePrinter:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._heading = ""
+        # Logs of which a line with a time of its own was printed.
+        self._timed: set[tuple[int, int]] = set()
 
     def print_line(self, line: LogLine) -> None:
         """Print one line; what terminals would obey is taken out by the stream itself."""
+        log = line.attempt, line.rank
+        if line.is_exact:
+            self._timed.add(log)
+        # Where nothing with a time lies before it, it may be older by any time.
+        is_latest = log not in self._timed and line.time_unix_s == line.before_unix_s
         if self._as_json:
             facts = {
                 "attempt": line.attempt,
                 "rank": line.rank,
-                "time_unix_s": line.time_unix_s,
+                "time_unix_s": math.nan if is_latest else line.time_unix_s,
                 "is_exact": line.is_exact,
                 "before_unix_s": line.before_unix_s,
                 "text": line.text,
@@ -35,7 +42,7 @@ class LogLinePrinter:
             self._heading = heading
         # A bar that redraws itself: its last state, as a terminal would show it.
         text = line.text.rstrip("\r").rpartition("\r")[2]
-        print(f"{_format_time_of_day(line)}  rank {line.rank}  {text}")
+        print(f"{_format_time_of_day(line, is_latest)}  rank {line.rank}  {text}")
 
 
 def _build_heading(line: LogLine) -> str:
@@ -45,13 +52,13 @@ def _build_heading(line: LogLine) -> str:
     return f"{heading} --"
 
 
-def _format_time_of_day(line: LogLine) -> str:
+def _format_time_of_day(line: LogLine, is_latest: bool) -> str:
     if not math.isfinite(line.time_unix_s):
         return f"{'no time':>13}"
     text = f"{_parse_time(line):%H:%M:%S.%f}"[:-3]
     if line.is_exact:
         return f" {text}"
-    return f"~{text}"
+    return f"{'<' if is_latest else '~'}{text}"
 
 
 def _parse_time(line: LogLine) -> datetime:
