@@ -761,6 +761,20 @@ def test_the_lines_of_a_run_that_met_failures_name_them_and_its_goodput(
     assert goodput.startswith(f"goodput {share:.1%} of the run's life in steps that stand")
 
 
+def test_each_fact_for_programs_is_on_its_page(whole: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "run-facts.md").read_text()
+    documented = set(re.findall(r"`([a-z_]+)`", page))
+    told = build_run_json(collect_run_facts(whole.directory))
+    keys = set(told)
+    # Below: objects with keys of their own, and not by block, category or rank.
+    for name in ("evaluations", "best", "baselines", "memory", "reliability"):
+        of_name = told[name]
+        assert of_name, name
+        keys |= set(of_name[0] if isinstance(of_name, list) else of_name)
+    keys |= set(told["bottleneck"])
+    assert sorted(keys - documented) == []
+
+
 def test_a_run_that_went_back_was_not_restarted_and_did_not_fail(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
