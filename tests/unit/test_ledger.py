@@ -131,6 +131,10 @@ def test_every_second_of_an_undisturbed_run_has_its_part(tmp_path: Path) -> None
     assert ledger.unattributed_s == pytest.approx(10 * UNACCOUNTED_S)
     assert ledger.counted_twice_s == 0
     assert sum(ledger.communication_s.values()) == pytest.approx(parts["communication"])
+    of_page = collect_run_facts(tmp_path).ledger.parts_s
+    assert of_page["ending"] == pytest.approx(2.0)
+    # Rank 0's event on the start is not there, and nobody evaluated by its word.
+    assert of_page["everything else"] == pytest.approx(5.0 + 2.0)
 
 
 def test_steps_that_a_restart_undid_are_one_part(tmp_path: Path) -> None:
@@ -176,6 +180,7 @@ def test_steps_that_a_restart_undid_are_one_part(tmp_path: Path) -> None:
     assert ledger.parts_s["start-up"] == pytest.approx(9.0)
     assert ledger.num_steps == 8
     assert ledger.unattributed_s == pytest.approx(8 * UNACCOUNTED_S)
+    assert collect_run_facts(tmp_path).ledger.parts_s["restart"] == pytest.approx(3.0)
 
 
 def test_seconds_that_two_parts_claim_are_said(tmp_path: Path) -> None:

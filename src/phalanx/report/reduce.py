@@ -60,14 +60,15 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
     status, finished = find_run_status(story)
     timeline = log.times.build_measured_timeline()
     skipped = select_skips_not_redone(log, history)
-    ledger = charge_wall_time(timeline, story, steps, history, skipped)
+    rank_ledgers = log.ledger.build_ledgers()
+    lead_ledger = next((each for each in rank_ledgers if each.rank == log.lead_rank), None)
+    ledger = charge_wall_time(timeline, story, steps, history, skipped, lead_ledger)
     attempts = list_attempts(log, history)
     identity = identify_run(run_dir, job, plan, story)
     table = read_step_table(run_dir, log.tails or None)
     drifts = log.drift.find_drifts()
     num_ranks = int_or_none(plan.get("world_size")) or 0
     reading_gaps = list_reading_gaps(log, steps, finished, num_ranks)
-    rank_ledgers = log.ledger.build_ledgers()
     return RunFacts(
         run_dir=run_dir,
         name=identity.name,

@@ -10,8 +10,12 @@ from phalanx.observe.events import Envelope
 from phalanx.report.facts import StepColumns, WallTimeBreakdown
 from phalanx.report.formats import finite_or_zero
 from phalanx.report.history import StepHistory
+from phalanx.report.ledger import RankLedger
 from phalanx.report.story import select_story_events
 from phalanx.report.timeline import RunTimeline
+
+# Of a rank's ledger: what lies beside its steps, and is in no event of a step.
+_PARTS_OF_THE_REST = ("restart", "failure", "other phases", "ending")
 
 
 def charge_wall_time(
@@ -20,9 +24,11 @@ def charge_wall_time(
     steps: StepColumns,
     history: StepHistory,
     skipped: list[events.StepSkipped],
+    lead: RankLedger | None,
 ) -> WallTimeBreakdown:
     """Charge the wall clock: steps that stand, what they waited for, steps that were not applied,
-    steps that were undone, starting (if that is known), the rest."""
+    steps that were undone, starting (if that is known), the rest. `lead`: the ledger of the rank
+    whose steps these are, which knows of what lies between attempts and after the last step."""
     starts = select_story_events(story, events.RunStarted)
     wall_s = timeline.alive_s
     data_s = _sum_positive(steps.groups_s["data"])
@@ -63,7 +69,12 @@ def charge_wall_time(
         parts["starting"] = _sum_finite(start.startup_s for start in starts)
     # Never less than its parts, so that what is left for "everything else" is not negative.
     wall_s = max(wall_s, sum(parts.values()))
-    parts["everything else"] = wall_s - sum(parts.values())
+    rest_s = wall_s - sum(parts.values())
+    for name in _PARTS_OF_THE_REST:
+        part_s = min(lead.parts_s[name] if lead is not None else 0.0, rest_s)
+        if part_s > 0:
+            parts[name], rest_s = part_s, rest_s - part_s
+    parts["everything else"] = rest_s
     return WallTimeBreakdown(wall_s, parts)
 
 

@@ -41,6 +41,10 @@ CSS_CLASS_OF_LEDGER_ENTRY = {
     "evaluation": "g6",
     "steps done again": "g3",
     "starting": "g7",
+    "restart": "g12",
+    "failure": "g12 striped",
+    "other phases": "g8",
+    "ending": "g7 striped",
     "everything else": "g9",
 }
 
