@@ -292,7 +292,7 @@ WRONG_OVERRIDES = [
     ("train.steps.x=3", "train.steps: wanted a whole number", "a table"),
     ("run.name=a b", "run.name: wanted a name of 1 to 64 letters", 'was given "a b"'),
     ("run.dir=a\0b", "run.dir: holds a NUL character", ""),
-    ("run.dir=a\udc80b", "run.dir: holds a NUL character or is not valid UTF-8", ""),
+    ("run.dir=a\udc80b", "run.dir: is not valid UTF-8", ""),
 ]  # fmt: skip
 
 
@@ -304,6 +304,13 @@ def test_wrong_override(text, start, inside):
     assert line.startswith(f"override: {start}")
     assert inside in line
     assert line.isprintable()
+
+
+def test_a_name_that_python_took_for_ascii_is_told_what_to_set(monkeypatch) -> None:
+    """UTF-8 of a command line under LC_ALL=C with PYTHONUTF8=0: it was said not to be UTF-8."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    line = only(None, "run.dir=lauf \udcc3\udcbc")
+    assert "where Python takes names for ascii; set PYTHONUTF8=1" in line
 
 
 def test_an_override_repairs_the_file(job_file):
@@ -438,7 +445,7 @@ def test_numbers_survive_json(tmp_path_factory, lr, seed):
         ("[" * 100_000, "job.json: syntax: a number is too long, or the nesting too deep"),
         ('{"optim": {"lr": NaN}}', "job.json: optim.lr: wanted a finite number, was given nan"),
         ('{"train": {"steps": null}}', 'job.json: train.steps: wanted a whole number of at least 1, was given "none"'),
-        ('{"run": {"dir": "\\ud800"}}', "job.json: run.dir: holds a NUL character or is not valid UTF-8"),
+        ('{"run": {"dir": "\\ud800"}}', "job.json: run.dir: is not valid UTF-8"),
     ],
 )  # fmt: skip
 def test_wrong_json(job_file, text, line):

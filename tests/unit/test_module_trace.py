@@ -364,6 +364,9 @@ def test_blocks_that_do_the_same_and_are_cut_otherwise_are_counted_apart(own_mod
 def test_a_dataset_of_ones_own_is_not_traced() -> None:
     job = load_job(None, ["model.kind=traced_model:Model", "data.source=my.data:build"])
     assert build_trace_request(job) is None
+    shape = MeasuredModule("traced_model:Model", 3, 1_000_000, 900_000, 200_000, 600_000)
+    reasons = " ".join(make_plan(job, shape=shape, num_ranks=1).reasons)
+    assert "what a sample is only the dataset says; phalanx plan --dry-run reads one" in reasons
 
 
 @pytest.mark.parametrize("config", [LLAMA, VIT], ids=["tokens", "images"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import sys
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -99,9 +100,21 @@ def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
             return finding.what, finding.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "is a whole number that does not fit in 64 bits", ""
-    if isinstance(value, str) and ("\0" in value or _escape_unencodable(value) != value):
-        return "holds a NUL character or is not valid UTF-8", ""
+    if isinstance(value, str):
+        return _explain_unusable_text(value)
     return None
+
+
+def _explain_unusable_text(text: str) -> tuple[str, str] | None:
+    if "\0" in text:
+        return "holds a NUL character", ""
+    if _escape_unencodable(text) == text:
+        return None
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        # UTF-8 of a command line, taken for something else.
+        return f"cannot be read here, where Python takes names for {encoding}", "set PYTHONUTF8=1"
+    return "is not valid UTF-8", ""
 
 
 def _escape_unencodable(text: str) -> str:

@@ -15,6 +15,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
+from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
 from phalanx.plan.cluster import Cluster, choose_headroom, count_communicators, rank_memory_bytes
 from phalanx.plan.communication import (
@@ -63,7 +64,8 @@ def list_plan_notes(
             cut = ", as sharding rules cut them"
         notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
-            f" logits and what is gathered are not predicted{_explain_untraced_module(shape)}:"
+            f" logits and what is gathered are not predicted"
+            f"{_explain_untraced_module(job, shape)}:"
             " that it"
             " fits is not known"
         )
@@ -100,12 +102,12 @@ def _describe_layout_free(job: Job, evaluator: CandidateEvaluator) -> str:
     return text
 
 
-def _explain_untraced_module(shape: ModelCosts) -> str:
+def _explain_untraced_module(job: Job, shape: ModelCosts) -> str:
     """Why a module was not traced, in brackets; "" where nobody says."""
     why = getattr(shape, "why_untraced", "")
-    if why:
-        return f" ({why})"
-    return ""
+    if not why and is_given_unknown_samples(job):
+        why = "what a sample is only the dataset says; phalanx plan --dry-run reads one"
+    return f" ({why})" if why else ""
 
 
 def describe_wide_products(shape: ModelCosts, compute_bytes: int) -> str:
