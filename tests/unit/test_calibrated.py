@@ -96,6 +96,22 @@ def test_products_take_at_least_as_long_as_their_flops() -> None:
     assert time.terms["matmul loss"] > 0
 
 
+def test_what_is_computed_after_the_blocks_takes_as_long_as_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decoder behind an encoder had no time at all."""
+    plan = plan_of("parallel.ranks=1")
+    work = plan.model_shape.work(plan.seq_len)
+    assert work is not None
+    inside = estimate_step_from_profile(plan, make_profile()).terms
+    outer = replace(work.blocks[-1], num_params=0)
+    moved = replace(work, blocks=work.blocks[:-1], after_blocks=(outer,))
+    monkeypatch.setattr(type(plan.model_shape), "work", lambda _shape, _seq_len: moved)
+    after = estimate_step_from_profile(plan, make_profile()).terms
+    for term in ("ideal", "attention", "elementwise"):
+        assert after[term] == pytest.approx(inside[term], rel=0.01)
+
+
 def test_slower_links_make_slower_steps_and_zero3_suffers_more_than_ddp() -> None:
     slow = make_profile(comm_per_s=1e8)
     costs = {}

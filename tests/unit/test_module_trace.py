@@ -255,6 +255,18 @@ def test_flops_are_those_that_torch_counts(own_model: str, name: str) -> None:
     assert tuple(map(len, around)) == ((0, 0) if name == "Model" else (1, 3))
 
 
+def test_a_pipeline_of_a_module_is_said_to_be_untried(own_model: str) -> None:
+    """A decoder that looks at what comes before the blocks was planned in stages, and refused."""
+    keys = [f"model.kind={own_model}:Towers", "cluster.gpu=h100-sxm", "cluster.nodes=1"]
+    shape = measure(f"{own_model}:Towers", ("bf16",))
+    job = load_job(None, [*keys, "parallel.ranks=2", "parallel.pp=2"])
+    result = search_layouts(build_search_task(job, shape=shape))
+    assert "only a run of it shows" in " ".join(result.remarks)
+    job = load_job(None, [*keys, "parallel.ranks=2", "parallel.pp=1"])
+    result = search_layouts(build_search_task(job, shape=shape))
+    assert "only a run of it shows" not in " ".join(result.remarks)
+
+
 def test_a_module_without_blocks_is_told_why_it_has_no_time(own_model: str) -> None:
     job = load_job(None, ["cluster.gpu=h100-sxm", "cluster.nodes=1"])
     task = build_search_task(job, shape=measure(f"{own_model}:Flat", ("bf16",)))

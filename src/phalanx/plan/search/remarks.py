@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
@@ -37,9 +38,12 @@ def list_remarks_of_task(task: SearchTask) -> tuple[str, ...]:
     return tuple(filter(None, remarks))
 
 
-def list_remarks_of_winner(task: SearchTask, winner: RankedLayout) -> tuple[str, ...]:
-    """The remarks on the layout that is proposed."""
+def list_remarks_of_winner(
+    task: SearchTask, winner: RankedLayout, runners_up: Sequence[RankedLayout] = ()
+) -> tuple[str, ...]:
+    """The remarks on the layout that is proposed, and on those beside it."""
     remarks = (
+        _describe_untried_stages(task, [winner, *runners_up]),
         _describe_unknown_time(task, winner),
         _describe_uncut_alternative(task, winner),
         _describe_unknown_host_memory(task, winner),
@@ -81,6 +85,17 @@ def _describe_wide_products(task: SearchTask) -> str:
     compute_bytes = 4 if task.job.precision.compute == "fp32" else 2
     words = describe_wide_products(task.shape, compute_bytes)
     return f"remark  {words}" if words else ""
+
+
+def _describe_untried_stages(task: SearchTask, ranked: Sequence[RankedLayout]) -> str:
+    """A line where a pipeline is named for a module whose forward nobody has cut yet; ""
+    elsewhere."""
+    if not task.job.model.is_foreign or all(layout.layout.pp == 1 for layout in ranked):
+        return ""
+    return (
+        "remark  whether this module's forward can be cut into stages (pp) only a run of it shows,"
+        " before its first step; phalanx verify with the job and --layouts pp2-1f1b tries it here"
+    )
 
 
 def _describe_unknown_time(task: SearchTask, winner: RankedLayout) -> str:

@@ -38,7 +38,7 @@ def search_layouts(task: SearchTask) -> SearchResult:
     runners_up = tuple(
         replace(other, why_not=explain_why_slower(other, winner)) for other in other_layouts
     )
-    remarks = (*result.remarks, *list_remarks_of_winner(task, winner))
+    remarks = (*result.remarks, *list_remarks_of_winner(task, winner, runners_up))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
 
