@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cli import _app
-from phalanx.core.errors import JobError
+from phalanx.core.errors import JobError, ResourceError
 from phalanx.core.files import write_json_atomically
 from phalanx.job.findings import list_keys_by_section
+from phalanx.job.job_file import write_job_file
 from phalanx.job.json_schema import SCHEMA_FILE_NAME, build_job_json_schema
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
@@ -270,3 +272,16 @@ def test_the_schema_accepts_what_load_job_accepts(
         is_good = False
     assert is_good == (text in GOOD), text
     assert validator.is_valid(tomllib.loads(text)) == is_good, text
+
+
+def test_a_job_file_that_cannot_be_written_is_told_by_its_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`phalanx init` in a folder of somebody else's: it said to choose another run.dir."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("phalanx.job.job_file.write_bytes_atomically", refuse)
+    with pytest.raises(ResourceError, match="choose another FILE"):
+        write_job_file(str(tmp_path / "job.toml"), "", force=False)

@@ -97,5 +97,5 @@ def _save_beside_other_sections(
     try:
         save_profile(profile, path)
     except OSError as error:
-        raise build_path_resource_error(error, "writing the profile", path) from None
+        raise build_path_resource_error(error, "writing the profile", path, place="--out") from None
     return profile, path

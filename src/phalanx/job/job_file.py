@@ -58,7 +58,7 @@ def write_job_file(file: str, text: str, *, force: bool) -> Path:
     except ValueError:  # a NUL in the name
         raise UsageError("is not a possible path", where=ascii(file)) from None
     except OSError as error:
-        raise build_path_resource_error(error, "writing the job file", path) from None
+        raise build_path_resource_error(error, "writing the job file", path, place="FILE") from None
     return path
 
 
@@ -70,5 +70,7 @@ def write_schema_beside(job_file: Path) -> Path:
     try:
         write_bytes_atomically(path, read_schema_text().encode(), durable=False)
     except OSError as error:
-        raise build_path_resource_error(error, "writing the job file", job_file) from None
+        raise build_path_resource_error(
+            error, "writing the job file", job_file, place="FILE"
+        ) from None
     return path
