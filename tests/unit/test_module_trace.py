@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.core.errors import LayoutError
+from phalanx.cli._plan_advice import print_term_formula
+from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import (
     _build_module_from_answer,
@@ -36,7 +37,8 @@ from phalanx.plan.search.scaling import search_per_device_count
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.task import build_search_task
 from phalanx.plan.workload import Workload
-from phalanx.run.search_job import search_layouts_of_job
+from phalanx.run.plan_advice import advise_on_search
+from phalanx.run.search_job import JobSearch, search_layouts_of_job
 
 OWN = """
 import torch
@@ -274,6 +276,10 @@ def test_a_module_without_blocks_is_told_why_it_has_no_time(own_model: str) -> N
     assert result.winner is not None
     assert result.winner.time is None
     assert "times are counted block by block, and the module shows none" in result.remarks[0]
+    advised = advise_on_search(JobSearch(job, task, result))
+    assert advised is not None
+    with pytest.raises(UsageError, match="no time is predicted for model"):
+        print_term_formula(advised, "step", as_json=False)
     table = format_scaling_table(list(search_per_device_count(task, [8])), job, task.cluster)
     assert table[1].split()[:3] == ["8", "ddp", "(dp_replicate=8)"]
     assert "unknown: why no time is predicted" in table[2]

@@ -52,6 +52,12 @@ def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> Non
 
     term = parse_term_name(name)
     explanation = explain_term_of_plan(advised, term)
+    if explanation is None and advised.cluster.accelerator is not None:
+        raise UsageError(
+            f"no time is predicted for model {advised.plan.model_shape.kind!r}, so there is no"
+            " formula of it",
+            fix="without --explain the plan says why; or explain a category of memory",
+        )
     if explanation is None:
         raise UsageError(
             f"the formulas of time are those of named GPUs, not of"
