@@ -87,6 +87,14 @@ class Towers(Model):
             x = layer(x)
         return self.head(self.decoder(x) + self.pooler(x[:, ::2]).mean())
 
+class Recurrent(Model):
+    def __init__(self):
+        super().__init__()
+        self.memory = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.memory(self.embed(inputs))[0].mean()
+
 class Flat(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Embedding(90, 32), nn.Linear(32, 90))
@@ -267,6 +275,14 @@ def test_a_pipeline_of_a_module_is_said_to_be_untried(own_model: str) -> None:
     job = load_job(None, [*keys, "parallel.ranks=2", "parallel.pp=1"])
     result = search_layouts(build_search_task(job, shape=shape))
     assert "only a run of it shows" not in " ".join(result.remarks)
+
+
+def test_a_time_that_leaves_out_a_layer_says_so(own_model: str) -> None:
+    job = load_job(None, ["cluster.gpu=h100-sxm", "cluster.nodes=1"])
+    result = search_layouts(
+        build_search_task(job, shape=measure(f"{own_model}:Recurrent", ("bf16",)))
+    )
+    assert "the time leaves out the LSTM memory: a step takes longer" in " ".join(result.remarks)
 
 
 def test_a_module_without_blocks_is_told_why_it_has_no_time(own_model: str) -> None:

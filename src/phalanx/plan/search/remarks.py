@@ -45,6 +45,7 @@ def list_remarks_of_winner(
     remarks = (
         _describe_untried_stages(task, [winner, *runners_up]),
         _describe_unknown_time(task, winner),
+        _describe_uncounted_layers(task, winner),
         _describe_uncut_alternative(task, winner),
         _describe_unknown_host_memory(task, winner),
     )
@@ -113,6 +114,15 @@ def _describe_unknown_time(task: SearchTask, winner: RankedLayout) -> str:
     if task.cluster.accelerator is None:
         return f"{text}: how fast the devices are is not known; set cluster.gpu"
     return text
+
+
+def _describe_uncounted_layers(task: SearchTask, winner: RankedLayout) -> str:
+    """A line where a time leaves out layers that a trace sees no product of; "" elsewhere."""
+    names = [holder.name for holder in task.shape.holders if holder.kind == "LSTM"]
+    if winner.time is None or not names:
+        return ""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"remark  the time leaves out the LSTM {names[0]}{others}: a step takes longer"
 
 
 def _describe_uncut_alternative(task: SearchTask, winner: RankedLayout) -> str:
