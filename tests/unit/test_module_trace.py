@@ -87,6 +87,24 @@ class Towers(Model):
             x = layer(x)
         return self.head(self.decoder(x) + self.pooler(x[:, ::2]).mean())
 
+class Crossing(nn.Module):
+    # A block that attends twice.
+
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        heads = self.up(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        few = heads[:, :, ::2]
+        x = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True) + heads
+        return F.scaled_dot_product_attention(x, few, few).transpose(1, 2).flatten(2)
+
+class TwoAttentions(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Crossing(32) for _ in range(2))
+
 class Recurrent(Model):
     def __init__(self):
         super().__init__()
@@ -263,6 +281,15 @@ def test_flops_are_those_that_torch_counts(own_model: str, name: str) -> None:
     # Of what lies around the blocks: as many products a block as theirs have.
     around = (work.before_blocks, work.after_blocks)
     assert tuple(map(len, around)) == ((0, 0) if name == "Model" else (1, 3))
+
+
+def test_all_attention_of_a_block_is_part_of_its_work(own_model: str) -> None:
+    """Of a decoder's block only the first was: to itself, and none to the encoder."""
+    shape = measure(f"{own_model}:TwoAttentions")
+    work = shape.work(LENGTH)
+    assert work is not None
+    causal, crossing = LENGTH * (LENGTH + 1) // 2, LENGTH * LENGTH // 2
+    assert work.attention_flops == 2 * 2 * 32 * 2 * (causal + crossing)
 
 
 def test_a_pipeline_of_a_module_is_said_to_be_untried(own_model: str) -> None:

@@ -203,6 +203,9 @@ def build_block_work(
     if attention is None and part.other_flops:
         pairs = point.batch * traced_tokens**2
         attention = _build_unfused_attention_work(part, pairs, seq_len)
+    elif len(part.attention) > 1:
+        # To itself and to an encoder, say.
+        attention = _build_attention_of_calls(part, point.batch, seq_len)
     residual = part.added_elements // tokens
     width = part.activation_elements // tokens
     return BlockWork(
