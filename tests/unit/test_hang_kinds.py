@@ -54,7 +54,7 @@ ADAPTIVE = HangSettings()
 NOW_S = 100.0
 LIMIT_S = 4.0
 STEP_LIMIT = HangLimit(LIMIT_S, "", LIMIT_S, LONG_LIMIT_S, LONG_LIMIT_S, False)
-STEPS_WORDS = "steps of this run take up to %.2g s"
+STEPS_WORDS = "steps of this run take up to %.2g s; resilience.hang_s sets another"
 WORLD = BoxGroup("key", "world", 2, "0-1", 0)
 
 

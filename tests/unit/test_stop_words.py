@@ -33,6 +33,13 @@ def test_a_stop_names_its_signal(number: signal.Signals, words: str) -> None:
     assert words in describe_stop_on_signal(int(number), 30.0)
 
 
+def test_a_stop_of_a_run_that_is_done_speaks_of_no_step() -> None:
+    said = describe_stop_on_signal(int(signal.SIGTERM), 30.0, is_work_done=True)
+    assert said == (
+        "SIGTERM: all work is done; waiting for the processes of ranks to end, within 30 s"
+    )
+
+
 def test_the_last_step_of_a_run_is_the_last_one_done_and_not_the_last_one_saved(
     tmp_path: Path,
 ) -> None:

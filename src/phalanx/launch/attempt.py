@@ -302,7 +302,10 @@ class AttemptWatch:
             # It asks the ranks, and says that they have left: steps would be lost without it.
             self._server.continue_if_stopped()
             self._ask_ranks_to_stop()
-            self._listener.say(describe_stop_on_signal(number, self._spec.grace_s))
+            is_work_done = self.end.is_work_done(self._num_ranks)
+            self._listener.say(
+                describe_stop_on_signal(number, self._spec.grace_s, is_work_done=is_work_done)
+            )
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.

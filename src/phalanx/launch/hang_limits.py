@@ -134,7 +134,7 @@ def choose_limit(
 ) -> HangLimit:
     """The limit for ranks that are at `positions`: that of whatever may take longest."""
     step_limit_s = max(MIN_STEP_LIMIT_S, NUM_SLOW_STEPS * p99_s)
-    why = f"steps of this run take up to {p99_s:.2g} s"
+    why = f"steps of this run take up to {p99_s:.2g} s; resilience.hang_s sets another"
     if settings.hang_s is not None:
         step_limit_s, why = settings.hang_s, "resilience.hang_s"
     long_s = max(settings.long_s, step_limit_s)

@@ -23,12 +23,14 @@ class StopRequest:
         return int(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
 
 
-def describe_stop_on_signal(number: int, grace_s: float) -> str:
-    """What is said when a signal asks for a stop."""
+def describe_stop_on_signal(number: int, grace_s: float, *, is_work_done: bool = False) -> str:
+    """What is said when a signal asks for a stop; `is_work_done`: ranks have only to end."""
+    doing = "stopping after this step and saving"
+    if is_work_done:
+        doing = "all work is done; waiting for the processes of ranks to end"
     if number == signal.SIGINT:
-        return "stopping after this step and saving; press Ctrl-C again to stop at once"
-    name = name_stop_signal(number)
-    return f"{name}: stopping after this step and saving, within {grace_s:g} s"
+        return f"{doing}; press Ctrl-C again to stop at once"
+    return f"{name_stop_signal(number)}: {doing}, within {grace_s:g} s"
 
 
 def name_stop_signal(number: int) -> str:
