@@ -65,6 +65,18 @@ def test_a_faster_run_is_faster_and_the_term_that_changed_is_shown(tmp_path: Pat
     assert "faster" in lines[0]
 
 
+def test_models_of_other_cost_are_said_and_keys_without_a_value(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", 0.09, job={"model": {"dim": 64}})
+    second = write_run(tmp_path / "b", 0.06, job={"model": {"kind": "own:build"}})
+    for run, flops in ((first, 837e3), (second, 1.08e6)):
+        plan = json.loads((run / "plan.json").read_text())
+        (run / "plan.json").write_text(json.dumps({**plan, "flops_per_token": flops}))
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    assert "model.dim: 64 -> not set" in comparison.changed_keys
+    (remark,) = [text for text in comparison.remarks if "FLOP" in text]
+    assert remark.startswith("their models take 837 KFLOP and 1.08 MFLOP a token")
+
+
 def test_a_run_whose_events_end_before_it_did_says_so(tmp_path: Path) -> None:
     """Its file was cut off between two lines: none of them is damaged."""
     first = write_run(tmp_path / "a", 0.06, job={"data": {"seq_len": math.nan}})

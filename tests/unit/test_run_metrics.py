@@ -121,6 +121,19 @@ def test_without_the_events_of_rank_0_nothing_is_said_that_it_alone_tells() -> N
     assert snapshot.find_value("phalanx_run_state", "finished") == 1
 
 
+def test_ranks_that_do_steps_train_though_rank_0_has_not_said_so() -> None:
+    story = Story()
+    story.tell(events.RanksStarted([1, 2], 0.5), rank=-1)
+    assert story.value("phalanx_run_state", "starting") == 1
+    story.tell(replace(STEP, step=1), rank=1)
+    assert story.value("phalanx_run_state", "training") == 1
+    story.attempt = 1
+    story.tell(events.RanksStarted([1, 3], 0.5), rank=-1)
+    story.attempt = 0
+    story.tell(replace(STEP, step=2), rank=1)  # A file of before that is read late.
+    assert story.value("phalanx_run_state", "starting") == 1
+
+
 def test_a_count_that_lacks_an_attempt_of_rank_0_is_not_told() -> None:
     story = Story()
     story.tell(replace(STEP, step=1), rank=1)

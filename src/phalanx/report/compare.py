@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.digest import find_differing_dotted_keys
 from phalanx.core.printable import printable
-from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe.time_groups import TIME_GROUPS
 from phalanx.observe.units import TEXT_METRIC_UNITS
 from phalanx.report import formats
@@ -21,6 +21,8 @@ MAX_NAMED_KEYS = 12
 NUM_STRETCHES = 10
 # Two-sided 95 % of Student's t with NUM_STRETCHES - 1 degrees of freedom.
 _T = 2.262
+# Models up to so many times as costly are taken for the same.
+_SAME_FLOPS_RATIO = 1.01
 # Of the job's sections those that say where a run is, not what it does.
 _KEYS_OF_PLACE = ("run.dir", "run.name", "checkpoint.url")
 
@@ -228,6 +230,12 @@ def _list_remarks_on_work(first: RunFacts, second: RunFacts) -> list[str]:
         remarks.append(
             f"their steps are of {sizes[0]:,.0f} and {sizes[1]:,.0f} {noun}: compare"
             f" {first.units.rate_unit}, and not seconds of a step"
+        )
+    flops = [formats.number_or_nan(facts.plan.get("flops_per_token")) for facts in (first, second)]
+    if all(each > 0 for each in flops) and max(flops) > _SAME_FLOPS_RATIO * min(flops):
+        remarks.append(
+            f"their models take {format_count(flops[0])}FLOP and {format_count(flops[1])}FLOP a"
+            " token: a faster step is not the same work done faster"
         )
     if first.last_step != second.last_step:
         remarks.append(

@@ -13,6 +13,8 @@ from phalanx.observe.events import (
     RestartScheduled,
     RunFinished,
     RunStarted,
+    StepFinished,
+    StepsSummed,
 )
 from phalanx.report.prometheus.definitions import RUN_STATES
 from phalanx.report.prometheus.values import MetricValues
@@ -29,6 +31,8 @@ class RunStateMetrics:
         self._state = "starting"
         self._failure_cause = _LAUNCHER
         self._attempt = -1
+        # The newest whose ranks the supervisor said to start.
+        self._announced_attempt = -1
         self._starts = AttemptStarts()
         values.add("phalanx_resumes_total", 0)
         self._set_state("starting")
@@ -46,7 +50,12 @@ class RunStateMetrics:
         self._starts.add_event(envelope)
         match envelope.event:
             case RanksStarted():
+                self._announced_attempt = envelope.attempt
                 self._set_state("starting")
+            case StepFinished() | StepsSummed() if self._state == "starting":
+                # Where the file of rank 0, which says that training begins, was lost.
+                if envelope.attempt >= self._announced_attempt:
+                    self._set_state("training")
             case RunStarted():
                 self._begin_attempt(envelope.attempt)
             case RankFailed(cause=cause):
