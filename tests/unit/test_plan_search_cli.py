@@ -173,9 +173,9 @@ def test_faster_runners_up_of_a_tie_say_why_they_lose_all_the_same() -> None:
     assert faster.step_s is not None
     assert faster.step_s < winner.step_s
     assert faster.num_mechanisms == winner.num_mechanisms
-    assert faster.why_not == "0.5% faster, which is a tie; a copy spread over 16 ranks, not 8"
+    assert faster.why_not == "0.4% faster, which is a tie; a copy spread over 16 ranks, not 8"
     why = explain_why_winner(winner, [winner, *result.runners_up])
-    assert why == "a tie with the fastest (it is 0.5% faster), and as simple or simpler"
+    assert why == "a tie with the fastest (it is 0.4% faster), and as simple or simpler"
 
 
 def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:

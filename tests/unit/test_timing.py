@@ -33,6 +33,11 @@ from phalanx.plan.timing.constants import (
     load_timing_constants,
 )
 from phalanx.plan.timing.machine import MachineRates, build_rates_of_accelerator
+from phalanx.plan.timing.matmul import (
+    compute_power_speed_factor,
+    count_prologue_elements,
+    estimate_matmul_s,
+)
 from phalanx.plan.timing.pipeline import StageTimes, estimate_bubble_s
 from phalanx.plan.timing.setup import (
     MEGATRON_STACK,
@@ -216,11 +221,11 @@ def test_every_constant_moves_some_output() -> None:
     odd = replace(dense, ffn_dim=14_330, head_dim=64, num_heads=64)
     setups["odd"] = (odd, setup_of(layout=Layout(dp_shard=8), zero_stage=1))
     machines = []
-    for name in ("v100-sxm", "a100-sxm", "h100-sxm", "b200-sxm"):
+    for name in ("v100-sxm", "a100-sxm", "h100-sxm", "b200-sxm", "gb300"):
         machines.append(build_rates_of_accelerator(find_accelerator(name), power_share=0.8))
 
     names = [
-        name for name in list_timing_constants() if name != "anchored_band"
+        name for name in list_timing_constants() if not name.startswith("anchored_band")
     ]  # of scores of rows
     constants, moved = build_moved_constants(names)
     for machine in machines:
@@ -396,12 +401,14 @@ def test_fewer_blocks_beside_the_head_make_up_for_it(machine: MachineRates) -> N
 
 
 @pytest.mark.parametrize(
-    ("gpu", "heads", "head_dim", "value_dim", "window", "measured_s"),
+    ("gpu", "heads", "head_dim", "value_dim", "window", "eight_bits", "measured_s"),
     [
-        ("gb200", 256, 192, 128, None, (0.977e-3, 3.383e-3)),
-        ("gb300", 256, 192, 128, None, (0.864e-3, 3.127e-3)),
-        ("gb200", 128, 128, 128, None, (0.391e-3, 1.198e-3)),
-        ("gb200", 256, 64, 64, 128, (0.210e-3, 0.465e-3)),
+        ("gb200", 256, 192, 128, None, False, (0.977e-3, 3.383e-3)),
+        ("gb300", 256, 192, 128, None, False, (0.864e-3, 3.127e-3)),
+        ("gb200", 128, 128, 128, None, False, (0.391e-3, 1.198e-3)),
+        ("gb200", 256, 64, 64, 128, False, (0.210e-3, 0.465e-3)),
+        # The backward in 8 bits computes the pairs outside of the window as well.
+        ("gb200", 256, 64, 64, 128, True, (0.195e-3, 1.731e-3)),
     ],
 )
 def test_attention_takes_about_what_cudnn_measured(
@@ -410,20 +417,58 @@ def test_attention_takes_about_what_cudnn_measured(
     head_dim: int,
     value_dim: int,
     window: int | None,
+    eight_bits: bool,
     measured_s: tuple[float, float],
 ) -> None:
-    # NVIDIA/cudnn-frontend at 3929da2e, benchmark/sdpa_benchmark_training/results: bf16, causal.
+    # NVIDIA/cudnn-frontend at 3929da2e, benchmark/sdpa_benchmark_training/results: causal.
     num_tokens = 4096
     pairs = num_tokens * (num_tokens + 1) // 2
     if window:
         pairs = num_tokens * window - window * (window - 1) // 2
     attention = AttentionWork(heads, heads, head_dim, value_dim, num_tokens, pairs, True)
     assert attention.has_window == bool(window)
-    columns = build_setup_columns([setup_of(layout=Layout(), seq_len=num_tokens)])
+    stack = replace(MEGATRON_STACK, attention_has_8_bits=eight_bits)
+    columns = build_setup_columns([setup_of(layout=Layout(), seq_len=num_tokens, stack=stack)])
     machine = build_rates_of_accelerator(find_accelerator(gpu))
     constants = load_timing_constants()
     forward, backward = estimate_attention_times(attention, machine, "bf16", columns, constants)
     assert float((forward + backward)[0]) == pytest.approx(sum(measured_s), rel=0.35)
+
+
+def test_a_short_inner_side_costs_faster_products_more(machine: MachineRates) -> None:
+    # DeepGEMM's README of March 2025: fp8 on H800, 4,096 rows, TFLOP/s by columns and inner side.
+    measured = {
+        (32_768, 512): 590,
+        (24_576, 1536): 990,
+        (7168, 2048): 1025,
+        (4096, 7168): 1304,
+        (7168, 16_384): 1358,
+    }
+    constants = load_timing_constants()
+    speeds = {}
+    for (outputs, inputs), tflops in measured.items():
+        sides = (np.array([4096.0]), np.array([float(outputs)]), np.array([float(inputs)]))
+        seconds = estimate_matmul_s(*sides, 1.0, 1979e12, machine, constants, "fp8", 1.0)
+        speeds[inputs] = 2 * 4096 * outputs * inputs / float(seconds[0]) / tflops
+    for inputs in (512, 1536, 2048, 7168):
+        assert speeds[inputs] / speeds[16_384] == pytest.approx(1.0, abs=0.3), inputs
+    elements = [
+        count_prologue_elements(build_rates_of_accelerator(find_accelerator(gpu)), of, constants)
+        for gpu, of in (("a100-sxm", "bf16"), ("h100-sxm", "bf16"), ("h100-sxm", "fp8"))
+    ]
+    assert elements[0] == pytest.approx(constants.matmul_prologue)
+    assert elements[2] == pytest.approx(2 * elements[1], rel=0.01)
+    assert 2.4 < elements[1] / elements[0] < 2.8
+
+
+def test_blackwell_ultra_is_faster_than_its_watts_say() -> None:
+    constants = load_timing_constants()
+    plain, ultra = (
+        build_rates_of_accelerator(find_accelerator(name)) for name in ("gb200", "gb300")
+    )
+    factors = [compute_power_speed_factor(machine, constants) for machine in (plain, ultra)]
+    watts = (1400 / 1200) ** constants.power_exponent
+    assert factors[1] / factors[0] == pytest.approx(watts * constants.ultra_speed)
 
 
 def test_a_stated_latency_of_a_level_makes_its_steps_longer(machine: MachineRates) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from phalanx.job.work import AttentionWork
@@ -40,6 +42,14 @@ def estimate_attention_times(
     backward = forward * BACKWARD_FLOPS_RATIO / constants.attention_backward_ratio
     if columns.attention_has_8_bits.any():
         eight_bits = columns.attention_has_8_bits
+        if attention.has_window:
+            # cuDNN's backward of 8 bits computes every pair before the diagonal.
+            all_pairs = replace(attention, num_pairs=_count_causal_pairs(attention))
+            whole = _estimate_flash_attention_times(
+                all_pairs, machine, precision, columns, constants
+            )
+            whole = whole * BACKWARD_FLOPS_RATIO / constants.attention_backward_ratio
+            backward = np.where(eight_bits, whole, backward)
         forward = np.where(eight_bits, forward / constants.fp8_attention_speedup, forward)
         backward = np.where(eight_bits, backward / constants.fp8_attention_speedup, backward)
     if not columns.is_unfused_attention.any():
@@ -48,6 +58,11 @@ def estimate_attention_times(
     is_unfused = columns.is_unfused_attention
     # Without recomputed scores the backward has twice the forward's products.
     return np.where(is_unfused, unfused, forward), np.where(is_unfused, 2.0 * unfused, backward)
+
+
+def _count_causal_pairs(attention: AttentionWork) -> int:
+    """Pairs of tokens that a causal mask without a window keeps."""
+    return attention.num_tokens * (attention.num_tokens + 1) // 2
 
 
 def _estimate_flash_attention_times(
@@ -113,7 +128,7 @@ def _estimate_unfused_attention_times(
     rows = attention.num_tokens / columns.cp
     all_tokens = np.full_like(rows, attention.num_tokens)
     size, values = np.full_like(rows, attention.head_dim), np.full_like(rows, attention.value_dim)
-    shared = (heads, flops_s, machine, constants, size_bytes)
+    shared = (heads, flops_s, machine, constants, precision, size_bytes)
     scores = estimate_matmul_s(rows, all_tokens, size, *shared)
     use = estimate_matmul_s(rows, values, all_tokens, *shared)
     num_bytes = constants.softmax_bytes * size_bytes / 2 * heads * rows * attention.num_tokens

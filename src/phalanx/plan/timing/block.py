@@ -201,7 +201,7 @@ class BlockTimeEstimator:
         elif matmul.cut == "column":
             outputs = np.ceil(outputs / parts)
         flops_s = flops_s * compute_alignment_speed_share(inputs, outputs, constants)
-        shared = (count, flops_s, self.machine, constants, element_bytes)
+        shared = (count, flops_s, self.machine, constants, precision, element_bytes)
         return (
             estimate_matmul_s(rows, outputs, inputs, *shared),
             estimate_matmul_s(rows, inputs, outputs, *shared),

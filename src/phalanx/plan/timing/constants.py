@@ -41,6 +41,7 @@ class TimingConstants:
     fp8_efficiency_sm100: float
     fp4_efficiency: float
     power_exponent: float
+    ultra_speed: float
     matmul_prologue: float
     grouped_efficiency: float
     memory_efficiency: float
@@ -93,6 +94,7 @@ class TimingConstants:
     band_experts: float
     band_waiting: float
     anchored_band: float
+    anchored_band_experts: float
 
     def override(self, values: Mapping[str, float]) -> TimingConstants:
         """These constants with the `values` of a profile in their place.

@@ -42,6 +42,10 @@ class MachineRates:
         return min(100, max(70, 10 * major))
 
     @property
+    def is_blackwell_ultra(self) -> bool:
+        return self.accelerator.compute_capability == "10.3"
+
+    @property
     def memory_bytes_s(self) -> float:
         return self.accelerator.memory_gb_s * GB
 

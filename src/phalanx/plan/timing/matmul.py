@@ -19,6 +19,8 @@ TILE_MENU = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78)
 # A last wave that is half full takes less than a full one: clocks rise, and memory is less busy.
 PARTIAL_WAVE_WEIGHT = 0.7
 ALIGNED_ELEMENTS = 64  # 128 bytes of 16-bit elements
+# FLOP/s of a multiprocessor of A100 in 16-bit products, in whose elements a tile's start counts.
+REFERENCE_MULTIPROCESSOR_FLOPS_S = 312e12 / 108
 # Watts for a TFLOP/s of 16-bit products on the GPU that a generation's efficiency is fitted to.
 REFERENCE_WATTS = {70: 300 / 125, 80: 400 / 312, 90: 700 / 989, 100: 1200 / 2500}
 
@@ -31,16 +33,18 @@ def estimate_matmul_s(
     flops_s: Column | float,
     machine: MachineRates,
     constants: TimingConstants,
+    precision: Precision,
     element_bytes: float = 2.0,
 ) -> Column:
     """Seconds of `count` equal products m x k by k x n at a rate of `flops_s` for large ones."""
     num_sms = machine.accelerator.num_sms
+    prologue = count_prologue_elements(machine, precision, constants)
     best: Column | None = None
     for rows, columns, speed in TILE_MENU:
         waves = np.ceil(m / rows) * np.ceil(n / columns) * count / num_sms
         filled = np.ceil(waves)
         cost = np.where(waves > 1, waves + PARTIAL_WAVE_WEIGHT * (filled - waves), 1.0)
-        flops = 2.0 * rows * columns * num_sms * (k + constants.matmul_prologue)
+        flops = 2.0 * rows * columns * num_sms * (k + prologue)
         seconds = cost * flops / (flops_s * speed)
         best = seconds if best is None else np.minimum(best, seconds)
     assert best is not None
@@ -48,6 +52,20 @@ def estimate_matmul_s(
     moved = count * (element_bytes * (m * k + n * k) + max(2.0, element_bytes) * m * n)
     reading = moved / (machine.memory_bytes_s * constants.memory_efficiency)
     return np.asarray(np.maximum(best, reading))
+
+
+def count_prologue_elements(
+    machine: MachineRates, precision: Precision, constants: TimingConstants
+) -> Column | float:
+    """Elements of a product's inner side that take as long as a tile's start does.
+
+    To fill a pipeline with the first elements and to write a tile takes time, which faster tensor
+    cores and smaller types do not shorten: the faster the products, the more elements it is.
+    """
+    accelerator = machine.accelerator
+    peak = accelerator.peak_flops(choose_peak_precision(machine, precision))
+    speed = peak / accelerator.num_sms / REFERENCE_MULTIPROCESSOR_FLOPS_S
+    return constants.matmul_prologue * speed
 
 
 def compute_alignment_speed_share(
@@ -88,14 +106,14 @@ def compute_dense_flops_s(
 
 def compute_power_speed_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
     """The factor by which large products are faster than on the reference of the generation, for
-    the power that a GPU has for them."""
+    the power that a GPU has for them, and for its silicon."""
     accelerator = machine.accelerator
     tflops = accelerator.bf16_tflops or accelerator.fp16_tflops
     reference = REFERENCE_WATTS[machine.gpu_generation]
     watts = accelerator.watts or reference * tflops
     share = machine.power_share * watts / tflops / reference
-    factor: float = min(share, 1.3) ** constants.power_exponent
-    return factor
+    factor: Column | float = min(share, 1.3) ** constants.power_exponent
+    return factor * constants.ultra_speed if machine.is_blackwell_ultra else factor
 
 
 def choose_peak_precision(machine: MachineRates, precision: Precision) -> str:

@@ -60,6 +60,7 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     keys["norm"] = "rmsnorm" if is_gated else "layernorm"
     keys["positions"] = "rope" if is_gated else "learned"
     keys["bias"] = "none" if is_gated else "all"
+    keys["qk_norm"] = bool(re.search(r"qwen[-_ ]?3", get_text(row, "model").lower()))
     keys["tie_embeddings"] = not is_gated
     keys |= _parse_experts(row, moe, num_layers)
     keys |= _parse_latent_attention(row, moe, dim)

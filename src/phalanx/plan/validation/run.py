@@ -58,6 +58,10 @@ class MeasuredRun:
     """Seconds of the model's FLOPs at the data sheet's peak on all GPUs."""
 
     @property
+    def has_experts(self) -> bool:
+        return any(block.num_experts for block, _ in self.work.block_kinds)
+
+    @property
     def memory_estimate_gib(self) -> float:
         """GiB by the estimate of the first setup that is possible."""
         return estimate_rank_bytes(self.work, self.setups[0]) / 2**30

@@ -192,7 +192,10 @@ def score_rows(
     labels = label_sources(runs, pool_small=anchors > 0)
     seconds, is_anchor = apply_anchor_scales(runs, seconds, labels, anchors)
     if anchors:
-        band = band * constants.anchored_band
+        has_experts = np.array([run.has_experts for run in runs], dtype=np.bool_)
+        band = band * np.where(
+            has_experts, constants.anchored_band_experts, constants.anchored_band
+        )
     scored = ScoredRuns(runs, seconds, band, is_anchor)
     by_utilisation, _ = apply_anchor_scales(runs, predict_by_utilisation(runs), labels, anchors)
     baseline = ScoredRuns(runs, by_utilisation, np.zeros(len(runs)), is_anchor)
