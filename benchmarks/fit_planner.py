@@ -49,6 +49,7 @@ NOT_FITTED = (
     "band_experts",
     "band_waiting",
     "anchored_band",
+    "anchored_band_experts",
 )  # no row moves them, or too few
 SOURCE_SHARE = 0.6  # of what a source's rows have in common, how much is left out
 PRIOR_WIDTH = 0.35  # standard deviation of a prior, as a part of the distance between its bounds
