@@ -6,7 +6,6 @@ Activations and the rest have tests of their own.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,16 +240,17 @@ def test_what_glibc_gives_back_is_not_kept() -> None:
     assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)
 
 
-def test_tensor_parallel_ranks_have_no_buckets_and_keep_holes_like_others() -> None:
+@pytest.mark.parametrize(("tp", "share"), [(2, 0.4), (4, 0.8), (8, 0.8)])
+def test_tensor_parallel_ranks_have_no_buckets_and_more_holes_the_finer_they_cut(
+    tp: int, share: float
+) -> None:
     wide = DecoderShape(2, 512, 8, 8, 64, 1376, 97, True)
-    work = Workload(2, 512, "fp32", "none", 2048, 2, tp=2)
-    found = predict_rank_memory(wide, work, 0, 1, "cpu", 2)
+    work = Workload(2, 512, "fp32", "none", 2048, 1, tp=tp)
+    found = predict_rank_memory(wide, work, 0, 1, "cpu", tp)
     assert found["communication"] == 0
-    once = replace(work, num_microbatches=1)
-    kept = predict_rank_memory(wide, once, 0, 1, "cpu", 2)
-    holes = RETAINED_ACTIVATION_SHARE * activation_bytes(shard_shape(wide, 2), once)
-    holes += retained_bytes_of_other_moments(wide, once, 2, 1)
-    assert kept["allocator"] == pytest.approx(LIBRARY_BYTES + holes, abs=1)
+    holes = share * activation_bytes(shard_shape(wide, tp), work)
+    holes += retained_bytes_of_other_moments(wide, work, tp, 1)
+    assert found["allocator"] == pytest.approx(LIBRARY_BYTES + holes, abs=1)
 
 
 def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:

@@ -23,6 +23,9 @@ RETAINED_ACTIVATION_SHARE = 0.4
 # The same where gradients of several microbatches accumulate without a pipeline: they come to lie
 # between the activations, which are elsewhere in the next microbatch.
 RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
+# Of each rank of tensor parallelism, up to the share above: what collectives gather has the whole
+# width, and holes that cut activations leave are too small for it. The more ranks, the smaller.
+RETAINED_SHARE_PER_TENSOR_RANK = 0.2
 # Of what is alive at other moments of a step than the highest: holes that its tensors left.
 RETAINED_SHARE_OF_OTHER_MOMENTS = 1.0
 # Of the gradients that microbatches add up in DDP's buckets: true peaks are that much higher, in
@@ -54,6 +57,8 @@ def estimate_retained_bytes(
     share = RETAINED_ACTIVATION_SHARE
     if work.num_microbatches > 1 and not is_staged:
         share = RETAINED_SHARE_WHEN_ACCUMULATING
+    elif work.tp > 1:
+        share = min(RETAINED_SHARE_PER_TENSOR_RANK * work.tp, RETAINED_SHARE_WHEN_ACCUMULATING)
     compiler = COMPILER_BYTES if work.is_compiled else 0
     return LIBRARY_BYTES + share * activations + compiler
 
