@@ -13,6 +13,7 @@ import torch
 
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.verify.factors import FLOAT32_ROUNDING, format_factor
+from phalanx.verify.misplaced_elements import RightWeights, describe_misplaced_elements
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.plain.training import OptimizerDefinition
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
@@ -111,7 +112,13 @@ class UpdateExaminer:
             )
             if mistake:
                 return words + mistake
-        return ""
+        wrong = everywhere[is_wrong]
+        return describe_misplaced_elements(
+            actual[wrong],
+            tensors.find_places()[wrong],
+            RightWeights(tensors.read_whole_weights(step - 1), tensors.read_whole_weights(step)),
+            rounding=8 * torch.finfo(dtype).eps,
+        )
 
 
 class _TensorReader:
@@ -124,9 +131,22 @@ class _TensorReader:
 
     def read_weights(self, step: int) -> torch.Tensor:
         """After the update of a step; before the first one of -1."""
-        kind = BEGIN_KIND if step < 0 else name_weights_set(step)
-        with TraceTensorReader(self._trace, kind) as reader:
+        with self._open_weights(step) as reader:
             return self._read(reader).double()
+
+    def read_whole_weights(self, step: int) -> torch.Tensor:
+        """The same of all ranks together, in the tensor's own shape."""
+        with self._open_weights(step) as reader:
+            return reader.read(self._name)
+
+    def find_places(self) -> torch.Tensor:
+        """Of each element its place in the whole tensor, counted in one dimension."""
+        shape = self.read_whole_weights(-1).shape
+        places = torch.arange(shape.numel()).view(shape)
+        return torch.cat([places[box.slices_in_full_tensor].reshape(-1) for box in self._boxes])
+
+    def _open_weights(self, step: int) -> TraceTensorReader:
+        return TraceTensorReader(self._trace, BEGIN_KIND if step < 0 else name_weights_set(step))
 
     def read_elements(self, step: int, dtype: torch.dtype, chosen: torch.Tensor) -> UpdatedElements:
         """The elements `chosen` at the update of a step, with gradients as an optimizer gets them
