@@ -16,12 +16,13 @@ from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
 from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
 from phalanx.verify.cases import plan_layout_cases
+from phalanx.verify.keys_to_blame import name_keys_to_blame
 from phalanx.verify.plain_row import compare_with_plain_implementation
 from phalanx.verify.row import Row
 from phalanx.verify.verified_job import make_verified_job, shrink_job
 
 
-def _judge(preset: str, **model: Any) -> Row:
+def _judge(preset: str, *, names_keys: bool = False, **model: Any) -> Row:
     data = {"seq_len": 32}
     if "vit" in preset:
         data |= {"source": "my.data:images"}
@@ -32,7 +33,8 @@ def _judge(preset: str, **model: Any) -> Row:
     steps = cast_steps_to_dtype(
         make_global_microbatches(job, case.plan, None, num_steps=2), torch.float64
     )
-    return compare_with_plain_implementation(job, case.plan, steps, "float64")
+    row = compare_with_plain_implementation(job, case.plan, steps, "float64")
+    return name_keys_to_blame(row, job, case.plan, steps, "float64") if names_keys else row
 
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "small-deepseek", "deepseek-v2-lite", "gpt2"])
@@ -46,11 +48,13 @@ def test_decoders_are_equal(preset: str) -> None:
 def test_a_wrong_forward_is_found_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     share = rotary._compute_llama3_kept_share
     monkeypatch.setattr(rotary, "_compute_llama3_kept_share", lambda *args: 1 - share(*args))
-    row = _judge("llama3.1-8b")
+    row = _judge("llama3.1-8b", names_keys=True)
     assert not row.ok
     assert row.first is not None
     assert row.first.what == "loss"
     assert "phalanx.nn" in row.first.cause
+    blamed = 'they agree with model.rope_scaling = "none" in place of "llama3": look at what'
+    assert blamed in row.first.cause
 
 
 def test_a_wrong_backward_is_found_nearest_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +110,18 @@ def test_biases_that_move_the_wrong_way_are_found(monkeypatch: pytest.MonkeyPatc
     assert row.first is not None
     assert row.first.what == "buffer"
     assert row.first.name.endswith("router.bias")
+
+
+def test_no_key_is_blamed_for_what_all_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = attention.Attention.forward
+    monkeypatch.setattr(
+        attention.Attention,
+        "forward",
+        lambda self, *args, **more: 1.01 * forward(self, *args, **more),
+    )
+    row = _judge("small-deepseek", names_keys=True)
+    assert row.first is not None
+    assert "they agree with" not in row.first.cause
 
 
 VISION: list[dict[str, Any]] = [

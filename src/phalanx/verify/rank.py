@@ -53,6 +53,7 @@ from phalanx.verify.compressed_gradients import (
 from phalanx.verify.definitions_row import compare_with_definitions
 from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.keys_to_blame import name_keys_to_blame
 from phalanx.verify.layout_run import LayoutResult, LayoutRun
 from phalanx.verify.number_types import (
     FP8,
@@ -179,7 +180,8 @@ def _verify_by_second_implementation(
     if reason:
         return _build_refused_row(case, payload.model_name, case.dtype, reason)
     if case.name == PLAIN:
-        return compare_with_plain_implementation(job, plan, steps, case.dtype)
+        row = compare_with_plain_implementation(job, plan, steps, case.dtype)
+        return name_keys_to_blame(row, job, plan, steps, case.dtype)
     return compare_with_hugging_face(job, plan, steps, payload.run_dir)
 
 
