@@ -144,6 +144,10 @@ def test_layouts_of_a_ranking_have_the_numbers_that_texts_name_them_by(planned: 
     text = Collector(render_plan_page(collect_page_facts(*planned, None, result))).text
     for words in ("1 · zero3", "2 · tp + zero1", "3 · hsdp (zero2)"):
         assert words in text
+    # These have no time: nothing was to be measured.
+    ranking = text[text.index("1 · zero3") : text.index("no time of a step is predicted")]
+    assert ranking.count("not predicted") == 3
+    assert "not measured" not in ranking
 
 
 def test_text_of_strangers_is_escaped(planned: Any) -> None:

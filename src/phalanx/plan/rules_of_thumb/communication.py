@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.core.units import format_seconds
 from phalanx.plan.advice.facts import COMMUNICATION_TERMS, PlanFacts
 from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 from phalanx.plan.advice.waterfall import TERM_LABELS
@@ -91,8 +92,8 @@ def measure_reduction_window(facts: PlanFacts) -> RuleMeasurement | None:
         reduce_s / backward_s,
         1.0,
         consequence=(
-            f"fp32 gradients take {1e3 * reduce_s:,.0f} ms, the last micro-batch's backward"
-            f" {1e3 * backward_s:,.0f} ms"
+            f"fp32 gradients take {format_seconds(reduce_s)}, the last micro-batch's backward"
+            f" {format_seconds(backward_s)}"
         ),
         remedy="a larger train.micro_batch_size, or fewer data-parallel ranks (parallel.tp, pp)",
     )

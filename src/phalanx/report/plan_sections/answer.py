@@ -42,11 +42,20 @@ def render_ranking(facts: PlanPageFacts) -> Html | None:
         "section",
         build_tag("h2", "Winner and runners-up"),
         _render_layout_table(facts.layouts),
-        build_note(
-            "One layout of each family. Step times are predictions of one model: where they are"
-            " nearly equal, the layout with the fewest mechanisms wins."
-        ),
+        build_note(_describe_ranking(facts.layouts)),
         id="ranking",
+    )
+
+
+def _describe_ranking(rows: Sequence[LayoutRow]) -> str:
+    if not any(math.isfinite(row.step_s) for row in rows):
+        return (
+            "One layout of each family, the one with the fewest mechanisms first: no time of a step"
+            " is predicted."
+        )
+    return (
+        "One layout of each family. Step times are predictions of one model: where they are"
+        " nearly equal, the layout with the fewest mechanisms wins."
     )
 
 
@@ -83,6 +92,9 @@ def _render_layout_row(
         css_class = "chosen"
     elif math.isfinite(row.step_s) and best_s > 0:
         relative = f"{100 * (row.step_s / best_s - 1):+.1f} %"
+    step = "not predicted"
+    if math.isfinite(row.step_s):
+        step = formats.format_seconds_or_missing(row.step_s)
     bar: Html | str = ""
     if row.parts:
         bar = draw_memory_bar(dict(row.parts), full_bytes, colour)
@@ -92,7 +104,7 @@ def _render_layout_row(
         build_tag("span", row.layout, build_small_text(row.settings), class_="two wraps"),
         build_tag(
             "span",
-            formats.format_seconds_or_missing(row.step_s),
+            step,
             build_small_text(relative),
             class_="two nw",
         ),
