@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from phalanx.plan.validation.row_stack import (
     parse_row_precision,
     parse_row_recompute,
 )
-from phalanx.plan.validation.rows import load_row_file, parse_row_lines
+from phalanx.plan.validation.rows import ROW_KEYS, load_row_file, parse_row_lines
 from phalanx.plan.validation.run import build_measured_run
 from phalanx.plan.validation.score import (
     choose_anchor_rows,
@@ -29,7 +30,8 @@ from phalanx.plan.validation.score import (
     summarise_errors,
 )
 
-PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published" / "runs.jsonl"
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "benchmarks" / "published" / "runs.jsonl"
 
 ROW: dict[str, Any] = {
     "id": "a1",
@@ -191,6 +193,7 @@ def test_tokens_per_second_are_a_step_time() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("a100-pcie-80gb", "a100-pcie"),
+        ("a100-sxm", "a100-sxm"),
         ("GB200 NVL72", "gb200"),
         ("Tesla V100-SXM2-32GB", "v100-sxm"),
         ("H800", "h800-sxm"),
@@ -366,6 +369,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_published_rows_are_predicted_better_than_by_one_utilisation() -> None:
     rows = load_row_file(PUBLISHED)
+    assert not rows.misspelt
     report = score_rows(rows, anchors=3)
     assert report.overall.n + report.num_anchor_rows == len(rows.runs)
     assert report.overall.median < 0.08
@@ -387,7 +391,29 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert body["overall"]["n"] == body["sources"]["a table"]["n"] == 1
     assert body["unusable"] == {"not JSON": 1, "unknown GPU": 1}
     assert command(validate=path) == 0
-    assert "not used: 1 rows: unknown GPU" in capsys.readouterr().out
+    assert "not used: 1 row: unknown GPU" in capsys.readouterr().out
+
+
+def test_a_key_that_is_nearly_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says was tried, as if nobody had said it; notes of other names stay notes."""
+    row = {key: value for key, value in ROW.items() if key != "zero_stage"}
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(encode({**row, "zero_stge": 3, "page": 7}))
+    assert command(validate=path) == 0
+    said = capsys.readouterr().out
+    assert "not read: 'zero_stge' of 1 row; did you mean 'zero_stage'?" in said
+    assert "page" not in said
+    assert command(validate=path, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["misspelt_keys"] == {"zero_stge": "zero_stage"}
+
+
+def test_the_keys_that_the_page_names_are_read() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    named = page.partition("reads one run a line")[2].partition("It says how")[0]
+    words = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`]*)`", named))))
+    assert words - {"step_time_s"} <= set(ROW_KEYS)
 
 
 def test_the_command_says_how_many_anchors_there_were(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli._json import print_json
+from phalanx.core.units import plural
 
 if TYPE_CHECKING:
     from phalanx.plan.validation.score import ErrorStats, ScoreReport
@@ -34,9 +35,13 @@ def print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
         )
     report = score_rows(rows, anchors)
     if as_json:
-        print_json("plan-validation", {"file": str(path), **report.to_json()}, indent=1)
+        misspelt = dict(rows.misspelt.keys())
+        body = {"file": str(path), **report.to_json(), "misspelt_keys": misspelt}
+        print_json("plan-validation", body, indent=1)
         return 0
     print(format_validation_report(report))
+    for (key, known), count in rows.misspelt.items():
+        print(f"not read: {key!r} of {plural(count, 'row')}; did you mean {known!r}?")
     return 0
 
 
@@ -109,7 +114,7 @@ def _format_memory_and_regret(report: ScoreReport) -> list[str]:
             f" {regret.large_share_within_2_percent:.0%}"
         )
     for reason, count in report.unusable.items():
-        lines.append(f"not used: {count} rows: {reason}")
+        lines.append(f"not used: {plural(count, 'row')}: {reason}")
     lines.append("worst rows")
     for row in report.worst:
         error = row.predicted_s / row.measured_s - 1

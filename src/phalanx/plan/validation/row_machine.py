@@ -48,6 +48,9 @@ def find_row_accelerator(text: str, memory_gb: float | None = None) -> Accelerat
 
     Raises UnusableRow for one that no table knows.
     """
+    if memory_gb is None and text in list_accelerators():
+        # By its own name: of two with one chip not the one that is found first.
+        return list_accelerators()[text]
     words = re.sub(r"[^a-z0-9]+", "", text.lower())
     best: Accelerator | None = None
     best_length = 0
