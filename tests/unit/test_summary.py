@@ -298,6 +298,20 @@ def test_the_last_lines_name_the_rank_with_the_highest_peak_and_whose_memory_gro
     assert warning.startswith("warning memory of rank 1 grows and grows: 3 MiB a step")
 
 
+@pytest.mark.parametrize(("phase", "is_of_plan"), [("backward", True), ("evaluate", False)])
+def test_a_plan_is_not_wrong_about_what_it_has_not(
+    tmp_path: Path, phase: str, is_of_plan: bool
+) -> None:
+    bus = Bus(rank=0, run_dir=tmp_path)
+    predicted, measured = {"activations": 1, "peak": 16 * MIB}, {"peak": 54 * MIB}
+    bus.emit(MemoryMeasured(predicted, measured, MIB, 40, phase))
+    bus.close()
+    lines = list_end_of_run_lines(collect_run_facts(tmp_path))
+    (memory,) = [line for line in lines if line.startswith("memory")]
+    assert ("too low" in memory) is is_of_plan
+    assert ("steps of training alone, and no phase evaluate" in memory) is not is_of_plan
+
+
 def test_the_wall_of_a_run_is_that_of_all_its_commands(tmp_path: Path) -> None:
     """The first was killed and reported no duration; what the last reports is its own."""
     for attempt, seconds in ((0, range(100, 190, 10)), (1, range(300, 330, 10))):

@@ -57,6 +57,11 @@ class MemoryMeasured(Event):
         return "the start"
 
     @property
+    def is_of_training(self) -> bool:
+        """False where the worst moment was in an evaluation or the sample: a plan has none."""
+        return self.peak_phase not in ("evaluate", "sample")
+
+    @property
     def predicts_activations(self) -> bool:
         """False for a user's own module: its sum lacks the largest part, and cannot be compared."""
         return self.predicted_bytes.get("activations", 0) > 0

@@ -63,6 +63,11 @@ def render_memory(facts: RunFacts) -> Html:
         "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what"
         " was measured."
     )
+    if not all(event.is_of_training for event in events):
+        note += (
+            " The plan has steps of training alone: evaluations and the sample are in the measured"
+            " peak, and not in it."
+        )
     if left_out:
         note += f" The first {MAX_SHOWN_RANKS} ranks are shown; {left_out} are left out."
     return build_tag(
