@@ -448,7 +448,8 @@ def test_a_short_inner_side_costs_faster_products_more(machine: MachineRates) ->
     speeds = {}
     for (outputs, inputs), tflops in measured.items():
         sides = (np.array([4096.0]), np.array([float(outputs)]), np.array([float(inputs)]))
-        seconds = estimate_matmul_s(*sides, 1.0, 1979e12, machine, constants, "fp8", 1.0)
+        prologue = count_prologue_elements(machine, "fp8", constants)
+        seconds = estimate_matmul_s(*sides, 1.0, 1979e12, machine, constants, prologue, 1.0)
         speeds[inputs] = 2 * 4096 * outputs * inputs / float(seconds[0]) / tflops
     for inputs in (512, 1536, 2048, 7168):
         assert speeds[inputs] / speeds[16_384] == pytest.approx(1.0, abs=0.3), inputs

@@ -15,6 +15,7 @@ from phalanx.plan.timing.matmul import (
     compute_dense_flops_s,
     compute_power_speed_factor,
     count_activation_bytes,
+    count_prologue_elements,
     estimate_matmul_s,
 )
 from phalanx.plan.timing.setup import Precision
@@ -128,7 +129,8 @@ def _estimate_unfused_attention_times(
     rows = attention.num_tokens / columns.cp
     all_tokens = np.full_like(rows, attention.num_tokens)
     size, values = np.full_like(rows, attention.head_dim), np.full_like(rows, attention.value_dim)
-    shared = (heads, flops_s, machine, constants, precision, size_bytes)
+    prologue = count_prologue_elements(machine, precision, constants)
+    shared = (heads, flops_s, machine, constants, prologue, size_bytes)
     scores = estimate_matmul_s(rows, all_tokens, size, *shared)
     use = estimate_matmul_s(rows, values, all_tokens, *shared)
     num_bytes = constants.softmax_bytes * size_bytes / 2 * heads * rows * attention.num_tokens

@@ -18,6 +18,7 @@ from phalanx.plan.timing.matmul import (
     compute_alignment_speed_share,
     compute_dense_flops_s,
     count_activation_bytes,
+    count_prologue_elements,
     estimate_matmul_s,
 )
 from phalanx.plan.timing.setup import Precision
@@ -201,7 +202,8 @@ class BlockTimeEstimator:
         elif matmul.cut == "column":
             outputs = np.ceil(outputs / parts)
         flops_s = flops_s * compute_alignment_speed_share(inputs, outputs, constants)
-        shared = (count, flops_s, self.machine, constants, precision, element_bytes)
+        prologue = count_prologue_elements(self.machine, precision, constants)
+        shared = (count, flops_s, self.machine, constants, prologue, element_bytes)
         return (
             estimate_matmul_s(rows, outputs, inputs, *shared),
             estimate_matmul_s(rows, inputs, outputs, *shared),

@@ -33,12 +33,12 @@ def estimate_matmul_s(
     flops_s: Column | float,
     machine: MachineRates,
     constants: TimingConstants,
-    precision: Precision,
+    prologue: Column | float,
     element_bytes: float = 2.0,
 ) -> Column:
-    """Seconds of `count` equal products m x k by k x n at a rate of `flops_s` for large ones."""
+    """Seconds of `count` equal products m x k by k x n at a rate of `flops_s` for large ones, whose
+    tiles take as long to start as `prologue` elements of k."""
     num_sms = machine.accelerator.num_sms
-    prologue = count_prologue_elements(machine, precision, constants)
     best: Column | None = None
     for rows, columns, speed in TILE_MENU:
         waves = np.ceil(m / rows) * np.ceil(n / columns) * count / num_sms
