@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,20 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long each directory of tests took, to see where `make test` grows."""
-    seconds: dict[str, float] = {}
+    """Say how long each directory of tests took, and the slowest files, to see where `make test`
+    grows and how to share it out."""
+    seconds: defaultdict[Path, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                folder = Path(report.nodeid.split("::")[0]).parent.as_posix()
-                seconds[folder] = seconds.get(folder, 0.0) + report.duration
-    if sum(seconds.values()) > 60.0:
-        told = (f"{folder} {spent / 60:.1f}" for folder, spent in sorted(seconds.items()))
-        terminalreporter.write_line(f"minutes by directory: {', '.join(told)}")
+                seconds[Path(report.nodeid.split("::")[0])] += report.duration
+    if sum(seconds.values()) < 60.0:
+        return
+    folders: defaultdict[Path, float] = defaultdict(float)
+    for file, spent in seconds.items():
+        folders[file.parent] += spent
+    told = (f"{folder} {spent / 60:.1f}" for folder, spent in sorted(folders.items()))
+    terminalreporter.write_line(f"minutes by directory: {', '.join(told)}")
+    files = sorted(seconds, key=lambda file: seconds[file], reverse=True)[:40]
+    slowest = (f"{file.name} {seconds[file]:.0f}" for file in files)
+    terminalreporter.write_line(f"seconds of the slowest files: {', '.join(slowest)}")
