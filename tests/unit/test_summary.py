@@ -29,6 +29,7 @@ from phalanx.observe.words import describe_event
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
 from phalanx.report.reduce import collect_run_facts
+from phalanx.report.sections.memory import render_memory
 from phalanx.report.summary import build_run_json
 
 MIB = 2**20
@@ -310,6 +311,8 @@ def test_a_plan_is_not_wrong_about_what_it_has_not(
     (memory,) = [line for line in lines if line.startswith("memory")]
     assert ("too low" in memory) is is_of_plan
     assert ("steps of training alone, and no phase evaluate" in memory) is not is_of_plan
+    note = "evaluations and the sample are in the measured peak"
+    assert (note in render_memory(collect_run_facts(tmp_path))) is not is_of_plan
 
 
 def test_the_wall_of_a_run_is_that_of_all_its_commands(tmp_path: Path) -> None:

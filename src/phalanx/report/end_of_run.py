@@ -314,7 +314,7 @@ def _list_memory_lines(facts: RunFacts) -> list[str]:
     error = f"the plan was {describe_predicted_bytes_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
-    elif not memory.is_of_training:
+    elif measured > predicted and not memory.is_of_training:
         error = f"the plan has steps of training alone, and no phase {memory.peak_phase}"
     if _trains_own_module(facts.run_dir):
         error += "; what your modules import is counted"

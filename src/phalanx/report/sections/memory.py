@@ -63,7 +63,7 @@ def render_memory(facts: RunFacts) -> Html:
         "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what"
         " was measured."
     )
-    if not all(event.is_of_training for event in events):
+    if any(_exceeds_plan_beside_training(event) for event in events):
         note += (
             " The plan has steps of training alone: evaluations and the sample are in the measured"
             " peak, and not in it."
@@ -86,6 +86,13 @@ def render_memory(facts: RunFacts) -> Html:
             class_="block",
         ),
         id="memory",
+    )
+
+
+def _exceeds_plan_beside_training(event: MemoryMeasured) -> bool:
+    predicted, measured = event.predicted_bytes, event.measured_bytes
+    return not event.is_of_training and (
+        compute_total_peak_bytes(measured) > compute_total_peak_bytes(predicted)
     )
 
 
