@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.report.charts import StackChart, draw_stack_chart
 from phalanx.report.markup import Html, build_json_script, build_tag, join_html
 from phalanx.report.percentiles import compute_median_of_finite, compute_percentile
 from phalanx.report.sample import (
@@ -117,3 +118,20 @@ def test_only_markup_built_here_passes_unescaped() -> None:
     )
     assert join_html(["<", ["&", None, 3]]) == "&lt;&amp;3"
     assert "</script>" not in build_json_script(["</script><!--"], "points")[:-9]
+
+
+def test_the_columns_that_are_said_to_be_cut_are_those_that_have_a_sign() -> None:
+    """Most take 60 ms: the plot ends at 100, and 155 is above it as 282 is."""
+    values = [282.55, 155.6, *[60.0] * 60]
+    page = draw_stack_chart(
+        StackChart(
+            title="Step time",
+            y_label="milliseconds",
+            unit="ms",
+            xs=list(range(1, len(values) + 1)),
+            parts={"forward": values},
+            classes={"forward": "g1"},
+        )
+    )
+    assert page.count('class="cut"') == 2
+    assert "2 columns reach past the top, the highest to 282.55 ms." in page

@@ -206,7 +206,7 @@ def draw_stack_chart(chart: StackChart) -> Html:
         floor = top
     note = chart.note
     if math.isfinite(limit):
-        note += _describe_cut_columns(totals, chart.unit)
+        note += _describe_cut_columns([each for each in totals if each > y_scale.high], chart.unit)
         _draw_cut_mark(lefts, rights, totals, y_scale, chart.unit, drawing)
     data = _build_table_of_steps(steps, list(parts.items()), chart.unit, chart.title)
     return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
@@ -226,9 +226,7 @@ def _compute_cut_height(totals: Sequence[float]) -> float:
     return math.inf
 
 
-def _describe_cut_columns(totals: Sequence[float], unit: str) -> str:
-    usual = _compute_usual_column_height(totals)
-    cut = [total for total in totals if total > 3 * usual]
+def _describe_cut_columns(cut: Sequence[float], unit: str) -> str:
     subject = f"{len(cut)} columns reach"
     if len(cut) == 1:
         subject = "1 column reaches"
