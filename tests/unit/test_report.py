@@ -3,6 +3,8 @@ behind."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -773,6 +775,19 @@ def test_each_fact_for_programs_is_on_its_page(whole: Run) -> None:
         keys |= set(of_name[0] if isinstance(of_name, list) else of_name)
     keys |= set(told["bottleneck"])
     assert sorted(keys - documented) == []
+
+
+def test_the_page_is_written_though_nobody_reads_the_words(
+    whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with monkeypatch.context() as patch, contextlib.suppress(BrokenPipeError):
+        patch.setattr(sys, "stdout", Closed())
+        run_command_line(["report", str(whole.directory)])
+    assert (whole.directory / "report.html").exists()
 
 
 def test_a_run_that_went_back_was_not_restarted_and_did_not_fail(

@@ -54,6 +54,7 @@ def command(
 
             print_json("run", build_run_json(facts), indent=1)
             return 0
+        from phalanx.core.errors import ResourceError
         from phalanx.report.bottleneck.describe import list_verdict_lines
         from phalanx.report.facts import describe_skipped_steps
         from phalanx.report.failures import list_failure_lines
@@ -61,6 +62,12 @@ def command(
         from phalanx.report.page import write_report
         from phalanx.report.run_status import list_status_lines
 
+        # Before the words: whoever reads three lines of them (head -3) has the page of now, too.
+        unwritten = None
+        try:
+            page = write_report(run_dir, facts, path=out)
+        except ResourceError as error:
+            unwritten = error
         print(*list_status_lines(facts), sep="\n")
         for line in list_failure_lines(facts):
             print(line)
@@ -73,7 +80,9 @@ def command(
             print(drift.describe())
         for gap in [*facts.reading_gaps, *list_ledger_warnings(facts.rank_ledgers)]:
             print(f"warn    {gap}", file=sys.stderr)
-        print(write_report(run_dir, facts, path=out))
+        if unwritten is not None:
+            raise unwritten
+        print(page)
     return 0
 
 
