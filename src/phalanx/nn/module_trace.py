@@ -69,6 +69,21 @@ class UntraceableModuleError(Exception):
     """The module's forward cannot be followed without numbers; says why."""
 
 
+class TracedBatchTensors(dict[str, Any]):
+    """A batch with its levels. A name that it lacks, joined ones apart, is told as in training."""
+
+    def __missing__(self, key: str) -> Any:
+        found: Any = self
+        for name in key.split("."):
+            if not isinstance(found, Mapping) or name not in found:
+                raise UntraceableModuleError(
+                    f"its objective reads {key!r}, and a batch has {', '.join(self)}: return it"
+                    " from your dataset under that name, or set model.objective"
+                )
+            found = found[name]
+        return found
+
+
 def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) -> dict[str, Any]:
     """Trace the operations of `module`, whose parameters are fake, in one microbatch, as JSON.
 
@@ -125,7 +140,9 @@ def _build_traced_tensors(batch: TracedBatch) -> dict[str, Any]:
             name: torch.zeros(batch.batch, *shape, dtype=getattr(torch, dtype))
             for name, shape, dtype in batch.sample
         }
-        return {name: unflatten_entry(flat, name) for name in list_outermost_names(flat)}
+        return TracedBatchTensors(
+            {name: unflatten_entry(flat, name) for name in list_outermost_names(flat)}
+        )
     if batch.image is not None:
         images = torch.zeros(batch.batch, *batch.image)
         labels = torch.zeros(batch.batch, dtype=torch.int64)
@@ -448,9 +465,19 @@ def _resolve_objective_of_request(kind: str, request: Mapping[str, Any]) -> Obje
     if name is not None:
         objective: Objective = import_object_of_kind(name, "phalanx.nn.models", "objective")
         return objective
-    return (
-        build_logits_cross_entropy(chunk) if is_hugging_face(kind) else causal_cross_entropy(chunk)
-    )
+    if is_hugging_face(kind):
+        return build_logits_cross_entropy(chunk)
+    built_in = causal_cross_entropy(chunk)
+
+    def read_logits(outputs: Any, batch: Mapping[str, Any]) -> Any:
+        if isinstance(outputs, Mapping | tuple | list):
+            raise UntraceableModuleError(
+                f"it returns a {type(outputs).__name__}, which the built-in objective cannot read:"
+                " return logits [..., vocab], or set model.objective"
+            )
+        return built_in(outputs, batch)
+
+    return read_logits
 
 
 @contextmanager
