@@ -173,7 +173,9 @@ def _choose_forward_arguments(
     for parameter in parameters[len(args) :]:
         is_needed = parameter.default is parameter.empty and parameter.kind not in variable
         if is_needed and parameter.name not in named:
-            raise UntraceableModuleError(f"its forward needs {parameter.name!r}")
+            raise UntraceableModuleError(
+                f"its forward needs {parameter.name!r}, and a batch has {', '.join(tensors)}"
+            )
     return args, named
 
 
