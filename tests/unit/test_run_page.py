@@ -154,6 +154,9 @@ def test_of_few_steps_a_slow_rank_may_be_chance() -> None:
         text = _describe_slowest_rank(times)
         assert f"in the mean of steps 4 to {num_steps + 3}" in text
         assert ("too few steps" in text) is is_said
+    times = build_self_time_map(table_of({0: [0.1], 1: [0.2]}), num_stages=1)
+    assert times is not None
+    assert ", in step 4 alone: " in _describe_slowest_rank(times)
 
 
 def test_each_table_has_a_name_for_screen_readers(run_dir: Path) -> None:

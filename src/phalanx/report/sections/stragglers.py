@@ -66,10 +66,12 @@ def _describe_slowest_rank(times: SelfTimeMap) -> str:
     first, last = times.first_step, times.steps[-1][1]
     if last - first + 1 < MIN_ROWS:
         remark += " These are too few steps to tell that from chance."
+    basis = f"in the mean of steps {first:,} to {last:,}"
+    if first == last:
+        basis = f"in step {first:,} alone"
     return (
         f"Rank {slow.rank} takes {formats.format_milliseconds(slow.excess_s)} longer by itself than"
-        f" the median of {peers}, in the mean of steps {first:,} to {last:,}: {share} of a step (of"
-        f" the median one).{remark}"
+        f" the median of {peers}, {basis}: {share} of a step (of the median one).{remark}"
     )
 
 
