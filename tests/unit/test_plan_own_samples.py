@@ -3,6 +3,7 @@ the first sample."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.search.describe import format_search_result
+from phalanx.plan.search.remarks import list_remarks_of_task
 from phalanx.plan.workload import build_workload
 from phalanx.run.search_job import prepare_layout_search, search_layouts_of_job
 
@@ -112,6 +114,10 @@ def test_a_sample_counts_as_many_tokens_as_its_products_have_rows(
     task = prepare_layout_search(job)
     assert isinstance(task.shape, MeasuredModule)
     assert task.shape.count_sample_tokens(128) == 7
+    assert not list_remarks_of_task(task)
+    longer = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": 333})})
+    remarks = list_remarks_of_task(replace(task, job=longer))
+    assert remarks == ("remark  data.seq_len 333 has no effect: samples have 7 tokens",)
     work = build_workload(job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
     assert work.seq_len == 7
 

@@ -32,6 +32,7 @@ def list_remarks_of_task(task: SearchTask) -> tuple[str, ...]:
     remarks = (
         _describe_assumed_network(task),
         _describe_unused_nodes(task),
+        _describe_unread_length(task),
         _describe_slow_precision(task),
         _describe_wide_products(task),
     )
@@ -69,6 +70,17 @@ def _describe_unused_nodes(task: SearchTask) -> str:
         f"remark  {plural(unused, 'GPU')} of {task.num_ranks + unused:,} are left unused: the job"
         f" asks for {plural(task.num_ranks, 'rank')} (parallel.ranks, or its degrees)"
     )
+
+
+def _describe_unread_length(task: SearchTask) -> str:
+    """A line where the job gives a length, and its samples have one of their own; "" elsewhere."""
+    shape, data = task.shape, task.job.data
+    has_own_samples = bool(getattr(shape, "has_own_samples", False))
+    if "seq_len" not in data.model_fields_set or not (shape.reads_images or has_own_samples):
+        return ""
+    noun = shape.get_sample_noun(of_own_data=has_own_samples)
+    length = plural(shape.count_sample_tokens(data.seq_len), "token")
+    return f"remark  data.seq_len {data.seq_len} has no effect: {noun} have {length}"
 
 
 def _describe_slow_precision(task: SearchTask) -> str:
