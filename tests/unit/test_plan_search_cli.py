@@ -13,7 +13,7 @@ from phalanx.job.load import load_job
 from phalanx.plan.accelerators import list_accelerators
 from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.comparison import explain_why_slower, explain_why_winner
+from phalanx.plan.search.comparison import _format_lead, explain_why_slower, explain_why_winner
 from phalanx.plan.search.describe import format_goodput
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import search_layouts
@@ -197,6 +197,7 @@ def test_how_much_faster_the_other_one_of_a_tie_is_has_one_number() -> None:
     fastest = replace(winner, time=replace(winner.time, terms=terms))
     assert "(it is 2.9% faster)" in explain_why_winner(winner, [winner, fastest])
     assert explain_why_slower(fastest, winner).startswith("2.9% faster, which is a tie")
+    assert _format_lead(0.0004) == "less than 0.1%"
 
 
 def test_a_length_that_no_ranks_can_share_is_named_where_nothing_fits(

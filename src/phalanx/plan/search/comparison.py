@@ -44,7 +44,12 @@ def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> 
     if faster <= 0:
         return "the fastest"
     # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
-    return f"a tie with the fastest (it is {faster:.1%} faster), and as simple or simpler"
+    return f"a tie with the fastest (it is {_format_lead(faster)} faster), and as simple or simpler"
+
+
+def _format_lead(share: float) -> str:
+    text = f"{share:.1%}"
+    return "less than 0.1%" if text == "0.0%" else text
 
 
 def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
@@ -65,7 +70,7 @@ def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
     # As where the winner's time goes.
     label = TERM_LABELS.get(term, term)
     if slower_s < 0:
-        faster = f"{-slower_s / winner.time.total_s:.1%} faster, which is a tie"
+        faster = f"{_format_lead(-slower_s / winner.time.total_s)} faster, which is a tie"
         return f"{faster}; {_explain_why_less_simple(other, winner)}"
     if slower_s <= TIE_SHARE_OF_STEP * winner.time.total_s:
         return f"{slower_s / winner.time.total_s:+.1%} of the step, most of it {label}"
