@@ -26,7 +26,12 @@ from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.nn.hugging_face.adapter import resolve_model_factory
 from phalanx.nn.models.decoder import Decoder
-from phalanx.nn.module_trace import TracedBatch, trace_module
+from phalanx.nn.module_trace import (
+    TracedBatch,
+    TracedBatchTensors,
+    UntraceableModuleError,
+    trace_module,
+)
 from phalanx.nn.objective import CausalOutput, build_logits_cross_entropy, causal_cross_entropy
 from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
@@ -420,6 +425,17 @@ def test_blocks_that_do_the_same_and_are_cut_otherwise_are_counted_apart(own_mod
     kinds = first.activations.list_block_kinds(work)
     assert kinds[0] != kinds[1] == kinds[2]
     assert count_segment_bytes(first, work)[0] == [block.saved for block in expected]
+
+
+def test_a_batch_without_what_its_loss_reads_says_so() -> None:
+    """It was a KeyError: 'targets', and nothing else."""
+    batch = TracedBatchTensors({"labels": 1, "image": {"mask": 2}})
+    # Joined names are found, as in training.
+    assert batch["image.mask"] == 2
+    with pytest.raises(
+        UntraceableModuleError, match="reads 'targets', and a batch has labels, image: return it"
+    ):
+        batch["targets"]
 
 
 def test_a_dataset_of_ones_own_is_not_traced() -> None:

@@ -130,17 +130,6 @@ def test_a_dataset_that_cannot_be_read_is_told_with_what_it_raised(
         prepare_layout_search(job)
 
 
-def test_a_batch_without_what_its_loss_reads_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was a KeyError: 'targets', and nothing else."""
-    job = load_own_job(tmp_path, monkeypatch, "model.objective=none")
-    with pytest.raises(
-        LayoutError, match=r"reads 'targets', and a batch has .*labels.*: return it"
-    ):
-        prepare_layout_search(job)
-
-
 def test_a_loss_that_needs_numbers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_own_job(tmp_path, monkeypatch, "model.objective=own_samples:numbers")
     with pytest.raises(LayoutError, match=r"cannot be traced \(it reads num"):
