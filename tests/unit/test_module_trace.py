@@ -122,6 +122,19 @@ class Flat(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Embedding(90, 32), nn.Linear(32, 90))
 
+class Merging(Model):
+    def __init__(self):
+        super().__init__()
+        self.merge = nn.Linear(32, 32)
+
+    def forward(self, inputs):
+        x = self.embed(inputs)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 0:
+                x = torch.relu(self.merge(x))
+        return self.head(x)
+
 class ByNumbers(Model):
     def forward(self, inputs):
         if super().forward(inputs).sum() > 0:
@@ -269,7 +282,7 @@ def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:
         assert saved == pytest.approx(kept, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["Model", "Towers"])
+@pytest.mark.parametrize("name", ["Model", "Towers", "Merging"])
 def test_flops_are_those_that_torch_counts(own_model: str, name: str) -> None:
     shape = measure(f"{own_model}:{name}")
     module = resolve_model_factory(f"{own_model}:{name}")()
@@ -285,7 +298,7 @@ def test_flops_are_those_that_torch_counts(own_model: str, name: str) -> None:
     assert len(work.block_kinds) == 1
     # Of what lies around the blocks: as many products a block as theirs have.
     around = (work.before_blocks, work.after_blocks)
-    assert tuple(map(len, around)) == ((0, 0) if name == "Model" else (1, 3))
+    assert tuple(map(len, around)) == {"Model": (0, 0), "Towers": (1, 3), "Merging": (0, 1)}[name]
 
 
 def test_all_attention_of_a_block_is_part_of_its_work(own_model: str) -> None:

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -298,6 +298,8 @@ def _build_parts_json(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -
     bodies: dict[str | int, dict[str, Any]] = {}
     for part in (BEFORE, *range(len(blocks)), AFTER, LOSS):
         record = recorder.parts[part]
+        if part == AFTER:
+            record = _add_work_between_blocks(recorder, record, len(blocks))
         saved = []
         for number in (*_list_storages_saved_between_blocks(recorder, part), *record.saved):
             if number not in counted:
@@ -331,6 +333,22 @@ def _build_parts_json(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -
         "kinds": kinds,
         "blocks": block_kinds,
     }
+
+
+def _add_work_between_blocks(
+    recorder: OperatorRecorder, record: TracedPartRecord, num_blocks: int
+) -> TracedPartRecord:
+    """`record` of what comes after the blocks, with the operations between two of them before its
+    own: blocks stay equal where code between some of them does more."""
+    records = [recorder.parts[f"between {index}"] for index in range(num_blocks - 1)] + [record]
+    return replace(
+        record,
+        products=[product for each in records for product in each.products],
+        attention=[call for each in records for call in each.attention],
+        other_flops=sum(each.other_flops for each in records),
+        activation_elements=sum(each.activation_elements for each in records),
+        added_elements=sum(each.added_elements for each in records),
+    )
 
 
 def _list_storages_saved_between_blocks(recorder: OperatorRecorder, part: str | int) -> list[int]:
