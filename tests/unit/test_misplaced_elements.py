@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.verify.misplaced_elements import RightWeights, describe_misplaced_elements
+from phalanx.mesh.logical import Box
+from phalanx.verify.misplaced_elements import (
+    RightWeights,
+    describe_misplaced_elements,
+    list_places_of_boxes,
+)
 
 ROWS, COLUMNS = 24, 16
 
@@ -53,6 +58,22 @@ def test_one_element_within_a_row() -> None:
     actual = right.after.clone()
     actual[3:9, 1:] = right.after[3:9, :-1]
     assert "(1 element before)" in describe(actual, right)
+
+
+def test_where_any_number_is_found_nothing_is_told() -> None:
+    """Weights of a norm, in float32: a million of them lie near 1, as near as rounding."""
+    generator = torch.Generator().manual_seed(4)
+    right = 1 + 0.02 * torch.randn(1_000, 1_000, generator=generator)
+    noise = 1e-3 * torch.randn(1_000, 1_000, generator=generator)
+    words = describe(right + noise, RightWeights(right, right), 8 * torch.finfo(torch.float32).eps)
+    assert words == ""
+
+
+def test_places_of_columns_and_of_several_boxes() -> None:
+    columns = Box((0, 2), (0, 0), (3, 2))
+    assert list_places_of_boxes((3, 4), [columns]).tolist() == [2, 3, 6, 7, 10, 11]
+    rows = [Box((2, 0), (0, 0), (1, 4)), Box((0, 0), (1, 0), (1, 4))]
+    assert list_places_of_boxes((3, 4), rows).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
 def test_other_mistakes_are_not_told_by_place() -> None:

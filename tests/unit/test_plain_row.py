@@ -14,6 +14,7 @@ from phalanx.mesh import grouped
 from phalanx.nn import attention, rotary
 from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
+from phalanx.verify import keys_to_blame
 from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
 from phalanx.verify.cases import plan_layout_cases
 from phalanx.verify.keys_to_blame import name_keys_to_blame
@@ -119,7 +120,37 @@ def test_no_key_is_blamed_for_what_all_models_do(monkeypatch: pytest.MonkeyPatch
         "forward",
         lambda self, *args, **more: 1.01 * forward(self, *args, **more),
     )
-    row = _judge("small-deepseek", names_keys=True)
+    tried: list[str] = []
+    do_agree = keys_to_blame._do_agree
+    monkeypatch.setattr(
+        keys_to_blame,
+        "_do_agree",
+        lambda job, *args: tried.append(str(job)) or do_agree(job, *args),
+    )
+    row = _judge("gpt2", names_keys=True)
+    assert row.first is not None
+    assert "they agree with" not in row.first.cause
+    assert len(tried) >= 4
+    # Of a model without experts no router is asked.
+    assert not any("router_scores='" in job for job in tried)
+
+
+def test_keys_are_not_named_where_they_are_many_or_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keys_to_blame, "_do_agree", lambda *args: True)
+    share = rotary._compute_llama3_kept_share
+    monkeypatch.setattr(rotary, "_compute_llama3_kept_share", lambda *args: 1 - share(*args))
+    row = _judge("llama3.1-8b", names_keys=True)
+    assert row.first is not None
+    assert row.first.cause.count(" in place of ") in (1, 2, 3)
+    monkeypatch.setattr(keys_to_blame, "MAX_KEYS", 0)
+    row = _judge("llama3.1-8b", names_keys=True)
+    assert row.first is not None
+    assert "they agree with" not in row.first.cause
+    monkeypatch.setattr(keys_to_blame, "MAX_KEYS", 3)
+    monkeypatch.setattr(keys_to_blame, "MAX_ROW_S", 0.0)
+    row = _judge("llama3.1-8b", names_keys=True)
     assert row.first is not None
     assert "they agree with" not in row.first.cause
 

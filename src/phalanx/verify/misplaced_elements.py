@@ -6,9 +6,13 @@ Numbers of a tensor in training are distinct to many digits, so what an element 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from phalanx.mesh.logical import Box
 
 # Of the wrong elements so many are found elsewhere; of few elements it may be by chance.
 LEAST_SHARE, MIN_ELEMENTS = 0.99, 8
@@ -18,6 +22,11 @@ MAX_SEARCHED = 4_194_304  # of the whole tensor
 LEAST_DISTINCT = 0.01
 # Of those found, to be told by one distance.
 LEAST_OF_ONE_DISTANCE = 0.9
+# Numbers beside the wrong ones, by so many roundings: where more than a few of these are found, any
+# number would be, and what is found says nothing.
+CONTROL_ROUNDINGS, MAX_CONTROL_SHARE = 64, 0.05
+# As few of before the update are not told.
+LEAST_STALE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,13 @@ class RightWeights:
 
     before: torch.Tensor
     after: torch.Tensor
+
+
+def list_places_of_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> torch.Tensor:
+    """Of each element of `boxes`, one box after another, its place in the whole tensor of `shape`,
+    counted in one dimension."""
+    places = torch.arange(math.prod(shape)).view(*shape)
+    return torch.cat([places[box.slices_in_full_tensor].reshape(-1) for box in boxes])
 
 
 def describe_misplaced_elements(
@@ -37,23 +53,26 @@ def describe_misplaced_elements(
     `places`: their own places in the whole tensor, counted in one dimension; `rounding`: a number
     that is nearer than this share of itself is the same.
     """
-    if len(actual) < MIN_ELEMENTS or right.after.numel() > MAX_SEARCHED:
+    if len(actual) < MIN_ELEMENTS:
         return ""
     stride = max(1, len(actual) // MAX_ELEMENTS)
-    actual, places = actual[::stride], places[::stride]
+    actual, places = actual[::stride].contiguous(), places[::stride]
     found = _find_places(actual, right.after, rounding)
     stale = _find_places(actual, right.before, rounding)
     is_stale = (found < 0) & (stale >= 0)
     found = torch.where(is_stale, stale, found)
     is_elsewhere = (found >= 0) & (found != places)
-    if float(is_elsewhere.double().mean()) < LEAST_SHARE:
+    if _compute_share(is_elsewhere) < LEAST_SHARE:
+        return ""
+    control = _find_places(actual * (1 + CONTROL_ROUNDINGS * rounding), right.after, rounding)
+    if _compute_share(control >= 0) > MAX_CONTROL_SHARE:
         return ""
     if len(found.unique()) < max(MIN_ELEMENTS, LEAST_DISTINCT * len(found)):
         return ""
     row = right.after[0].numel() if right.after.dim() > 1 else 1
     distance = _describe_distance((found - places)[is_elsewhere], row)
     when = ""
-    if bool(is_stale.any()):
+    if _compute_share(is_stale) > LEAST_STALE_SHARE:
         when = ", as they were before this update"
         when = when if bool(is_stale.all()) else f"{when}, some of them"
     return (
@@ -73,10 +92,14 @@ def _find_places(actual: torch.Tensor, whole: torch.Tensor, rounding: float) -> 
     return torch.where(is_near, order[nearest], -1)
 
 
+def _compute_share(found: torch.Tensor) -> float:
+    return float(found.double().mean())
+
+
 def _describe_distance(distances: torch.Tensor, row: int) -> str:
     """ " (4 rows before)", if most are off by one distance; "" otherwise."""
     commonest = int(distances.mode().values)
-    if float((distances == commonest).double().mean()) < LEAST_OF_ONE_DISTANCE:
+    if _compute_share(distances == commonest) < LEAST_OF_ONE_DISTANCE:
         return ""
     size, unit = abs(commonest), "element"
     if row > 1 and size % row == 0:

@@ -69,6 +69,10 @@ class TraceTensorReader:
         tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
 
+    def read_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor, which is not read."""
+        return tuple(self._file.get_slice(name).get_shape())
+
     def block(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """The elements [offset, offset + size) of a tensor."""
         # A tensor without dimensions has no slices.

@@ -13,7 +13,12 @@ import torch
 
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.verify.factors import FLOAT32_ROUNDING, format_factor
-from phalanx.verify.misplaced_elements import RightWeights, describe_misplaced_elements
+from phalanx.verify.misplaced_elements import (
+    MAX_SEARCHED,
+    RightWeights,
+    describe_misplaced_elements,
+    list_places_of_boxes,
+)
 from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.plain.training import OptimizerDefinition
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
@@ -112,10 +117,23 @@ class UpdateExaminer:
             )
             if mistake:
                 return words + mistake
-        wrong = everywhere[is_wrong]
+        return self._describe_places(tensors, step, actual, everywhere[is_wrong], dtype)
+
+    def _describe_places(
+        self,
+        tensors: _TensorReader,
+        step: int,
+        actual: torch.Tensor,
+        wrong: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> str:
+        shape = tensors.read_whole_shape()
+        # Whole tensors are read for it, on each rank.
+        if len(wrong) < MIN_ELEMENTS or math.prod(shape) > MAX_SEARCHED:
+            return ""
         return describe_misplaced_elements(
             actual[wrong],
-            tensors.find_places()[wrong],
+            list_places_of_boxes(shape, tensors.boxes)[wrong],
             RightWeights(tensors.read_whole_weights(step - 1), tensors.read_whole_weights(step)),
             rounding=8 * torch.finfo(dtype).eps,
         )
@@ -127,7 +145,7 @@ class _TensorReader:
     def __init__(
         self, trace: Trace, applied: AppliedTraceGradients, name: str, boxes: Sequence[Box]
     ) -> None:
-        self._trace, self._applied, self._name, self._boxes = trace, applied, name, boxes
+        self._trace, self._applied, self._name, self.boxes = trace, applied, name, boxes
 
     def read_weights(self, step: int) -> torch.Tensor:
         """After the update of a step; before the first one of -1."""
@@ -139,11 +157,9 @@ class _TensorReader:
         with self._open_weights(step) as reader:
             return reader.read(self._name)
 
-    def find_places(self) -> torch.Tensor:
-        """Of each element its place in the whole tensor, counted in one dimension."""
-        shape = self.read_whole_weights(-1).shape
-        places = torch.arange(shape.numel()).view(shape)
-        return torch.cat([places[box.slices_in_full_tensor].reshape(-1) for box in self._boxes])
+    def read_whole_shape(self) -> tuple[int, ...]:
+        with self._open_weights(-1) as reader:
+            return reader.read_shape(self._name)
 
     def _open_weights(self, step: int) -> TraceTensorReader:
         return TraceTensorReader(self._trace, BEGIN_KIND if step < 0 else name_weights_set(step))
@@ -161,7 +177,7 @@ class _TensorReader:
         return UpdatedElements(gradients, weights, clipping, self._applied.lr)
 
     def _read(self, reader: TraceTensorReader) -> torch.Tensor:
-        blocks = [reader.block(self._name, box.global_offset, box.size) for box in self._boxes]
+        blocks = [reader.block(self._name, box.global_offset, box.size) for box in self.boxes]
         return torch.cat([block.reshape(-1) for block in blocks])
 
 
