@@ -299,7 +299,7 @@ def test_where_ranks_lack_a_processor_so_may_what_they_wait_for(tmp_path: Path) 
     starved = judge(write_run(tmp_path / "starved", {}, cpu_share=0.3, transfer_s=0.1))
     assert {cause.kind for cause in starved.causes} == {"communication", "no processor time"}
     assert starved.not_judged == (
-        "how much of the other causes is waiting for a processor: ranks had one for at most 30.1 %"
+        "how much of the other causes is waiting for a processor: ranks had one for at most 30.2 %"
         " of the time in which they computed, and for how much of the rest nobody counted",
     )
     # Ranks that sleep until their next batch comes lack none.

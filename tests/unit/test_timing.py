@@ -89,10 +89,10 @@ def test_what_is_computed_after_the_blocks_takes_as_long_as_in_one(
         num_params=0,
     )
 
-    def time(work: ModelWork, **keys: object) -> dict[str, float]:
+    def time(work: ModelWork, precision: Precision = "bf16", **keys: object) -> dict[str, float]:
         setup = setup_of(layout=Layout(dp_replicate=4), zero_stage=0, **keys)
         columns = build_setup_columns([setup])
-        return estimate_step_columns(work, machine, "bf16", columns).take(0).terms
+        return estimate_step_columns(work, machine, precision, columns).take(0).terms
 
     moved = replace(work, blocks=work.blocks[:-8], after_blocks=(uncut,) * 8)
     assert moved.matmul_flops == work.matmul_flops
@@ -103,6 +103,12 @@ def test_what_is_computed_after_the_blocks_takes_as_long_as_in_one(
     expected = plain["attention"] + (inside["attention"] - plain["attention"]) * 24 / 32
     assert once["attention"] == pytest.approx(expected)
     assert once["ideal"] == pytest.approx(plain["ideal"])
+    # Outside of the blocks nothing multiplies in fp8.
+    blocks = 4096 * 8 * sum(matmul.flops_per_token for matmul in uncut.matmuls)
+    slower = time(moved, "fp8")["ideal"] / time(work, "fp8")["ideal"]
+    head = work.num_head_tokens * work.head.flops_per_token
+    in_fp8 = (work.matmul_flops - head) / 2
+    assert slower == pytest.approx((in_fp8 + head + blocks / 2) / (in_fp8 + head), rel=0.01)
 
 
 def test_terms_add_up_in_their_order(machine: MachineRates) -> None:

@@ -54,6 +54,8 @@ class AttentionWork:
     num_pairs: int
     """Pairs of tokens that the mask keeps: what a kernel that skips the others computes."""
     is_causal: bool
+    is_computed_as_counted: bool = False
+    """True if `num_pairs` are those that are computed, whatever a mask keeps of them."""
 
     @property
     def flops(self) -> int:

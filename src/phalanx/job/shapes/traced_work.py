@@ -84,12 +84,9 @@ def _build_outer_blocks(
     cuts = _find_layer_cuts(module, "", part)
     matmuls = []
     for p in products:
-        # Other rows than the blocks have: whole visits, and as many outputs as make up the FLOPs.
-        visited = max(1, round(p.rows / rows))
-        outputs = max(1, round(p.outputs * p.rows / (rows * visited)))
-        matmuls.append(
-            Matmul(p.holder, p.inputs, outputs, cuts.get(p.holder, "none"), visited, visited)
-        )
+        # Of other rows than the blocks have: as many outputs as make up the FLOPs.
+        outputs = max(1, round(p.outputs * p.rows / rows))
+        matmuls.append(Matmul(p.holder, p.inputs, outputs, cuts.get(p.holder, "none")))
     attention = None
     if part.attention_flops:
         attention = _build_attention_of_calls(part, num_samples, num_tokens)
@@ -119,7 +116,14 @@ def _build_attention_of_calls(part: TracedPart, num_samples: int, num_tokens: in
         heads, kv_heads, head_dim, value_dim = part.attention[0][:4]
     num_pairs = max(1, round(flops / (2 * heads * (head_dim + value_dim))))
     return AttentionWork(
-        heads, kv_heads, head_dim, value_dim, num_tokens, num_pairs, is_causal=False
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        num_tokens,
+        num_pairs,
+        is_causal=False,
+        is_computed_as_counted=True,
     )
 
 

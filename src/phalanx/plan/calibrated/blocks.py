@@ -165,7 +165,8 @@ def _estimate_attention_seconds(
 ) -> tuple[float, float]:
     flops = attention.flops * batch.sequences / batch.tp
     # Kernels of a causal mask and of none are of one speed; the rest of a mask is computed in full.
-    if not attention.is_causal and attention.kept_share < 1:
+    is_masked = not attention.is_causal and not attention.is_computed_as_counted
+    if is_masked and attention.kept_share < 1:
         flops /= attention.kept_share
     forward_s = rates.kernel_s("attention", "forward", flops, rates.dtype)
     training_s = rates.kernel_s("attention", "training", 3 * flops, rates.dtype)

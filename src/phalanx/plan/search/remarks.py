@@ -107,7 +107,8 @@ def _describe_untried_stages(task: SearchTask, ranked: Sequence[RankedLayout]) -
         return ""
     return (
         "remark  whether this module's forward can be cut into stages (pp) only a run of it shows,"
-        " before its first step; phalanx verify with the job and --layouts pp2-1f1b tries it here"
+        " before its first step; phalanx verify --ranks 2 --layouts pp2-1f1b tries it here, with a"
+        " small model of the same code"
     )
 
 

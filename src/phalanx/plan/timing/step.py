@@ -185,12 +185,17 @@ class _StepTimeEstimator:
         """Seconds of the model's products, without any recomputation, at the data sheet's peak."""
         columns, work = self.columns, self.work
         peak = self.machine.accelerator.peak_flops
-        head = work.num_head_tokens * work.head.flops_per_token
-        seconds = (work.matmul_flops - head) / peak(
+        outside = work.num_head_tokens * work.head.flops_per_token
+        outside += work.num_tokens * sum(
+            matmul.flops_per_token
+            for block in (*work.before_blocks, *work.after_blocks)
+            for matmul in block.matmuls
+        )
+        seconds = (work.matmul_flops - outside) / peak(
             choose_peak_precision(self.machine, self.precision)
         )
-        head_precision = choose_head_precision(self.precision)
-        seconds += head / peak(choose_peak_precision(self.machine, head_precision))
+        outside_precision = choose_head_precision(self.precision)
+        seconds += outside / peak(choose_peak_precision(self.machine, outside_precision))
         sequences = columns.micro_batch_size * columns.num_microbatches
         parts = columns.pp * columns.cp * columns.tp
         return np.asarray(3.0 * seconds * sequences / parts)
@@ -254,6 +259,8 @@ class _StepTimeEstimator:
     ) -> Iterator[BlockTimes]:
         """Seconds of one microbatch in what is computed outside of the blocks: once, and whole on
         each rank of tp where no rule cuts it."""
+        # Blocks alone multiply in fp8.
+        precision = choose_head_precision(timer.precision)
         zero = np.zeros_like(timer.columns.tp)
         once = replace(
             timer.columns,
@@ -265,7 +272,8 @@ class _StepTimeEstimator:
             columns = once
             if all(matmul.cut == "none" for matmul in block.matmuls):
                 columns = replace(once, tp=np.ones_like(once.tp))
-            yield replace(timer, columns=columns).estimate_block_times(block)
+            outside = replace(timer, columns=columns, precision=precision)
+            yield outside.estimate_block_times(block)
 
     def _list_shard_units(
         self,

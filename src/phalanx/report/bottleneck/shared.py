@@ -162,7 +162,7 @@ def _note_other_waiting_for_processors(study: StepStudy) -> None:
     if study.causes and max(shares) < _MIN_PROCESSOR_SHARE:
         study.not_judged.append(
             "how much of the other causes is waiting for a processor: ranks had one for at most"
-            f" {format_percent(median(shares), 1)} of the time in which they computed, and for how"
+            f" {format_percent(max(shares), 1)} of the time in which they computed, and for how"
             " much of the rest nobody counted"
         )
 
