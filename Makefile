@@ -20,7 +20,8 @@ venv: $(READY)  ## .venv with every dependency and extra, at the versions of con
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("phalanx needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -c 'import venv, ensurepip' || (echo "this python3 has no venv module; on Debian: apt-get install python3-venv" && exit 1)
-	$(PYTHON) -m venv .venv
+	@# One that works stays: made anew over itself by another Python, it would be of both.
+	$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
 	@# Also where the environment forbids Python to keep what it compiled: each process would compile it again.
