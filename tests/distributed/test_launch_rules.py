@@ -462,6 +462,26 @@ class TestVerdict:
     def at(self, run_dir: Path, rank: int, step: int, phase: str) -> None:
         BlackBox(black_box_path(run_dir, rank)).write(step, phase)
 
+    @pytest.mark.parametrize(
+        ("other", "is_of_all"),
+        [(NumericsError("step 8: no"), True), (NumericsError("step 9: no"), False), (None, False)],
+        ids=["all alike", "another one", "a rank that died"],
+    )
+    def test_what_all_ranks_raise_alike_is_of_all_ranks(
+        self, tmp_path: Path, other: NumericsError | None, is_of_all: bool
+    ) -> None:
+        for rank in range(2):
+            self.at(tmp_path, rank, 8, "collective")
+        report = raised(NumericsError("step 8: no"))
+        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, {1: failed(report)})
+        if other is not None:
+            end.records[0] = failed(replace(raised(other), time_monotonic_s=math.inf))
+        else:
+            end.exits[0] = died(0, signal=9, by_us=True)
+        failure = find_root_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.rank, failure.is_of_all_ranks) == (1, is_of_all)
+
     def test_the_earliest_cause_not_the_earliest_consequence(self, tmp_path: Path) -> None:
         self.at(tmp_path, 2, 31, "backward")
         early = replace(raised(RuntimeError("Connection closed by peer")), time_monotonic_s=1.0)
@@ -786,26 +806,6 @@ class TestSignatures:
         assert "ConnectionRefusedError" in failure.summary
         assert "rank 0" not in failure.summary
         assert failure.summary.count("rank 1") == 1
-
-    @pytest.mark.parametrize(
-        ("other", "is_of_all"),
-        [(NumericsError("step 8: no"), True), (NumericsError("step 9: no"), False), (None, False)],
-        ids=["all alike", "another one", "a rank that died"],
-    )
-    def test_what_all_ranks_raise_alike_is_of_all_ranks(
-        self, tmp_path: Path, other: NumericsError | None, is_of_all: bool
-    ) -> None:
-        for rank in range(2):
-            self.at(tmp_path, rank, 8, "collective")
-        report = raised(NumericsError("step 8: no"))
-        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, {1: failed(report)})
-        if other is not None:
-            end.records[0] = failed(replace(raised(other), time_monotonic_s=math.inf))
-        else:
-            end.exits[0] = died(0, signal=9, by_us=True)
-        failure = find_root_failure(end, tmp_path)
-        assert failure is not None
-        assert (failure.rank, failure.is_of_all_ranks) == (1, is_of_all)
 
     def test_a_connection_that_a_rank_alone_lost_is_its_own(self, tmp_path: Path) -> None:
         record = failed(raised(RuntimeError(f"{GLOO} [10.1.2.3]:5432")))
