@@ -4,11 +4,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Each about a third of the tests by time, run beside the rest: the unit tests, which keep one core busy, and
-# others, which start processes and wait for them.
+# The tests in four parts of about the same time, which run beside each other: most start processes and wait for them, so
+# that three or four keep two cores busy. What is in none of these lists is the fourth part.
 FILES = $(sort $(wildcard $(1:%=tests/%*.py)))
-THIRD := $(call FILES,unit/test_[a-i]) tests/contracts tests/drills $(filter-out %_trainer.py,$(call FILES,distributed/test_verify))
-OTHER_THIRD := $(call FILES,unit/test_[m-z]) tests/exam tests/examples $(call FILES,distributed/test_[a-k] distributed/test_lay)
+STARTS := $(call FILES,distributed/test_launch) tests/contracts tests/exam tests/examples
+UNITS := $(call FILES,unit/test_[a-i] unit/test_[t-z]) tests/drills
+LAYOUTS := $(call FILES,unit/test_[m-s] distributed/test_[a-k] distributed/test_lay)
 
 .PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-command bench-checkpoint gpu-check wheels docs clean
 
@@ -34,13 +35,13 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m compileall -q src
-	@# Most tests start processes and wait for them: where one part waits, two others are at work.
-	@$(BIN)/python -m pytest -m 'not long' $(THIRD) > .venv/third.log 2>&1 & third=$$!; \
-	$(BIN)/python -m pytest -m 'not long' $(OTHER_THIRD) > .venv/other-third.log 2>&1 & other=$$!; \
-	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(THIRD) $(OTHER_THIRD)); rest=$$?; \
+	@$(BIN)/python -m pytest -m 'not long' $(STARTS) > .venv/starts.log 2>&1 & starts=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(UNITS) > .venv/units.log 2>&1 & units=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(LAYOUTS) > .venv/layouts.log 2>&1 & layouts=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(STARTS) $(UNITS) $(LAYOUTS)); failed=$$?; \
 	echo "waiting for the other parts"; \
-	wait $$third; third=$$?; cat .venv/third.log; wait $$other; other=$$?; cat .venv/other-third.log; \
-	test $$rest -eq 0 && test $$third -eq 0 && test $$other -eq 0
+	wait $$starts || failed=1; cat .venv/starts.log; wait $$units || failed=1; cat .venv/units.log; \
+	wait $$layouts || failed=1; cat .venv/layouts.log; exit $$failed
 
 test-all: $(READY)  ## and the long campaigns
 	$(MAKE) --no-print-directory lint

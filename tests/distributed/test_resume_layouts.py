@@ -201,8 +201,8 @@ def test_continued_under_every_layout(
     interrupted."""
     found = campaign(tmp_path, dtype, layouts)
     require_all(found, sum(map(len, layouts.values())))
-    if len(found.straight) > 2:  # each layout has its own rounding, but two of them may agree
-        assert len({outcome.losses[STEPS] for outcome in found.straight.values()}) > 1
+    if len(found.straight) > 2:  # each layout has its own rounding, but some steps may agree
+        assert len({tuple(outcome.losses.items()) for outcome in found.straight.values()}) > 1
 
 
 # A larger model in bf16: nobody reads more than its part
