@@ -111,3 +111,21 @@ def test_the_rank_that_leaks_is_named_everywhere(tmp_path: Path) -> None:
     assert snapshot.find_value("phalanx_memory_drift_bytes", "1") == pytest.approx(MIB)
     assert snapshot.find_value("phalanx_memory_drift_bytes", "0") == 0
     assert snapshot.find_value("phalanx_step_drift_ratio") == 0
+
+
+def test_a_young_attempt_has_not_the_drift_of_the_one_before() -> None:
+    metrics = RunMetrics("run", {})
+
+    def tell_step(number: int, attempt: int, own_bytes: int) -> None:
+        values = vars(step(number)) | {"own_bytes": own_bytes}
+        metrics.add_event(Envelope(StepFinished(**values), 0, attempt, 1.7e9 + number))
+
+    for number in range(1, 401):
+        tell_step(number, 0, GIB + number * MIB)
+    leaking = metrics.build_snapshot()
+    assert leaking.find_value("phalanx_memory_drift_bytes", "0") == pytest.approx(MIB)
+    for number in range(401, 501):
+        tell_step(number, 1, GIB)
+    young = metrics.build_snapshot()
+    assert young.find_value("phalanx_memory_drift_bytes", "0") is None
+    assert young.find_value("phalanx_step_drift_ratio") is None

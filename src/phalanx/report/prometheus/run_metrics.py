@@ -112,6 +112,9 @@ class RunMetrics:
         return snapshot.leave_out(_OF_LEAD_RANK_ALONE)
 
     def _set_drift(self) -> None:
+        # What was so of the attempt before is not of one that is too young to say.
+        self._values.clear("phalanx_step_drift_ratio")
+        self._values.clear("phalanx_memory_drift_bytes")
         slope = self._drift.measure_step_slope()
         if slope is not None and slope.start > 0:
             ratio = slope.least * slope.num_steps / slope.start
