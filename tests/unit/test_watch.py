@@ -158,6 +158,22 @@ def test_another_host_name_is_refused(run: LiveRun, host: str) -> None:
         assert b"a-run" not in body
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", 200), ("localhost", 200), ("localhost:80", 200), ("evil.example", 403)],
+)
+def test_browsers_leave_out_the_port_of_http(
+    run: LiveRun, host: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(run) as server:
+        port = server.port
+        monkeypatch.setattr(PageServer, "port", 80)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        with contextlib.closing(connection):
+            connection.request("GET", f"/{server.token}/", headers={"Host": host})
+            assert connection.getresponse().status == expected
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE"])
 def test_only_get_is_answered(run: LiveRun, method: str) -> None:
     with serving(run) as server:
@@ -181,12 +197,24 @@ def test_no_other_path_is_there(run: LiveRun, path: str) -> None:
         assert (status, body) == (404, b"nothing is there\n")
 
 
-def test_what_cannot_be_read_is_said(run: LiveRun) -> None:
-    """A box of a newer release, say: the server stays up, and the page says that it does not
-    answer."""
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(
+            UsageError("a newer phalanx wrote this run", fix="update phalanx"),
+            b"a newer phalanx wrote this run; update phalanx\n",
+            id="of-a-newer-release",
+        ),
+        pytest.param(
+            OverflowError("too large"), b"internal error: OverflowError('too large')\n", id="bug"
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_said(run: LiveRun, error: Exception, said: bytes) -> None:
+    """The server stays up, and the page says that it does not answer."""
 
     def refuse() -> str:
-        raise UsageError("a newer phalanx wrote this run", fix="update phalanx")
+        raise error
 
     with open_page_server(0, LivePage(run.directory, refuse).render) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -196,7 +224,7 @@ def test_what_cannot_be_read_is_said(run: LiveRun) -> None:
         finally:
             server.shutdown()
             thread.join()
-    assert (status, body) == (500, b"a newer phalanx wrote this run; update phalanx\n")
+    assert (status, body) == (500, said)
 
 
 def test_tokens_are_long_and_never_the_same(run: LiveRun) -> None:

@@ -58,12 +58,13 @@ class LivePage:
         source = _list_sizes(self._run_dir), self._describe_processes()
         if source == self._source and self._page is not None:
             return
-        self._source = source
         self._reader.read_new_events()
         facts = collect_run_facts(self._run_dir, self._reader.log)
         state = LiveState(facts.is_finished, source[1])
         body = render_page(facts, live=state).encode()
         self._page = RenderedPage(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        # Last: what could not be made is not taken for made the next time.
+        self._source = source
 
 
 def _list_sizes(run_dir: Path) -> tuple[tuple[str, int], ...]:

@@ -8,6 +8,7 @@ path is a random token. Only GET is answered, with nothing but this page: no pat
 from __future__ import annotations
 
 import hmac
+import http.client
 import secrets
 from collections.abc import Callable
 from http import HTTPStatus
@@ -86,6 +87,9 @@ class _PageRequestHandler(BaseHTTPRequestHandler):
             page = self.server.render()
         except PhalanxError as error:
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        except Exception as error:
+            # Our own bug: said here, as else the browser gets an empty answer.
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {error!r}")
         else:
             self._send_page(page)
 
@@ -98,8 +102,7 @@ class _PageRequestHandler(BaseHTTPRequestHandler):
 
     def _has_local_host_name(self) -> bool:
         names = self.headers.get_all("Host", [])
-        port = self.server.port
-        return names in ([f"{LOOPBACK}:{port}"], [f"localhost:{port}"])
+        return names in ([name] for name in _list_own_hosts(self.server.port))
 
     def _has_token(self) -> bool:
         # In constant time: how long it takes must not tell how much of a guess is right.
@@ -140,3 +143,11 @@ class _PageRequestHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Print nothing: a line for each refresh tells nobody anything, and has the token."""
+
+
+def _list_own_hosts(port: int) -> list[str]:
+    """What a browser of this machine writes into the Host header."""
+    names = (LOOPBACK, "localhost")
+    hosts = [f"{name}:{port}" for name in names]
+    # Browsers leave out the port that http has by itself.
+    return [*hosts, *names] if port == http.client.HTTP_PORT else hosts
