@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Set
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from phalanx.observe.events import (
 from phalanx.plan.layout import Layout
 from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.event_log import read_event_log
+from phalanx.report.reduce import collect_run_facts
 from phalanx.train.step_detail import (
     ODD_STEP_RATIO,
     StepDetail,
@@ -228,3 +230,22 @@ def test_reports_read_windows_as_they_read_steps(tmp_path: Path) -> None:
         assert ledger.parts_s["forward"] == pytest.approx(0.032 * num_steps)
     assert log.clocks[1].num_steps == num_steps
     assert log.num_unreadable == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 11, 10**19, 1e19])
+def test_a_window_with_steps_that_it_cannot_have_is_an_unreadable_line(
+    num_steps: float, tmp_path: Path
+) -> None:
+    """One such number, of a damaged file, ended every reader of the run."""
+    events = [step_of(number) for number in range(1, 20)]
+    # Of ten steps.
+    damaged = StepsSummed(20, 29, cast(int, num_steps), 1.0, 0.2, 21, {}, {}, 0.0, 0.9, 1, 1)
+    (tmp_path / "events").mkdir()
+    lines = [
+        wrap_event_in_envelope(event, rank=0, attempt=0, seq=seq).to_line()
+        for seq, event in enumerate([*events, damaged])
+    ]
+    (tmp_path / "events" / "rank-0000-attempt-00.jsonl").write_text("\n".join(lines) + "\n")
+    facts = collect_run_facts(tmp_path)
+    assert facts.num_unreadable == 1
+    assert len(facts.steps) == len(events)

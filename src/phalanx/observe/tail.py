@@ -20,6 +20,7 @@ from phalanx.observe.events import (
     Event,
     LoaderWorkerReplaced,
     MonotonicClockReading,
+    StepsSummed,
     parse_event_line,
 )
 from phalanx.observe.order import AttemptCounter, is_after_attempt, sort_events
@@ -79,7 +80,12 @@ def _has_valid_fields(envelope: Envelope) -> bool:
             continue
         if not is_valid(value):
             return False
-    return True
+    # Whoever divides by the steps of a window trusts that it has them.
+    return type(event) is not StepsSummed or _has_its_steps(event)
+
+
+def _has_its_steps(window: StepsSummed) -> bool:
+    return 1 <= window.num_steps <= window.last_step - window.first_step + 1
 
 
 def _list_field_checks(
@@ -104,6 +110,12 @@ _CHECKS_OF_KIND: dict[type[Event], list[tuple[str, type | None, Callable[[Any], 
 def _is_finite_bounded_number(value: Any) -> bool:
     """A number to count with: finite, and small enough to divide."""
     return type(value) in (int, float) and -_MAX_COUNTABLE_NUMBER < value < _MAX_COUNTABLE_NUMBER
+
+
+def _is_count(value: Any) -> bool:
+    """A number that fits into eight bytes, as every count of a run does; a float that is finite may
+    stand for it."""
+    return type(value) in (int, float) and -_MAX_PLAIN_INT < value < _MAX_PLAIN_INT
 
 
 def _is_dict_of_numbers(value: Any) -> bool:
@@ -134,7 +146,7 @@ def _is_list_of_lists(value: Any) -> bool:
 # infinite.
 _VALIDATOR_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: type(value) is float or _is_finite_bounded_number(value),
-    "int": _is_finite_bounded_number,
+    "int": _is_count,
     "str": lambda value: type(value) is str,
     "dict[str, int]": _is_dict_of_numbers,
     "dict[str, float]": _is_dict_of_numbers,
