@@ -44,7 +44,7 @@ def write_run(
     (run_dir / "events" / f"rank-0000-attempt-{attempt:02d}.jsonl").write_text(
         "\n".join(lines) + "\n"
     )
-    (run_dir / "job.json").write_text(json.dumps(job or {}))
+    (run_dir / "job.json").write_text(json.dumps(job or {"train": {"steps": 40}}))
     plan = {"global_batch_size": step_tokens // 10, "seq_len": 10}
     (run_dir / "plan.json").write_text(json.dumps(plan))
     return run_dir
@@ -204,3 +204,59 @@ def test_what_could_not_be_read_of_a_run_is_said_beside_it(tmp_path: Path) -> No
     lines = list_comparison_lines(comparison, ("a", "b"))
     assert any(line.startswith(f"note    {gap}") for line in lines)
     assert not any("of the first, events" in line for line in lines)
+
+
+def test_runs_with_other_units_compare_neither_rates_nor_losses(tmp_path: Path) -> None:
+    """The one counts tokens, and the other images with a class each."""
+    first = write_run(tmp_path / "a", 0.09, job={"model": {"kind": "decoder"}}, step_tokens=200)
+    second = write_run(tmp_path / "b", 0.06, job={"model": {"kind": "vit"}}, num_steps=60)
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    names = {term.name for term in comparison.terms}
+    assert {"step, mean", "wall time"} <= names
+    assert not any("/s" in name or "loss" in name for name in names)
+    assert (
+        "they count tokens and targets, and measure their losses in other units: their rates and"
+        " losses are not compared"
+    ) in comparison.remarks
+    assert not any(
+        "their steps are" in text or "last losses" in text for text in comparison.remarks
+    )
+
+
+@pytest.mark.parametrize("lacking", ["a", "ab"])
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_jobs_that_cannot_be_read_are_not_compared(
+    lacking: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job: dict[str, object] = {"model": {"kind": "own:build", "objective": "own:loss"}}
+    runs = [write_run(tmp_path / name, 0.06, job=job) for name in ("a", "b")]
+    for run in runs:
+        if run.name in lacking:
+            (run / "job.json").unlink()
+            if text is not None:
+                (run / "job.json").write_text(text)
+    facts = [collect_run_facts(run) for run in runs]
+    comparison = compare_runs(*facts)
+    assert comparison.changed_keys == ()
+    assert comparison.to_json()["has_both_jobs"] is False
+    assert ("last training loss" in {term.name for term in comparison.terms}) == (lacking == "ab")
+    assert any(remark.startswith("of the first, job.json is not") for remark in comparison.remarks)
+    lines = list_comparison_lines(comparison, ("a", "b"))
+    assert [line for line in lines if line.startswith("job ")] == [
+        "job     cannot be compared: not both can be read"
+    ]
+    # Of one run alone it is said, too.
+    assert any(warning.startswith("job.json is not") for warning in facts[0].warnings)
+    assert run_command_line(["report", str(runs[0])]) == 0
+    assert "warn    job.json is not" in capsys.readouterr().err
+
+
+def test_keys_with_dots_have_their_values(tmp_path: Path) -> None:
+    """Names of modules, and null beside a key that another release does not write."""
+    jobs: list[dict[str, object]] = [
+        {"parallel": {"rules": {"blocks.*.mlp.up": "column"}, "chunks": None}},
+        {"parallel": {"rules": {"blocks.*.mlp.up": "row"}}},
+    ]
+    runs = [write_run(tmp_path / str(index), 0.06, job=job) for index, job in enumerate(jobs)]
+    comparison = compare_runs(*map(collect_run_facts, runs))
+    assert comparison.changed_keys == ("parallel.rules.blocks.*.mlp.up: column -> row",)

@@ -695,6 +695,8 @@ def test_the_failure_that_ended_a_run_is_on_its_axis(run: Run) -> None:
 
 def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.start()
+    for name in ("job.json", "plan.json"):
+        (run.directory / name).write_text("{}")
     run.steps(range(1, 6))
     assert collect_run_facts(run.directory).warnings == []
     of_rank_0 = build_event_file_path(run.directory, 0, 0)
@@ -720,6 +722,8 @@ def test_what_cannot_be_read_of_a_run_is_said(run: Run, capsys: pytest.CaptureFi
 def test_a_file_that_was_cut_off_between_two_lines_is_said(run: Run) -> None:
     """Of another rank than the first: nothing in it is damaged."""
     run.start()
+    for name in ("job.json", "plan.json"):
+        (run.directory / name).write_text("{}")
     run.steps(range(1, 21))
     of_rank_1 = build_event_file_path(run.directory, 1, 0)
     whole = of_rank_1.read_bytes()

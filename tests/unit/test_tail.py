@@ -388,7 +388,8 @@ def test_lost_events_are_told_to_whoever_lives_on_and_are_a_warning(tmp_path: Pa
         take_refused_event(each, supervisor, shown.append)
     supervisor.close()
     assert [type(envelope.event) for envelope in shown if envelope] == [Note, Note]
-    (warning,) = collect_run_facts(tmp_path).warnings
+    facts = collect_run_facts(tmp_path)
+    (warning,) = [text for text in facts.warnings if text not in facts.problems]
     assert warning.startswith("lost 2 events: the event file of rank 0 did not take them")
 
 

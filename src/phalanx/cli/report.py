@@ -78,7 +78,7 @@ def command(
             print(skipped)
         for drift in facts.drifts:
             print(drift.describe())
-        for gap in [*facts.reading_gaps, *list_ledger_warnings(facts.rank_ledgers)]:
+        for gap in [*facts.list_gaps(), *list_ledger_warnings(facts.rank_ledgers)]:
             print(f"warn    {gap}", file=sys.stderr)
         if unwritten is not None:
             raise unwritten

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from phalanx.core.digest import find_differing_dotted_keys
+from phalanx.core.digest import ABSENT, find_differences
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe.time_groups import TIME_GROUPS
@@ -51,7 +51,7 @@ class RunComparison:
     between `low` and `high` with 95 % confidence by the spread of the steps within each run (all
     NaN without steps of both). `num_steps`: how many of each these are.
 
-    `changed_keys`: keys of the job with both values.
+    `changed_keys`: keys of the job with both values; none where not `has_both_jobs`.
     """
 
     terms: tuple[ComparedTerm, ...]
@@ -61,6 +61,7 @@ class RunComparison:
     changed_keys: tuple[str, ...]
     remarks: tuple[str, ...]
     num_steps: tuple[int, int] = (0, 0)
+    has_both_jobs: bool = True
 
     @property
     def is_clear(self) -> bool:
@@ -83,6 +84,7 @@ class RunComparison:
             "speedup_high": _number_or_none(self.high),
             "is_clear": self.is_clear,
             "num_steps": list(self.num_steps),
+            "has_both_jobs": self.has_both_jobs,
             "changed_keys": list(self.changed_keys),
             "remarks": list(self.remarks),
         }
@@ -99,25 +101,33 @@ def compare_runs(first: RunFacts, second: RunFacts) -> RunComparison:
         tuple(_list_changed_keys(first.job, second.job)),
         tuple(_list_remarks(first, second)),
         (len(_list_compared_step_seconds(first)), len(_list_compared_step_seconds(second))),
+        has_both_jobs=bool(first.job and second.job),
     )
 
 
 def _list_terms(first: RunFacts, second: RunFacts) -> list[ComparedTerm]:
-    rate = first.units.rate_unit
-    terms = [
-        ComparedTerm("step, mean", "s", _mean_step_seconds(first), _mean_step_seconds(second)),
-        ComparedTerm(f"{rate}, median", "", first.tokens_per_s, second.tokens_per_s),
-    ]
+    has_same_units = _have_same_units(first, second)
+    terms = [ComparedTerm("step, mean", "s", _mean_step_seconds(first), _mean_step_seconds(second))]
+    if has_same_units:
+        rates = first.tokens_per_s, second.tokens_per_s
+        terms.append(ComparedTerm(f"{first.units.rate_unit}, median", "", *rates))
     for group in TIME_GROUPS:
         of_first, of_second = _group_seconds(first, group), _group_seconds(second, group)
         if max(of_first, of_second, key=formats.finite_or_zero) > 0:
             terms.append(ComparedTerm(f"  {group}", "s", of_first, of_second))
-    terms += [
-        ComparedTerm("peak memory of a rank", "bytes", _peak_bytes(first), _peak_bytes(second)),
-        ComparedTerm("last training loss", "", _last_loss(first), _last_loss(second)),
-        ComparedTerm("wall time", "s", first.wall_s, second.wall_s),
-    ]
+    peaks = _peak_bytes(first), _peak_bytes(second)
+    terms.append(ComparedTerm("peak memory of a rank", "bytes", *peaks))
+    if has_same_units:
+        losses = _last_loss(first), _last_loss(second)
+        terms.append(ComparedTerm("last training loss", "", *losses))
+    terms.append(ComparedTerm("wall time", "s", first.wall_s, second.wall_s))
     return [term for term in terms if math.isfinite(term.first) or math.isfinite(term.second)]
+
+
+def _have_same_units(first: RunFacts, second: RunFacts) -> bool:
+    """True if both count one kind of targets and measure their loss in one unit, as far as their
+    jobs say it."""
+    return first.units == second.units and bool(first.job) == bool(second.job)
 
 
 def _mean_step_seconds(facts: RunFacts) -> float:
@@ -182,24 +192,20 @@ def _list_compared_step_seconds(facts: RunFacts) -> list[float]:
 
 
 def _list_changed_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """The keys of two jobs that differ, with both values; none where a job is not known."""
+    if not first or not second:
+        return []
     lines = []
-    for key in find_differing_dotted_keys(first, second):
-        if key not in _KEYS_OF_PLACE:
-            before, after = _find_value(first, key), _find_value(second, key)
-            lines.append(f"{key}: {_show(before)} -> {_show(after)}")
+    for difference in find_differences(first, second):
+        before, after = _show(difference.a), _show(difference.b)
+        # A key that a job of another release has not, and null.
+        if difference.key not in _KEYS_OF_PLACE and before != after:
+            lines.append(f"{difference.key}: {before} -> {after}")
     return lines
 
 
-def _find_value(job: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(job, dict):
-            return None
-        job = job.get(part)
-    return job
-
-
 def _show(value: Any) -> str:
-    if value is None:
+    if value is None or value is ABSENT:
         return "not set"
     return printable(str(value), 80)
 
@@ -207,7 +213,7 @@ def _show(value: Any) -> str:
 def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
     """The differences that make two runs hard to compare."""
     remarks = []
-    if first.world_size != second.world_size:
+    if first.world_size and second.world_size and first.world_size != second.world_size:
         remarks.append(f"they have {first.world_size} and {second.world_size} ranks")
     if first.device != second.device:
         remarks.append(f"they ran on {first.device or '?'} and {second.device or '?'}")
@@ -217,12 +223,30 @@ def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
             remarks.append(f"the {name} has no end on record")
         if facts.num_restarts:
             remarks.append(f"the {name} was restarted {plural(facts.num_restarts, 'time')}")
-        remarks += [f"of the {name}, {gap}" for gap in facts.reading_gaps]
+        remarks += [f"of the {name}, {gap}" for gap in facts.list_gaps()]
     return remarks
 
 
 def _list_remarks_on_work(first: RunFacts, second: RunFacts) -> list[str]:
     """The differences in what a step is, how many there were, and which of them are compared."""
+    if _have_same_units(first, second):
+        remarks = _list_remarks_on_size(first, second)
+    else:
+        remarks = [_describe_units(first, second)]
+    if first.last_step != second.last_step:
+        remarks.append(
+            f"they did {first.last_step:,} and {plural(second.last_step, 'step')}: their wall times"
+            " are not those of the same work"
+        )
+    ranges = [_name_compared_steps(facts) for facts in (first, second)]
+    if all(ranges) and ranges[0] != ranges[1]:
+        remarks.append(f"the mean step is that of steps {ranges[0]} and of steps {ranges[1]}")
+    return remarks
+
+
+def _list_remarks_on_size(first: RunFacts, second: RunFacts) -> list[str]:
+    """The differences in what a step and a target cost, and in the steps of the last losses, of
+    runs that count the same."""
     remarks = []
     sizes = [_count_step_items(facts) for facts in (first, second)]
     if all(map(math.isfinite, sizes)) and sizes[0] != sizes[1]:
@@ -237,18 +261,23 @@ def _list_remarks_on_work(first: RunFacts, second: RunFacts) -> list[str]:
             f"their models take {format_count(flops[0])}FLOP and {format_count(flops[1])}FLOP a"
             " token: a faster step is not the same work done faster"
         )
-    if first.last_step != second.last_step:
-        remarks.append(
-            f"they did {first.last_step:,} and {plural(second.last_step, 'step')}: their wall times"
-            " are not those of the same work"
-        )
     losses = first.final_loss, second.final_loss
     if losses[0] is not None and losses[1] is not None and losses[0][0] != losses[1][0]:
         remarks.append(f"the last losses are those of steps {losses[0][0]:,} and {losses[1][0]:,}")
-    ranges = [_name_compared_steps(facts) for facts in (first, second)]
-    if all(ranges) and ranges[0] != ranges[1]:
-        remarks.append(f"the mean step is that of steps {ranges[0]} and of steps {ranges[1]}")
     return remarks
+
+
+def _describe_units(first: RunFacts, second: RunFacts) -> str:
+    """Why rates and losses of the two are not compared."""
+    if not (first.job and second.job):
+        return (
+            "what the one without a job counts, and what its loss is, is not known: their rates and"
+            " losses are not compared"
+        )
+    return (
+        f"they count {first.units.items} and {second.units.items}, and measure their losses in"
+        " other units: their rates and losses are not compared"
+    )
 
 
 def _count_step_items(facts: RunFacts) -> float:
@@ -289,7 +318,11 @@ def list_comparison_lines(comparison: RunComparison, names: tuple[str, str]) -> 
         lines.append("  ".join(cells).rstrip())
     lines.append("")
     shown = comparison.changed_keys[:MAX_NAMED_KEYS]
-    lines += [f"job     {line}" for line in shown] or ["job     both have the same job"]
+    lines += [f"job     {line}" for line in shown]
+    if not comparison.has_both_jobs:
+        lines.append("job     cannot be compared: not both can be read")
+    elif not shown:
+        lines.append("job     both have the same job")
     if len(comparison.changed_keys) > len(shown):
         lines.append(f"job     and {len(comparison.changed_keys) - len(shown)} more keys")
     lines += [f"note    {text}" for text in comparison.remarks]

@@ -230,6 +230,10 @@ class RunFacts:
     raw: RawEvents = field(default_factory=RawEvents)
     """Lines of the event files; read only for a page."""
 
+    def list_gaps(self) -> list[str]:
+        """A line about each file and event of the run that could not be read or is not there."""
+        return [*self.problems, *self.reading_gaps]
+
     @property
     def final_loss(self) -> tuple[int, float] | None:
         """The last applied step and its loss: a step without targets has a loss of 0 that says

@@ -119,6 +119,7 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
         units=choose_metric_units_of_job(job),
         drifts=drifts,
         warnings=[
+            *problems,
             *reading_gaps,
             *_list_warning_texts(story, _describe_skips_at_the_end(finished, steps, skipped)),
             *[drift.describe() for drift in drifts],
