@@ -173,8 +173,12 @@ def test_goodput_falls_with_devices_with_rare_failures_it_is_near_one():
     assert many.value < few.value
     # Llama 3: 419 unexpected interruptions of 16,384 GPUs in 54 days.
     assert many.mtbf_hours == pytest.approx(54 * 24 / 419, rel=0.01)
-    spot = estimate_goodput(task.cluster, 1e9, mtbf_hours=None, is_spot=True)
-    assert spot.value < few.value
+    for mtbf_hours in (None, 24.0):
+        bought, spot = (
+            estimate_goodput(task.cluster, 1e9, mtbf_hours=mtbf_hours, is_spot=is_spot)
+            for is_spot in (False, True)
+        )
+        assert spot.value < bought.value, mtbf_hours
     often = estimate_goodput(task.cluster, 1e11, mtbf_hours=0.1, is_spot=False)
     assert 0 <= often.value < 0.5
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,22 @@ def test_the_fastest_is_first_where_there_is_a_profile(monkeypatch: pytest.Monke
     first_six = [layout.predicted_s or 0.0 for layout in layouts[:6]]
     assert first_six == sorted(first_six)
     assert all(first_six)
+
+
+def test_what_is_not_predicted_comes_after_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile may lack an operation that some layouts need."""
+    predict = autotune.predict_step_time_of_plan
+    monkeypatch.setattr(
+        "phalanx.run.plan_time.find_profile_of_cluster", lambda cluster: make_profile()
+    )
+    monkeypatch.setattr(
+        autotune,
+        "predict_step_time_of_plan",
+        lambda plan: replace(predict(plan), step=None) if plan.layout.tp > 1 else predict(plan),
+    )
+    layouts = autotune.rank_layouts_by_predicted_time(load_job(None, SMALL))
+    families = list(dict.fromkeys(layout.name for layout in layouts))
+    assert families[-1] == "tp"
 
 
 def test_what_the_job_fixes_stays() -> None:

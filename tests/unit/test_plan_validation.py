@@ -76,6 +76,11 @@ def encode(*rows: Any) -> bytes:
         ({"layers": None}, "no layers"),
         ({"hidden": "wide"}, "absurd hidden"),
         ({"layers": -3}, "absurd layers"),
+        ({"layers": 10**9}, "absurd layers"),
+        ({"vocab": 10**9}, "absurd vocab"),
+        ({"moe": {"experts": 10**9, "top_k": 2}}, "absurd experts"),
+        ({"mlp": "moe1000000000top2"}, "absurd mlp"),
+        ({"gpu": "L40", "gpu_mem_gb": 48}, "unknown GPU"),
         ({"seq_len": 10**8}, "absurd seq_len"),
         ({"hidden": float("nan")}, "absurd hidden"),
         ({"gpu": "TPU v5p"}, "unknown GPU"),
@@ -197,6 +202,12 @@ def test_tokens_per_second_are_a_step_time() -> None:
         ("GB200 NVL72", "gb200"),
         ("Tesla V100-SXM2-32GB", "v100-sxm"),
         ("H800", "h800-sxm"),
+        ("A100-SXM4-80GB", "a100-sxm"),
+        ("nvidia-a100-sxm4-40gb", "a100-sxm-40"),
+        ("A100-SXM", "a100-sxm"),
+        ("NVIDIA A100", "a100-sxm"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
     ],
 )
 def test_gpus_are_found_by_other_spellings(text: str, name: str) -> None:
@@ -212,6 +223,8 @@ def test_gpus_are_found_by_other_spellings(text: str, name: str) -> None:
         ("RoCE 1600 Gb/s per node", 25.0),
         ("8x HDR IB", 25.0),
         ("100 Gbps Ethernet per node", 100 / 64),
+        ("50 GB/s per GPU", 50.0),
+        ("8x400 Gb/s = 400 GB/s per node", 50.0),
         ("unstated", 0.0),
     ],
 )

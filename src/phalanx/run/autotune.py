@@ -159,13 +159,15 @@ def rank_layouts_by_predicted_time(job: Job) -> list[TunedLayout]:
         candidates.append(TunedLayout(name, short_keys, plan, predicted_s))
     if not candidates:
         raise first_refusal or LayoutError("no layout of this job fits")
-    # A stable sort: what nobody predicted stays in its order.
+    # A stable sort: what nobody predicted comes last, in its order.
     candidates.sort(key=_get_predicted_step_s)
     return _put_best_of_each_family_first(candidates)
 
 
 def _get_predicted_step_s(layout: TunedLayout) -> float:
-    return layout.predicted_s or 0.0
+    if layout.predicted_s is None:
+        return math.inf
+    return layout.predicted_s
 
 
 def _put_best_of_each_family_first(layouts: Sequence[TunedLayout]) -> list[TunedLayout]:

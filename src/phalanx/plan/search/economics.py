@@ -62,11 +62,13 @@ def estimate_goodput(
     Young 1974 and Daly 2006 (doi 10.1016/j.future.2004.11.016): with an exponential time between
     failures M, saves that stop training for d seconds are best sqrt(2 d M) apart.
     """
-    if mtbf_hours is None:
-        rate = get_assumption_value("failures_per_gpu_hour") * cluster.num_devices
-        if is_spot:
-            rate += get_assumption_value("spot_losses_per_node_hour") * cluster.num_nodes
-        mtbf_hours = 1 / rate
+    rate = get_assumption_value("failures_per_gpu_hour") * cluster.num_devices
+    if mtbf_hours is not None:
+        rate = 1 / mtbf_hours
+    if is_spot:
+        # What a job says of failures is of machines that nobody takes away.
+        rate += get_assumption_value("spot_losses_per_node_hour") * cluster.num_nodes
+    mtbf_hours = 1 / rate
     mtbf_s = mtbf_hours * HOUR_S
     stall_s = state_bytes_per_rank / (get_assumption_value("host_copy_gb_s") * GB)
     per_node = cluster.devices_per_node or cluster.num_devices

@@ -51,42 +51,51 @@ def find_row_accelerator(text: str, memory_gb: float | None = None) -> Accelerat
     if memory_gb is None and text in list_accelerators():
         # By its own name: of two with one chip not the one that is found first.
         return list_accelerators()[text]
-    words = re.sub(r"[^a-z0-9]+", "", text.lower())
+    size = re.search(r"(\d+)\s*G(?:i?B)?\b(?!/s)", text, re.IGNORECASE)
+    if memory_gb is None and size:
+        memory_gb = float(size[1])
     best: Accelerator | None = None
     best_length = 0
     for name, accelerator in list_accelerators().items():
-        model = name.split("-")[0]
-        if name.startswith("rtx"):
-            model = name.replace("-", "")
+        model = name if name.startswith("rtx") else name.split("-")[0]
         # "h100" is in "gh100" as "b200" is in "gb200": the longest model wins.
-        position = words.find(model)
-        if position < 0 or len(model) < best_length:
+        if len(model) < best_length or not _names_gpu_model(text, model):
             continue
-        if len(model) == best_length and not _is_better_variant_match(name, words, memory_gb, best):
+        if len(model) == best_length and not _is_better_variant_match(name, text, memory_gb, best):
             continue
         best, best_length = accelerator, len(model)
     if best is None:
-        best = _match_related_gpu(words)
+        best = _match_related_gpu(text)
     if best is None:
         raise UnusableRow("unknown GPU")
     return best
 
 
+def _names_gpu_model(text: str, model: str) -> bool:
+    """True if `text` has `model`, however its parts are joined: "rtx-4090" as "RTX 4090". An L40 is
+    no L4."""
+    parts = re.findall(r"[a-z]+|\d+", model)
+    return bool(re.search(r"[^a-z0-9]*".join(parts) + r"(?!\d)", text.lower()))
+
+
 def _is_better_variant_match(
-    name: str, words: str, memory_gb: float | None, other: Accelerator | None
+    name: str, text: str, memory_gb: float | None, other: Accelerator | None
 ) -> bool:
     """True if the variant `name` fits a text better than `other`, of the same model."""
-    if "pcie" in words:
+    if "pcie" in text.lower():
         return "pcie" in name
     if "pcie" in name:
         return False
+    if other is None or "pcie" in other.name:
+        return other is not None
     memory = list_accelerators()[name].memory_gib
-    if memory_gb and other is not None and "pcie" not in other.name:
+    if memory_gb:
         return abs(memory - memory_gb) < abs(other.memory_gib - memory_gb)
-    return other is not None and "pcie" in other.name
+    # Where nobody says, the A100 that most have: that of 80 GB.
+    return name.split("-")[0] == other.name.split("-")[0] and memory > other.memory_gib
 
 
-def _match_related_gpu(words: str) -> Accelerator | None:
+def _match_related_gpu(text: str) -> Accelerator | None:
     """The GPU that one sold elsewhere is made after: the same chip with slower links."""
     table = list_accelerators()
     relatives = {
@@ -94,7 +103,7 @@ def _match_related_gpu(words: str) -> Accelerator | None:
         "h800": ("h100-sxm", 200.0),
     }
     for model, (name, link_gb_s) in relatives.items():
-        if model in words and name in table:
+        if _names_gpu_model(text, model) and name in table:
             return replace(table[name], link_gb_s=link_gb_s)
     return None
 
@@ -113,12 +122,19 @@ def parse_link_gb_s(text: str) -> float:
 def parse_network_gb_s(text: str, gpus_per_node: int) -> float:
     """GB/s of one GPU's share of the network, in one direction; 0 where the text does not say."""
     lowered = text.lower()
-    rate = re.search(r"(\d+(?:\.\d+)?)\s*(?:gb/s|gbps|gbit/s|gbe|g\b)", lowered)
+    # Only capitals tell bytes from bits.
+    in_bytes = re.search(r"(\d+(?:\.\d+)?)\s*(?:GB/s|GBps)", text)
+    in_bits = re.search(r"(\d+(?:\.\d+)?)\s*(?:gb/s|gbps|gbit/s|gbe|g\b)", lowered)
     generation = re.search(r"\b(edr|hdr|ndr|xdr)\b", lowered)
     count = re.search(r"(\d+)\s*x\s*(?=\D*\d|hdr|ndr|edr|xdr)", lowered)
-    if rate is None and generation is None:
+    if in_bytes:
+        gbit = 8 * float(in_bytes[1])
+    elif in_bits:
+        gbit = float(in_bits[1])
+    elif generation:
+        gbit = float(INFINIBAND_GBIT_S[generation[1]])
+    else:
         return 0.0
-    gbit = float(rate[1]) if rate else float(INFINIBAND_GBIT_S[generation[1]])  # type: ignore[index]
     if not 1 <= gbit <= 100_000:
         return 0.0
     is_total = "=" in lowered or (count is None and "per node" in lowered) or gbit > 1600

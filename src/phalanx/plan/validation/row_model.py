@@ -4,14 +4,16 @@ what the field usually does."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.job.limits import MAX_LAYERS, MAX_MODEL_SIZE
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.validation.row_values import (
     UNSTATED_PATTERN,
     UnusableRow,
     get_optional_count,
+    get_optional_number,
     get_optional_positive_int,
     get_positive_int,
     get_text,
@@ -27,16 +29,22 @@ LATENT_ATTENTION_SIZES = {
 }
 LATENT_QUERY_RANK = 1536
 EXPERT_WIDTHS = {"deepseek-?v2": 1536, "deepseek-?v3": 2048, "mixtral-8x7": 14336}
+MODEL_SIZE_KEYS = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "sliding_window")
+EXPERT_SIZE_KEYS = ("experts", "num_experts", "top_k", "shared_experts", "moe_ffn", "head_dim")
 WIDE_LATENT_DIM = 5120  # models this wide project queries through a latent, smaller ones at once
 
 
 def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     """The shape of a row's model. Raises UnusableRow where layers or widths are missing."""
     dim, num_layers = get_positive_int(row, "hidden"), get_positive_int(row, "layers")
+    if num_layers > MAX_LAYERS:
+        raise UnusableRow("absurd layers")
+    moe = _get_expert_table(row)
+    _require_possible_sizes(row, MODEL_SIZE_KEYS)
+    _require_possible_sizes(moe, EXPERT_SIZE_KEYS)
     # Frameworks fill the vocabulary up, so that ranks of tp have equal and aligned parts.
     multiple = 128 * (get_optional_positive_int(row, "tp") or 1)
     vocab = -(-(get_optional_positive_int(row, "vocab") or DEFAULT_VOCAB) // multiple) * multiple
-    moe = _get_expert_table(row)
     head_dim = get_optional_positive_int(moe, "head_dim") or get_optional_positive_int(
         row, "head_dim"
     )
@@ -66,6 +74,13 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     keys |= _parse_latent_attention(row, moe, dim)
     keys |= _parse_sliding_window(row)
     return DecoderShape(**keys)
+
+
+def _require_possible_sizes(table: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise UnusableRow for a size that no job may ask for."""
+    for key in keys:
+        if (get_optional_number(table, key) or 0) > MAX_MODEL_SIZE:
+            raise UnusableRow(f"absurd {key}")
 
 
 def _get_expert_table(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,6 +145,8 @@ def _parse_experts(
             return {}
         num_experts, top_k = int(match[1]), int(match[2])
         shared = int(match[3] or 0)
+        if max(num_experts, shared) > MAX_MODEL_SIZE:
+            raise UnusableRow("absurd mlp")
     if not top_k:
         raise UnusableRow("experts without a number that a token visits")
     if top_k > num_experts:
