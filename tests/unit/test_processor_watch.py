@@ -68,6 +68,16 @@ def test_ranks_that_share_a_loaded_machine_are_not_slow(kernel: Kernel) -> None:
     assert look(kernel, 10_000, act) == []
 
 
+def test_no_rank_is_to_blame_where_all_are_starved(kernel: Kernel) -> None:
+    """One gets steadily less than the others, who hardly get anything."""
+
+    def act(number: int) -> None:
+        for rank in range(NUM_RANKS):
+            kernel.run(rank, 0.2 if rank == 1 else 0.35)
+
+    assert look(kernel, 300, act) == []
+
+
 def test_a_starved_rank_is_slow_until_it_gets_its_share(kernel: Kernel) -> None:
     def act(number: int) -> None:
         for rank in range(NUM_RANKS):

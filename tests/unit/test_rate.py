@@ -130,24 +130,27 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
 
 
 @pytest.mark.parametrize(
-    ("step", "samples_seen", "num_notes"),
+    ("step", "samples_seen", "batch_before", "num_notes"),
     [
         # Back at step 8 from one in step 12, it reads on behind that; and two steps later.
-        (8, 12 * 16, 0),
-        (10, 14 * 16, 0),
+        (8, 12 * 16, 16, 0),
+        (10, 14 * 16, 16, 0),
         # From a checkpoint of after the step that it may go back to, or with another batch since.
-        (11, 12 * 16, 1),
-        (10, 12 * 16 + 2 * 10, 1),
+        (11, 12 * 16, 16, 1),
+        (10, 12 * 16 + 2 * 10, 16, 1),
+        # Two steps of 32 since, or four of 16: only the first can have read 12 * 32 samples before.
+        (10, 14 * 32, 32, 1),
     ],
 )
 def test_a_run_that_has_read_on_after_a_roll_back_has_the_batch_that_it_had(
-    step: int, samples_seen: int, num_notes: int, tmp_path: Path
+    step: int, samples_seen: int, batch_before: int, num_notes: int, tmp_path: Path
 ) -> None:
     same, none = job(16), cast("Any", None)
     bus = Bus(rank=0, run_dir=tmp_path)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     state = TrainState(none, optimizer, seed=1, step=step, samples_seen=samples_seen)
-    backs = (RollBack("corruption", 5, 4, ""), RollBack("loss_spike", 12, 10, "", 12 * 16))
+    spike = RollBack("loss_spike", 12, 10, "", 12 * batch_before)
+    backs = (RollBack("corruption", 5, 4, ""), spike)
     plan = make_plan(same, cluster=CPU)
     emit_note_on_batch_size_change(same, plan, state, bus, RollBacks(backs))
     bus.close()

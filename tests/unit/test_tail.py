@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -11,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import pytest
 
@@ -456,11 +457,33 @@ def test_an_events_folder_that_is_removed_is_made_anew_and_the_supervisor_says_s
         shutil.rmtree(tmp_path / "events")
     rank.emit(Note("after"))
     supervisor.emit(Note("end"))
-    assert codes(tail.read_new_events()) == ["after", EVENTS_REMOVED, "end"]
+    read = tail.read_new_events()
+    assert codes(read) == ["after", EVENTS_REMOVED, "end"]
+    # A reader of the new files alone knows one clock of both processes.
+    (name,) = {each.clock and each.clock.name for each in EventTail(tmp_path).read_new_events()}
+    assert name
     supervisor.keep_file_in_place(now=True)
     assert tail.read_new_events() == []
     supervisor.close()
     rank.close()
+
+
+def test_a_new_file_that_cannot_be_opened_at_once_is_read_from_its_beginning_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tail = build_event_file_path(tmp_path, 0, 0), EventTail(tmp_path)
+    append(path, line(Note("one", {"why": "x" * 1000})))
+    assert codes(tail.read_new_events()) == ["one"]
+    path.rename(tmp_path / "elsewhere")
+    append(path, line(Note("two")))
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "open_regular_file", refuse)
+        assert tail.read_new_events() == []
+    assert codes(tail.read_new_events()) == ["two"]
+
+
+def refuse(path: Path) -> NoReturn:
+    raise OSError(errno.EMFILE, "too many open files")
 
 
 def test_a_file_whose_number_changes_is_not_read_twice(tmp_path: Path) -> None:

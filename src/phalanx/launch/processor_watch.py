@@ -33,6 +33,8 @@ _MIN_WINDOWS = 3
 # A rank that wants a processor for less of the time is not kept from its work by the lack of one.
 _MIN_WANTED_SHARE = 0.3
 _MAX_SHARE, _SLOW_FACTOR, _RECOVERED_FACTOR = 0.75, 1.3, 1.15
+# Where the others get less than this, the machine is short of processors, and no rank to blame.
+_MIN_PEERS_SHARE = 0.5
 
 STOPPED_BY_TURNS = "it is stopped and continued by turns"
 STARVED = "it gets less of a processor than the others (other processes, or a quota)"
@@ -139,14 +141,14 @@ class ProcessorWatch:
             peer_shares = [each.share for each in self._looks if each is not looks]
             if not peer_shares:
                 continue
-            factor = 1.0
-            if looks.is_wanting:
-                factor = median(peer_shares) / looks.share
+            factor, peers_share = 1.0, median(peer_shares)
+            is_known = STARVED in looks.slow_since
+            if looks.is_wanting and (is_known or peers_share >= _MIN_PEERS_SHARE):
+                factor = peers_share / looks.share
             looks.factors.append(factor)
-            is_slow = STARVED in looks.slow_since
-            if not is_slow and self._is_starved(looks):
+            if not is_known and self._is_starved(looks):
                 events.append(self._begin(rank, STARVED, factor))
-            elif is_slow and max(looks.factors) < _RECOVERED_FACTOR:
+            elif is_known and max(looks.factors) < _RECOVERED_FACTOR:
                 events.append(self._end_slowness(rank, STARVED))
         return events
 

@@ -175,6 +175,10 @@ class FailedStarts:
         if not is_failed_start or is_refused:
             self._rank, self._num_failed = -1, 0
             return False
+        if failure.is_of_all_ranks:
+            # Nothing tells one rank's machine from the others'.
+            self._rank, self._num_failed = -1, 0
+            return True
         if failure.rank != self._rank:
             self._rank, self._num_failed = failure.rank, 0
         self._num_failed += 1

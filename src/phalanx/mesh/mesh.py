@@ -224,15 +224,17 @@ class Mesh:
             return "shared memory"
         return "shared memory on each host and gloo between hosts"
 
-    def open_cpu_mesh(self, *, timeout_s: float) -> Mesh:
+    def open_cpu_mesh(self, *, timeout_s: float, name: str = "beside training") -> Mesh:
         """The same ranks on the CPU, with a process group of their own: for one other thread of
-        each rank, whose collectives then never meet those of training.
+        each rank, whose collectives then never meet those of training. `name`: what positions and
+        stalls call the group.
 
         Collective.
         """
         if self.device_mesh is None:
             return replace(self, device=torch.device("cpu"))
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        timeout = datetime.timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:

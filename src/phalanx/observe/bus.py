@@ -75,7 +75,7 @@ class Bus:
         self.rank, self.attempt = rank, attempt
         self._on_unwritten, self._may_write = on_unwritten, may_write
         self._num_not_json = self._num_told = 0
-        self._is_refused = False
+        self._is_refused = self._begins_file = False
         self._redactor = Redactor(os.environ)
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
         self._lock = threading.Lock()
@@ -129,7 +129,11 @@ class Bus:
         # are in the file in the order of their numbers.
         with self._lock:
             envelope = wrap_event_in_envelope(
-                event, rank=self.rank, attempt=self.attempt, seq=self._num_told
+                event,
+                rank=self.rank,
+                attempt=self.attempt,
+                seq=self._num_told,
+                begins_file=self._begins_file,
             )
             self._num_told += 1
             is_written = self._append_to_event_file(envelope)
@@ -157,11 +161,13 @@ class Bus:
             file = self._file
             if file is None or not (self._may_write() and file.reopen_if_removed(now=now)):
                 return
+            self._begins_file = True
         # Ranks meet the same: the supervisor says it for all.
         if self.rank < 0:
+            # A rank may have made the folder anew by now.
             why = (
-                f"{file.path.parent} was removed or moved while the run trained: what was recorded"
-                " before is not there any more, and what follows is in a new folder"
+                f"{file.path}, or its folder, was removed or moved while the run trained: what was"
+                " recorded before is not there any more, and what follows is in a new file"
             )
             self._write_event_to_file_and_sinks("", Note(EVENTS_REMOVED, {"why": why}))
 
@@ -237,7 +243,7 @@ class Bus:
         if self._file is None:
             return True
         try:
-            line = envelope.to_line()
+            line = envelope.to_line(begins_file=self._begins_file)
         # A note that is not JSON must not stop training.
         except (ValueError, TypeError):
             # Counted, but not told as refused: nothing is wrong with the disk.
@@ -245,4 +251,7 @@ class Bus:
             return True
         # Asked again beside the write: a process may have stood still since it began to tell this
         # event.
-        return not self._may_write() or self._file.append(line)
+        if not self._may_write():
+            return True
+        self._begins_file = False
+        return self._file.append(line)

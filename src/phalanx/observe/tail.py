@@ -301,16 +301,21 @@ class EventTail:
 
     def _begin_anew_if_replaced(self, name: str, inode: int) -> None:
         """Read a file from its beginning that has taken the place of one that was removed."""
-        was, self._inodes[name] = self._inodes.get(name, inode), inode
         beginning = self._beginnings.get(name, b"")
-        if was == inode or not beginning:
-            return
-        # Some file systems change the number of a file that stays.
-        with open_regular_file(self._directory / name) as file:
-            if file.read(len(beginning)) == beginning:
-                return
+        if beginning and self._inodes.get(name, inode) != inode:
+            # Some file systems change the number of a file that stays. A file that cannot be
+            # opened now is looked at again by the next call: its number is not taken over.
+            with open_regular_file(self._directory / name) as file:
+                is_same = file.read(len(beginning)) == beginning
+            if not is_same:
+                self._forget(name)
+        self._inodes[name] = inode
+
+    def _forget(self, name: str) -> None:
+        """Read a file from its beginning in the next call."""
         del self._beginnings[name]
         self._offsets.pop(name, None)
+        self._clocks.pop(name, None)
         self._is_inside.discard(name)
 
     def _is_followed(self, name: str) -> bool:

@@ -187,8 +187,6 @@ def emit_note_on_batch_size_change(
     """
     batch = plan.global_batch_size
     # As many as with this batch size from the start, or since the run read on: nothing has changed.
-    if state.samples_seen == state.step * batch:
-        return
     if roll_backs.explain_cursor(state.step, state.samples_seen, batch):
         return
     rate = (

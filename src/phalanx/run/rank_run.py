@@ -5,7 +5,7 @@ Torch-free: the process that prepares a run makes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
@@ -48,13 +48,19 @@ class RollBacks:
         return samples_seen
 
     def explain_cursor(self, step: int, samples_seen: int, batch_size: int) -> bool:
-        """True if `samples_seen` may be the cursor of a run that has read on after one of them, and
-        `batch_size` samples in each of the steps up to `step` since."""
-        for roll_back in self.done:
+        """True if `samples_seen` may be the cursor of a run that has read `batch_size` samples in
+        each of its steps up to `step`, also where it has read on after one of these roll backs."""
+        if samples_seen == step * batch_size:
+            return True
+        for index, roll_back in enumerate(self.done):
             num_steps, rest = divmod(samples_seen - roll_back.skip_to_sample, batch_size)
             has_read_on = roll_back.skip_to_sample >= 0 and rest == 0 and num_steps >= 0
             # It went back to a checkpoint of before.
-            if has_read_on and 0 <= step - num_steps <= roll_back.not_after_step:
+            if not (has_read_on and 0 <= step - num_steps <= roll_back.not_after_step):
+                continue
+            # Another batch since would not explain how far the step that decided it had read.
+            before = replace(self, done=self.done[:index])
+            if before.explain_cursor(roll_back.step, roll_back.skip_to_sample, batch_size):
                 return True
         return False
 

@@ -250,7 +250,9 @@ class StepTracer:
             if self.model.mesh.device.type != "cpu":
                 # Messages of the host's memory need a group of their own.
                 timeout_s = self.job.resilience.collective_timeout_s
-                self._exchange_mesh = self.model.mesh.open_cpu_mesh(timeout_s=timeout_s)
+                self._exchange_mesh = self.model.mesh.open_cpu_mesh(
+                    timeout_s=timeout_s, name="tracing"
+                )
         with self.model.phases("collective", "exchange the time of clocks"):
             measured = exchange_clock_offsets(self._exchange_mesh, self._clocks)
         if measured is None:

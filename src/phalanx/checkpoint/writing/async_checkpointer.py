@@ -281,7 +281,7 @@ class AsyncCheckpointer:
         ):
             # Before any rank waits for the others: gloo may abort a process that has none left.
             check_free_descriptors(_DESCRIPTORS_PER_PEER * (self._mesh.world_size - 1))
-        return self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
+        return self._mesh.open_cpu_mesh(timeout_s=self._timeout_s, name="saving")
 
     def _is_true_on_any_rank(self, flag: bool) -> bool:
         """True if `flag` is set on any rank.

@@ -38,8 +38,8 @@ class Envelope:
 
     `seq` and `monotonic_s` are -1 and NaN in files of earlier releases.
 
-    `clock` is written with a process's first event only; whoever reads a file hands it on to those
-    that follow.
+    `clock` is written with the first event of a process, and of a file; whoever reads a file hands
+    it on to those that follow.
     """
 
     event: Event
@@ -52,7 +52,7 @@ class Envelope:
 
     schema: ClassVar[int] = SCHEMA
 
-    def to_line(self) -> str:
+    def to_line(self, *, begins_file: bool = False) -> str:
         """One line of strict JSON; NaN and infinities become null."""
         head = {
             "event": self.event.kind(),
@@ -64,7 +64,7 @@ class Envelope:
         }
         if self.seq >= 0:
             head |= {"seq": self.seq, "monotonic_s": round(self.monotonic_s, 4)}
-        if self.seq == 0 and self.clock is not None and self.clock.name:
+        if (self.seq == 0 or begins_file) and self.clock is not None and self.clock.name:
             head["clock"] = self.clock.name
         body = head | vars(self.event)
         # Most events are finite: only the others pay for the walk through their values.
@@ -74,9 +74,11 @@ class Envelope:
             return _ENCODER.encode(_replace_nonfinite_by_null(body))
 
 
-def wrap_event_in_envelope(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
+def wrap_event_in_envelope(
+    event: Event, *, rank: int, attempt: int, seq: int = -1, begins_file: bool = False
+) -> Envelope:
     """Put an event into the envelope of this moment; `seq` numbers those of a process."""
-    now_s = time.monotonic()
+    now_s, names_clock = time.monotonic(), seq == 0 or begins_file
     return Envelope(
         event,
         rank,
@@ -84,7 +86,7 @@ def wrap_event_in_envelope(event: Event, *, rank: int, attempt: int, seq: int = 
         time.time(),
         seq,
         now_s,
-        MonotonicClockReading(build_monotonic_clock_id(), now_s) if seq == 0 else None,
+        MonotonicClockReading(build_monotonic_clock_id(), now_s) if names_clock else None,
     )
 
 
