@@ -17,6 +17,7 @@ from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.load import load_job
 from phalanx.observe import events
+from phalanx.observe.alerts import targets
 from phalanx.observe.alerts.alert import Alert
 from phalanx.observe.alerts.detector import MIN_INTERVAL_S, AlertDetector
 from phalanx.observe.alerts.sender import MAX_WAITING_ALERTS, AlertSender
@@ -258,11 +259,26 @@ def test_a_command_gets_the_message_on_standard_input(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_a_child_that_a_command_leaves_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And what the command prints is kept: descriptors 1 and 2 of an observer are its log."""
+    monkeypatch.setattr(targets, "COMMAND_TIMEOUT_S", 5.0)
+    said: list[str] = []
+    command = ["sh", "-c", "sleep 8 & echo sent; echo warned >&2; exit 0"]
+    send(tmp_path, CommandTarget(command), ALERT, said=said)
+    assert said == []
+    assert capfd.readouterr() == ("sent\n", "warned\n")
+
+
 def test_a_command_that_fails_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     target = CommandTarget([sys.executable, "-c", "raise SystemExit(3)"])
     send(tmp_path, target, ALERT, said=said)
-    assert said == [f"the alert restart was not sent to {target.name}: it ended with exit code 3"]
+    (line,) = said
+    assert line.startswith(
+        f"the alert restart was not sent to {target.name}: it ended with exit code 3 "
+    )
     send(tmp_path, CommandTarget(["/no/such/program"]), ALERT, said=said)
     assert said[1].endswith("program: cannot be run: No such file or directory")
 

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 WEBHOOK_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 30.0
-MAX_SHOWN_CHARS = 200
 # Client errors that another try may mend; after the others it would be refused again.
 _TRANSIENT_CLIENT_ERRORS = (408, 425, 429)
 
@@ -79,7 +78,8 @@ _OPENER = urllib.request.build_opener(_RefuseRedirects)
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """Runs a command for each message, which it gets on standard input."""
+    """Runs a command for each message, which it gets on standard input. What it prints goes where
+    this process prints: to RUN/logs/observer.log."""
 
     arguments: Sequence[str]
 
@@ -89,18 +89,17 @@ class CommandTarget:
 
     def deliver(self, body: bytes) -> None:
         try:
+            # Without pipes for what it prints: a child that it leaves behind would hold their ends,
+            # and be waited for.
             done = subprocess.run(
-                list(self.arguments),
-                input=body,
-                capture_output=True,
-                timeout=COMMAND_TIMEOUT_S,
-                check=False,
+                list(self.arguments), input=body, timeout=COMMAND_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
             raise AlertDeliveryError(f"it ran longer than {COMMAND_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise AlertDeliveryError(f"cannot be run: {error.strerror}", is_final=True) from None
         if done.returncode != 0:
-            last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            why = f": {last_line[:MAX_SHOWN_CHARS]}" if last_line else ""
-            raise AlertDeliveryError(f"it ended with exit code {done.returncode}{why}")
+            raise AlertDeliveryError(
+                f"it ended with exit code {done.returncode} (RUN/logs/observer.log has what it"
+                " printed)"
+            )
