@@ -10,13 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exam.score import DIFFERS, Row
 from exam.sit import MODULES, Processes, build_environment, read_rows, verify_command
+from phalanx.core.errors import ExitCode
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.verify.cases import (
     ONE_PROCESS_ROWS,
+    is_judged_in_float64_only,
     list_all_layouts,
     list_gradient_compression_layouts,
+    list_layouts_for_narrow_dtypes,
 )
+from phalanx.verify.number_types import is_narrow_dtype, resolve_dtype_names
 from phalanx.verify.trainer_cases import list_trainer_case_names
 
 NUM_RANKS, ROWS_PER_RUN = 4, 50
@@ -127,6 +132,37 @@ def run_clean(run: CleanRun, processes: Processes) -> CleanScore:
         for row in compared
         if row["crashed"] or row["first"] is not None
     ]
-    if not compared:
-        alarms.append(f"no row: {done.stderr[-300:]}")
+    # Rows that never came cannot differ.
+    missing = list_missing_rows(run, rows)
+    if missing:
+        alarms.append(f"{len(missing)} rows missing, the first {missing[0]}: {done.stderr[-300:]}")
+    expected = [ExitCode.OK, ExitCode.JOB]  # a layout that is named may be refused
+    if any(row["ok"] is False for row in rows):
+        expected = [DIFFERS]
+    if done.returncode not in expected:
+        alarms.append(f"exit code {done.returncode}: {done.stderr[-300:]}")
     return CleanScore(run.name, run.seed, len(compared), len(rows) - len(compared), tuple(alarms))
+
+
+def list_missing_rows(run: CleanRun, rows: Sequence[Row]) -> list[str]:
+    """Each layout and type that the run asks for and that has no row, not even a refused one."""
+    present = {(row["layout"], row["dtype"]) for row in rows}
+    axes_of = dict(
+        [
+            *list_all_layouts(NUM_RANKS, experts=True),
+            *list_gradient_compression_layouts(NUM_RANKS),
+        ]
+    )
+    asked = {name: axes_of.get(name, {}) for name in run.layouts}
+    missing = []
+    for dtype in resolve_dtype_names(run.types, "fp32"):
+        names = [
+            name for name in asked if dtype == "float64" or not is_judged_in_float64_only(name)
+        ]
+        if is_narrow_dtype(dtype):
+            names = [name for name, _ in list_layouts_for_narrow_dtypes(asked, dtype)]
+        # What is refused before any type comes into play has one row, of type "".
+        missing += [
+            f"{name} {dtype}" for name in names if not {(name, dtype), (name, "")} & present
+        ]
+    return missing

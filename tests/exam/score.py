@@ -123,6 +123,9 @@ def add_marks(score: Score, *, is_reached: bool, acted: bool, text: str) -> Scor
     """`score`, with what processes recorded: whether one of them reached an edited line, and
     whether the bug acted. What differs although it did not is a false alarm. `text`: the errors of
     the command."""
+    if not (is_reached and acted):
+        # Rows of narrow types had nothing to find, either.
+        score = replace(score, narrow={})
     if score.outcome == "found" and not acted:
         score = replace(
             score,

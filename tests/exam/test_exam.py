@@ -197,15 +197,18 @@ def test_what_is_not_found_is_told_apart(rows: list[dict[str, Any]], outcome: st
 
 
 def test_what_differs_though_no_bug_acted_is_a_false_alarm() -> None:
-    differs = score_rows(PLANT, [row("ddp"), row("zero3", first=first())], exit_code=11, text="")
+    exact = row("zero3", first=first(), errors={"gradient": 0.5})
+    narrow = row("zero3", "bfloat16", first=first(), tolerance=0.1)
+    differs = score_rows(PLANT, [row("ddp"), exact, narrow], exit_code=11, text="")
     assert not differs.is_found
     acted = add_marks(differs, is_reached=True, acted=True, text="")
     assert (acted.is_found, acted.outcome, acted.false_alarms) == (True, "found", ())
+    assert acted.narrow == {"bfloat16": "found"}
     idle = add_marks(differs, is_reached=True, acted=False, text="")
     assert (idle.outcome, idle.tensor, idle.types) == ("missed", False, ())
-    assert (idle.false_alarms, idle.layouts_found) == (("zero3",), ())
+    assert (idle.false_alarms, idle.layouts_found, idle.narrow) == (("zero3",), (), {})
     unread = add_marks(differs, is_reached=False, acted=False, text="an error")
-    assert (unread.outcome, unread.message) == ("not run", "an error")
+    assert (unread.outcome, unread.message, unread.narrow) == ("not run", "an error", {})
     assert unread.false_alarms == ("zero3",)
 
 
@@ -385,7 +388,7 @@ def test_curves_of_twenty_steps_are_trained() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("plant", list_plants(), ids=lambda plant: plant.name)
 def test_a_plant_runs(plant: Plant) -> None:
-    """docs/exam.md tells what is found; no clean layout may differ."""
+    """It acts and is found; no clean layout may differ."""
     score = sit(plant)
     assert json.loads(json.dumps(score.to_json()))["plant"] == plant.name
-    assert score.false_alarms == (), score
+    assert (score.is_found, score.false_alarms) == (True, ()), score

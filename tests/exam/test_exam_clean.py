@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from exam.clean import MODELS, NARROW_TYPES, OWN_MODULES, CleanRun, plan_clean_runs, run_clean
-from exam.sit import MODULES, Processes
+from exam.score import Row
+from exam.sit import MODULES, ROW_SCHEMA, Processes
 from phalanx.verify.trainer_cases import list_trainer_case_names
 
 EXPERT_MODELS = {"small-mixtral", "small-deepseek"}
@@ -40,23 +42,67 @@ def test_a_model_of_transformers_is_found_by_its_config() -> None:
     assert "--shrink" not in run.job
 
 
+class KeptCommands(Processes):
+    """Runs no command: keeps it, and answers with these rows and exit code."""
+
+    def __init__(self, rows: Sequence[Row] = (), exit_code: int = 0) -> None:
+        super().__init__()
+        self.commands: list[Sequence[str]] = []
+        lines = [json.dumps({"schema": ROW_SCHEMA, **row}) for row in rows]
+        self._out, self._exit_code = "\n".join(lines), exit_code
+
+    def run(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        num_timeouts: int = 1,
+    ) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        return subprocess.CompletedProcess(list(command), self._exit_code, self._out, "it ended")
+
+
+def build_row(layout: str, dtype: str, refused: str = "") -> Row:
+    ok = None if refused else True
+    usual = {"layout": layout, "dtype": dtype, "refused": refused, "ok": ok}
+    return {**usual, "crashed": "", "first": None}
+
+
 @pytest.mark.parametrize("types", ["", "float64,bf16"])
 def test_a_clean_run_asks_for_its_types(types: str) -> None:
-    commands: list[Sequence[str]] = []
-
-    class KeptCommands(Processes):
-        def run(
-            self,
-            command: Sequence[str],
-            folder: Path,
-            environment: Mapping[str, str],
-            *,
-            num_timeouts: int = 1,
-        ) -> subprocess.CompletedProcess[str]:
-            commands.append(command)
-            return subprocess.CompletedProcess(list(command), 0, "", "nothing ran")
-
-    score = run_clean(CleanRun("gpt2", 3, ("ddp", "tp2"), types), KeptCommands())
-    assert score.alarms == ("no row: nothing ran",)
-    (command,) = commands
+    processes = KeptCommands()
+    score = run_clean(CleanRun("gpt2", 3, ("ddp", "tp2"), types), processes)
+    assert score.alarms == ("4 rows missing, the first ddp float64: it ended",)
+    (command,) = processes.commands
     assert list(command[-2:]) == (["--types", types] if types else ["4", "--no-resume"])
+
+
+ALL_ROWS = [
+    build_row("plain", "float64"),
+    build_row("ddp", "float64"),
+    build_row("ddp-powersgd", "float64"),
+    build_row("ddp", "bfloat16"),
+    build_row("tp4", "", refused="heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "exit_code", "alarms"),
+    [
+        # Neither a module beside its definition nor compression is judged in a narrow type.
+        (5, 0, ()),
+        (5, 3, ()),
+        (3, 0, ("3 rows missing, the first tp4 float64",)),
+        (5, 1, ("exit code 1",)),
+        (5, 11, ("exit code 11",)),
+        (2, 1, ("4 rows missing", "exit code 1")),
+    ],
+)
+def test_a_clean_run_that_broke_off_is_an_alarm(
+    num_rows: int, exit_code: int, alarms: tuple[str, ...]
+) -> None:
+    run = CleanRun("gpt2", 3, ("ddp", "ddp-powersgd", "plain", "tp4"), "float64,bf16")
+    score = run_clean(run, KeptCommands(ALL_ROWS[:num_rows], exit_code))
+    assert len(score.alarms) == len(alarms)
+    assert all(map(str.startswith, score.alarms, alarms)), score.alarms
