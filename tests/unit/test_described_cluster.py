@@ -12,10 +12,17 @@ from phalanx.plan.accelerators import find_accelerator_by_driver_name, list_acce
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import (
     choose_cluster_of_job,
+    describe_untimed_topologies,
     list_instance_types,
     require_cluster_is_this_machine,
     resize_cluster,
 )
+from phalanx.plan.layout import Layout
+from phalanx.plan.search.describe import format_scaling_table
+from phalanx.plan.search.remarks import list_remarks_of_task
+from phalanx.plan.search.result import PeakMemory, RankedLayout
+from phalanx.plan.search.scaling import DeviceCountResult
+from phalanx.plan.search.task import build_search_task
 
 GIB = 2**30
 
@@ -166,6 +173,31 @@ def test_a_driver_s_name_is_matched_to_the_table(driver_name: str, gib: float, n
     assert accelerator.name == name
 
 
+def test_a_torus_is_timed_as_a_switch_and_a_remark_says_so(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    levels = [("nvlink", 8, "switch"), ("rail", 16, "fat-tree"), ("ring", 32, "torus")]
+    file.write_text(
+        'gpu = "h100-sxm"\nnodes = 4\n'
+        + "".join(
+            f'[[links]]\nname = "{name}"\nnum_devices = {n}\ngb_s = 50\ntopology = "{topology}"\n'
+            for name, n, topology in levels
+        )
+    )
+    job = load_job(None, [f"cluster.file={file}", "model.preset=gpt2", "data.seq_len=1024"])
+    cluster = choose_cluster_of_job(job)
+    words = describe_untimed_topologies(cluster)
+    assert words.startswith("cluster.links: 'ring' (torus) counts as a switch")
+    assert f"remark  {words}" in list_remarks_of_task(build_search_task(job))
+    ranked = RankedLayout(
+        *("ddp", Layout(dp_replicate=32), 0, 1, 1, "", 1, "none", "none", {}),
+        PeakMemory({"parameters": 2**30}, 2**36),
+        None,
+    )
+    notes = format_scaling_table([DeviceCountResult(32, ranked)], job, cluster)
+    assert f"network: {words}" in notes
+    assert describe_untimed_topologies(resize_cluster(cluster, 16)) == ""
+
+
 def test_a_slice_of_a_gpu_and_an_unknown_one_are_not_matched():
     assert find_accelerator_by_driver_name("NVIDIA H100 80GB HBM3", 10 * GIB) is None
     assert find_accelerator_by_driver_name("Quadro P400", 2 * GIB) is None
@@ -177,3 +209,5 @@ def test_a_resized_cluster_reaches_all_its_devices_and_no_further():
     assert [link.num_devices for link in resize_cluster(cluster, 64).links] == [8, 64]
     one = describe("cluster.gpu=h100-sxm")
     assert [link.num_devices for link in resize_cluster(one, 16).links] == [8, 16]
+    rented = describe("cluster.instance=a2-highgpu-8g", "cluster.nodes=1")
+    assert resize_cluster(rented, 16).links[-1].gb_s == 100 / 8 / 8  # Gbit/s of eight GPUs

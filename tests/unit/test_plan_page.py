@@ -21,8 +21,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.result import PeakMemory, RankedLayout, SearchResult
-from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
-from phalanx.plan.timing.step import estimate_step_times
+from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 from phalanx.report.plan_collect import collect_page_facts, collect_unfit_facts
 from phalanx.report.plan_page import render_plan_page
 
@@ -162,7 +161,7 @@ def test_text_of_strangers_is_escaped(planned: Any) -> None:
 
 
 def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any) -> None:
-    _job, plan, cluster, _ = planned
+    _job, plan, _, _ = planned
     by_name = {axis.name: axis for axis in grid.axes}
     assert [axis.name for axis in grid.axes] == [
         "seq_len",
@@ -173,8 +172,6 @@ def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any
     ]
     seq_lens, devices = by_name["seq_len"].values, by_name["devices"].values
     networks, recomputes = by_name["network"].values, by_name["recompute"].values
-    machine = build_machine_rates(cluster)
-    assert machine is not None
     checked = 0
     for i, seq_len in enumerate(seq_lens):
         for j, num_devices in enumerate(devices):
@@ -185,9 +182,13 @@ def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any
                 "train.recompute=full",
             ]
             other_job = load_job(None, keys)
-            other = make_plan(other_job, cluster=choose_cluster_of_job(other_job))
-            setup = build_step_setup(other_job, other)
-            seconds = estimate_step_times(other.model_shape, machine, setup).total_s
+            other_cluster = choose_cluster_of_job(other_job)
+            other = make_plan(other_job, cluster=other_cluster)
+            machine = build_machine_rates(other_cluster)
+            assert machine is not None
+            time = estimate_planned_step(other_job, other, other.model_shape, machine)
+            assert time is not None
+            seconds = time.total_s
             row = ((i * 1) * len(devices) + j) * len(networks) + networks.index(50.0)
             row = row * len(recomputes) + recomputes.index("full")
             assert grid.step_s[row] == pytest.approx(seconds)
@@ -199,6 +200,51 @@ def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any
     own = grid.memory_axis.values[grid.memory_axis.start]
     assert own == 80
     assert grid.capacity_gib[grid.memory_axis.start] == pytest.approx(plan.capacity_bytes / 2**30)
+
+
+def find_start(grid: what_if.WhatIfGrid) -> int:
+    """The row at which all sliders start."""
+    row = 0
+    for axis in grid.axes:
+        row = row * len(axis.values) + axis.start
+    return row
+
+
+def test_untouched_sliders_show_the_step_above_them(planned: Any, grid: Any) -> None:
+    """With a pipeline they showed its closed form, beside a simulated bubble above."""
+    advice = planned[3]
+    assert advice.time.terms["bubble"] > 0
+    assert grid.step_s[find_start(grid)] == pytest.approx(advice.time.total_s, rel=1e-12)
+
+
+def test_sliders_beyond_one_node_send_over_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These points had NVLink between nodes, and no network to move."""
+    monkeypatch.setattr(what_if, "SEQ_LEN_AND_DEVICE_FACTORS", (1, 2))
+    monkeypatch.setattr(what_if, "MICRO_BATCH_FACTORS", (1,))
+    keys = ["model.preset=gpt2", "train.global_batch_size=64", "data.seq_len=1024"]
+    keys += ["train.micro_batch_size=1", "train.recompute=none", "parallel.zero_stage=none"]
+
+    def plan_nodes(nodes: int) -> tuple[Job, Plan, Cluster]:
+        where = ["cluster.instance=a2-highgpu-8g", f"cluster.nodes={nodes}"]
+        job = load_job(None, [*keys, *where])
+        cluster = choose_cluster_of_job(job)
+        return job, make_plan(job, cluster=cluster), cluster
+
+    grid = what_if.compute_what_if(*plan_nodes(1))
+    assert grid is not None
+    by_name = {axis.name: axis for axis in grid.axes}
+    assert by_name["devices"].values == (8, 16)
+    network = by_name["network"]
+    assert network.values[network.start] == round(100 / 8 / 8, 3)  # Gbit/s of eight GPUs
+    two = advise_on_plan(*plan_nodes(2))
+    assert two.time is not None
+    num_networks, num_recomputes = len(network.values), len(by_name["recompute"].values)
+    one_more = find_start(grid) + num_networks * num_recomputes
+    assert grid.step_s[one_more] == pytest.approx(two.time.total_s)
+    # Twice the network is faster between nodes, and nothing within one.
+    assert grid.step_s[one_more + num_recomputes] < grid.step_s[one_more]
+    start = find_start(grid)
+    assert grid.step_s[start + num_recomputes] == grid.step_s[start]
 
 
 def test_the_slider_data_in_the_page_is_the_grid(page: str, grid: Any) -> None:

@@ -57,6 +57,7 @@ class Cluster:
     price_note: str = ""  # where the prices are from, and whether somebody compared them
     is_described: bool = False  # by the job, rather than found here
     network_note: str = ""  # where nobody says how fast the network is, and a speed is assumed
+    nic_gb_s: float | None = None  # of one device between nodes, where its node's is known
 
     @property
     def num_nodes(self) -> int:

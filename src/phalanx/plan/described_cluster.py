@@ -42,6 +42,8 @@ POSSIBLE_FIGURES_OF_LINKS = {
     "latency_us": (1e-6, 1e7),
     "oversubscription": (1, 1e6),
 }
+# Networks whose shape no formula of the time of a step reads: they count as a switch.
+UNTIMED_TOPOLOGIES = ("torus", "dragonfly")
 # Bytes a second of a network that is given in bits.
 _GBYTES_PER_GBIT = 1 / 8
 
@@ -178,6 +180,7 @@ def _build_cluster_from_section(
         _describe_price_source(section, instance),
         is_described=True,
         network_note=_describe_assumed_network(section, instance, accelerator),
+        nic_gb_s=_find_nic_gb_s(instance),
     )
 
 
@@ -191,6 +194,18 @@ def _describe_assumed_network(
     return (
         f"the network of {instance.name} is not known: {accelerator.nic_gb_s:g} GB/s per GPU, which"
         f" {accelerator.name} are usually sold with, is assumed; say yours in cluster.links"
+    )
+
+
+def describe_untimed_topologies(cluster: Cluster) -> str:
+    """A line where levels of links are of a topology that no time of a step knows; "" elsewhere."""
+    levels = [level for level in cluster.links if level.topology in UNTIMED_TOPOLOGIES]
+    if not levels:
+        return ""
+    names = " and ".join(f"{level.name!r:.60} ({level.topology})" for level in levels)
+    return (
+        f"cluster.links: {names} counts as a switch: that messages share links on their way is in"
+        " no time; say in gb_s, or in oversubscription, what is left where all send"
     )
 
 
@@ -243,11 +258,16 @@ def _build_link_levels(
         domain = accelerator.link_domain  # NVLink that joins the machines of a rack
     levels = [LinkLevel("node", domain, accelerator.link_gb_s)]
     if num_devices > domain:
-        nic_gb_s = accelerator.nic_gb_s
-        if instance is not None and instance.network_gbit is not None:
-            nic_gb_s = instance.network_gbit * _GBYTES_PER_GBIT / instance.gpus_per_node
+        nic_gb_s = _find_nic_gb_s(instance) or accelerator.nic_gb_s
         levels.append(LinkLevel("network", num_devices, nic_gb_s))
     return tuple(levels)
+
+
+def _find_nic_gb_s(instance: InstanceType | None) -> float | None:
+    """GB a second of each GPU of a machine to others; None where the table does not know."""
+    if instance is None or instance.network_gbit is None:
+        return None
+    return instance.network_gbit * _GBYTES_PER_GBIT / instance.gpus_per_node
 
 
 def _validate_link_levels(links: tuple[Link, ...], num_devices: int) -> tuple[LinkLevel, ...]:
@@ -367,7 +387,8 @@ def resize_cluster(cluster: Cluster, num_devices: int) -> Cluster:
     if links and links[-1].num_devices < num_devices:
         outermost = links[-1]
         if len(links) == 1 and cluster.accelerator is not None:
-            links.append(LinkLevel("network", num_devices, cluster.accelerator.nic_gb_s))
+            nic_gb_s = cluster.nic_gb_s or cluster.accelerator.nic_gb_s
+            links.append(LinkLevel("network", num_devices, nic_gb_s))
         else:
             links[-1] = replace(outermost, num_devices=num_devices)
     return replace(cluster, num_devices=num_devices, links=tuple(links))

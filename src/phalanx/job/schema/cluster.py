@@ -23,7 +23,8 @@ class Link(Section):
     oversubscription: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """How many times more the level below can send than this one can carry, when all send."""
     topology: Literal["switch", "rail", "fat-tree", "torus", "dragonfly"] = "switch"
-    """How it joins them."""
+    """How it joins them. The time of a step reads gb_s and oversubscription alone: a torus or a
+    dragonfly counts as a switch, and a remark says so."""
 
 
 class Cluster(Section):

@@ -12,13 +12,17 @@ from phalanx.core.errors import PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job_keys
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
+from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.describe import find_counted_unit
-from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
+from phalanx.plan.search.step_times import (
+    build_machine_rates,
+    build_step_setup,
+    estimate_planned_step,
+)
 from phalanx.plan.timing.machine import MachineRates
 from phalanx.plan.timing.setup import StepSetup
-from phalanx.plan.timing.step import estimate_step_times
 
 GIB = 2**30
 SEQ_LEN_AND_DEVICE_FACTORS = (0.5, 1, 2, 4)
@@ -85,11 +89,14 @@ def _round_to_six_digits(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class _GridPoint:
-    """A plan at one combination of what changes a plan; the network changes only its time."""
+    """A plan at one combination of what changes a plan, with its job and the rates of as many
+    devices; the network changes only its time."""
 
     peak_bytes: int
     setup: StepSetup
+    job: Job
     plan: Plan
+    machine: MachineRates
 
 
 def compute_what_if(
@@ -98,12 +105,12 @@ def compute_what_if(
     """The grid around a plan; None where its time cannot be predicted.
 
     tp, pp, cp and ep stay, data parallelism takes the other devices, and the global batch stays.
+    The links of more devices, or of fewer, are those of a cluster of that size.
     `on_point` is told how many of all plans are made. 30 ms a plan.
     """
-    machine = build_machine_rates(cluster)
-    if machine is None or plan.model_shape.work(job.data.seq_len) is None:
+    if cluster.accelerator is None or plan.model_shape.work(job.data.seq_len) is None:
         return None
-    axes = _build_axes(plan, job, cluster, machine)
+    axes = _build_axes(plan, job, cluster)
     seq_lens, micro_batches, devices, networks, recomputes = (axis.values for axis in axes)
     plans: dict[tuple[Any, ...], _GridPoint | None] = {}
     combinations = list(itertools.product(seq_lens, micro_batches, devices, recomputes))
@@ -111,13 +118,14 @@ def compute_what_if(
         if on_point is not None:
             on_point(number, len(combinations))
         plans[combination] = _plan_grid_point(job, plan, cluster, *combination)
+    planned_gb_s = networks[axes[3].start]
     steps, speeds, peaks = [], [], []
     for seq_len, micro, num_devices, network, recompute in itertools.product(
         seq_lens, micro_batches, devices, networks, recomputes
     ):
         point = plans[seq_len, micro, num_devices, recompute]
         step_s, speed, peak = _compute_point_values(
-            point, _predict_step_s_at_bandwidth(point, machine, network)
+            point, _predict_step_s_with_network(point, network / planned_gb_s)
         )
         steps.append(step_s)
         speeds.append(speed)
@@ -157,9 +165,7 @@ def _build_memory_axis(cluster: Cluster) -> WhatIfAxis:
     return _build_axis("memory", "Memory of a GPU", "GiB", "range", memories, memories[1])
 
 
-def _build_axes(
-    plan: Plan, job: Job, cluster: Cluster, machine: MachineRates
-) -> tuple[WhatIfAxis, ...]:
+def _build_axes(plan: Plan, job: Job, cluster: Cluster) -> tuple[WhatIfAxis, ...]:
     seq_lens = _list_scaled_values(
         job.data.seq_len, SEQ_LEN_AND_DEVICE_FACTORS, multiple=max(2 * plan.layout.cp, 128)
     )
@@ -179,9 +185,10 @@ def _build_axes(
     ]
     micro = _list_scaled_values(plan.micro_batch_size, MICRO_BATCH_FACTORS)
     networks: list[float] = [1.0]
-    if len(machine.links) > 1:
-        planned_gb_s = machine.links[-1].bytes_s / 1e9
-        networks = [round(planned_gb_s * factor, 3) for factor in NETWORK_FACTORS]
+    # The plan may stand in one node, and the most devices not.
+    links = _resize_where_other_size(cluster, max(devices)).links
+    if len(links) > 1:
+        networks = [round(links[-1].gb_s * factor, 3) for factor in NETWORK_FACTORS]
     recomputes = ["none", "selective", "full"]
     if plan.activations.recompute not in recomputes:
         recomputes.append(plan.activations.recompute)
@@ -252,14 +259,26 @@ def _plan_grid_point(
         train |= {"recompute": recompute, "recompute_every": None, "recompute_budget_gib": None}
     changed = change_job_keys(job, plan, {"parallel": parallel, "train": train})
     changed = changed.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq_len})})
-    unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * GIB), num_devices=num_devices)
+    resized = _resize_where_other_size(cluster, num_devices)
+    machine = build_machine_rates(resized)
+    assert machine is not None
+    unlimited = replace(resized, memory_bytes=round(UNLIMITED_GIB * GIB))
     try:
         point = make_plan(changed, cluster=unlimited, shape=plan.model_shape, is_explained=False)
     except PhalanxError:
         return None
     if point.layout.gradient_reduction_layout.world_size != num_devices:
         return None
-    return _GridPoint(point.chosen.total_bytes, build_step_setup(changed, point), point)
+    setup = build_step_setup(changed, point)
+    return _GridPoint(point.chosen.total_bytes, setup, changed, point, machine)
+
+
+def _resize_where_other_size(cluster: Cluster, num_devices: int) -> Cluster:
+    """`cluster` with so many devices: as it stands where it has them, so that the plan's own point
+    is the plan."""
+    if num_devices == cluster.num_devices:
+        return cluster
+    return resize_cluster(cluster, num_devices)
 
 
 def _split_data_parallel_degrees(plan: Plan, num_shares: int) -> tuple[int, int]:
@@ -273,20 +292,16 @@ def _split_data_parallel_degrees(plan: Plan, num_shares: int) -> tuple[int, int]
     return max(1, num_shares // layout.dp_shard), min(layout.dp_shard, num_shares)
 
 
-def _predict_step_s_at_bandwidth(
-    point: _GridPoint | None, machine: MachineRates, network_gb_s: float
-) -> float | None:
+def _predict_step_s_with_network(point: _GridPoint | None, factor: float) -> float | None:
+    """Seconds of a step where the network carries `factor` times what it does, at each level beyond
+    the innermost; predicted as those of the plan are."""
     if point is None:
         return None
-    links = machine.links
-    if len(links) > 1:
-        outer = replace(links[-1], bytes_s=network_gb_s * 1e9)
-        links = (*links[:-1], outer)
-    try:
-        shape = point.plan.model_shape
-        return estimate_step_times(shape, replace(machine, links=links), point.setup).total_s
-    except PhalanxError:
-        return None
+    inner, *outer = point.machine.links
+    links = (inner, *(replace(level, bytes_s=level.bytes_s * factor) for level in outer))
+    machine = replace(point.machine, links=links)
+    time = estimate_planned_step(point.job, point.plan, point.plan.model_shape, machine)
+    return None if time is None else time.total_s
 
 
 def _compute_capacity_gib(job: Job, cluster: Cluster, memory_gib: float, num_devices: int) -> float:

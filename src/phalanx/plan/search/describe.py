@@ -11,6 +11,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel, choose_headroom
+from phalanx.plan.described_cluster import describe_untimed_topologies
 from phalanx.plan.rules_of_thumb.memory import MAX_MEMORY_SHARE
 from phalanx.plan.search.comparison import explain_why_winner
 from phalanx.plan.search.overrides import format_overrides
@@ -367,5 +368,8 @@ def _list_scaling_notes(
         notes.append(f"cost: {cluster.price_note}")
     if cluster.network_note:
         notes.append(f"network: {cluster.network_note}")
+    untimed = describe_untimed_topologies(cluster)
+    if untimed:
+        notes.append(f"network: {untimed}")
     notes.append("efficiency: tokens/s of a GPU beside those of the smallest number that fits")
     return notes

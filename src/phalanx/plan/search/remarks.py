@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.plan.described_cluster import describe_untimed_topologies
 from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.notes import describe_wide_products
 from phalanx.plan.search.attempts import (
@@ -31,6 +32,7 @@ def list_remarks_of_task(task: SearchTask) -> tuple[str, ...]:
     """The remarks that hold whether or not something fits."""
     remarks = (
         _describe_assumed_network(task),
+        _describe_untimed_topologies(task),
         _describe_unused_nodes(task),
         _describe_unread_length(task),
         _describe_slow_precision(task),
@@ -58,6 +60,12 @@ def _describe_assumed_network(task: SearchTask) -> str:
     if task.cluster.num_nodes == 1 or not task.cluster.network_note:
         return ""
     return f"remark  {task.cluster.network_note}"
+
+
+def _describe_untimed_topologies(task: SearchTask) -> str:
+    """A line where links are of a topology that times do not know, or ""."""
+    words = describe_untimed_topologies(task.cluster)
+    return f"remark  {words}" if words else ""
 
 
 def _describe_unused_nodes(task: SearchTask) -> str:
