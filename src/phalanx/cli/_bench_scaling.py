@@ -29,8 +29,8 @@ def run_and_print_scaling(
     is_strong: bool,
     as_json: bool,
 ) -> int:
-    """Train a job on each number of ranks, and print efficiencies. Returns the exit code: that of
-    a stop, 1 if a run failed."""
+    """Train a job on each number of ranks, and print efficiencies, of the runs before a stop, too.
+    Returns the exit code: that of a stop, 1 if a run failed."""
     from phalanx.job.load import load_job
     from phalanx.run.scaling import ScalingRequest, measure_scaling
 
@@ -49,15 +49,16 @@ def run_and_print_scaling(
             line.update(index, total, instead=words)
 
         result = measure_scaling(request, on_run=show)
-        if result.stop_code is not None:
-            line.hide()
-            print("stopped; nothing is said of what had run", file=sys.stderr)
-            return result.stop_code
+    if result.stop_code is not None and not result.base_ranks:
+        print("stopped before the first run was done", file=sys.stderr)
+        return result.stop_code
     if as_json:
         print_json("scaling", result.to_json(), indent=1)
     else:
         for text in describe_scaling(result):
             print(text)
+    if result.stop_code is not None:
+        return result.stop_code
     return 1 if any(point.why_not for point in result.points) else 0
 
 
@@ -87,10 +88,10 @@ def describe_scaling(result: ScalingResult) -> Iterator[str]:
             f"  {point.tokens_per_s:>10,.0f} tok/s  {point.efficiency:>6.1%} of linear"
             f"  {point.layout}, {plural(point.global_batch_size, 'sample')} a step"
         )
-        if point.num_ranks > result.points[0].num_ranks:
+        if point.num_ranks > result.base_ranks:
             yield f"          {_describe_loss(point)}"
     last = result.points[-1]
-    if not last.why_not:
+    if not last.why_not and last.num_ranks > result.base_ranks:
         yield _describe_verdict(last)
     for remark in result.remarks:
         yield f"note    {remark}"

@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import ExitCode, PhalanxError, UsageError
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
+from phalanx.observe.events import StepFinished
+from phalanx.observe.tail import read_recorded_events
 from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.run.plan_job import plan_job
 from phalanx.run.scratch import open_scratch_directory
@@ -54,7 +57,7 @@ class ScalingRun:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of ranks beside the smallest: of the repeats the one with the median step.
+    """A number of ranks beside the smallest that ran: of the repeats the one with the median step.
 
     `efficiency`: tokens/s over those of linear scaling (1 is linear). `lost`: by term the share of
     a step that it takes beyond linear scaling; negative where it takes less.
@@ -116,12 +119,17 @@ class ScalingRequest:
 @dataclass(frozen=True)
 class ScalingResult:
     """The points, ascending by ranks; `remarks` on what they cannot show. `stop_code`: the exit
-    code of a stop, with which nothing is said."""
+    code of a stop, before which the runs of the points were done."""
 
     points: tuple[ScalingPoint, ...]
     remarks: tuple[str, ...]
     is_strong: bool
     stop_code: int | None = None
+
+    @property
+    def base_ranks(self) -> int:
+        """The number of ranks that the others are beside; 0 where none ran."""
+        return next((point.num_ranks for point in self.points if not point.why_not), 0)
 
     def to_json(self) -> dict[str, Any]:
         """The body of phalanx.scaling/1."""
@@ -133,45 +141,85 @@ class ScalingResult:
         }
 
 
+@dataclass
+class _FinishedRuns:
+    """What the runs came to, by number of ranks. `failures`: why one of it failed; `refusal`: what
+    the first that was refused raised."""
+
+    runs: dict[int, list[ScalingRun]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    refusal: PhalanxError | None = None
+    num_runs: int = 0
+    stop_code: int | None = None
+
+
 def measure_scaling(
     request: ScalingRequest, *, on_run: Callable[[int, int, int], None] = lambda *_: None
 ) -> ScalingResult:
     """Train the job on each number of ranks in turn, in directories that are removed.
 
-    `on_run(index, total, num_ranks)` is called before each run. Raises UsageError where the batch
-    cannot be split over the smallest number of ranks, or what the smallest run raises. A larger run
-    that fails is a point with its reason.
+    `on_run(index, total, num_ranks)` is called before each run. A number of ranks that fails is a
+    point with its reason. Raises UsageError where the batch cannot be split over a number of ranks,
+    or where all of them fail; what the first raised, if it was refused.
     """
     jobs = {ranks: _copy_job_for_ranks(request, ranks) for ranks in request.ranks}
-    runs: dict[int, list[ScalingRun]] = {ranks: [] for ranks in request.ranks}
-    failures: dict[int, str] = {}
-    least = min(request.ranks)
+    finished = _train_in_turn(request, jobs, on_run)
+    done = {
+        ranks: runs
+        for ranks, runs in sorted(finished.runs.items())
+        if ranks not in finished.failures
+    }
+    if not done and finished.stop_code is None:
+        if finished.refusal is not None:
+            raise finished.refusal
+        least = min(finished.failures)
+        raise UsageError(
+            f"the run on {plural(least, 'rank')} failed: {finished.failures[least]}",
+            why="and so did those on other numbers of ranks",
+        )
+    points = []
+    for ranks in sorted({*done, *finished.failures}):
+        if ranks in done:
+            points.append(
+                _build_point(jobs[ranks], next(iter(done.values())), done[ranks], request)
+            )
+        else:
+            batch, why_not = jobs[ranks].train.global_batch_size, finished.failures[ranks]
+            points.append(
+                ScalingPoint(ranks, "", batch, math.nan, math.nan, math.nan, why_not=why_not)
+            )
+    remarks = _list_remarks_on_runs(request, finished, min(done, default=0))
+    if done:
+        remarks += _list_remarks(request, jobs[min(done)])
+    return ScalingResult(tuple(points), tuple(remarks), request.is_strong, finished.stop_code)
+
+
+def _train_in_turn(
+    request: ScalingRequest, jobs: Mapping[int, Job], on_run: Callable[[int, int, int], None]
+) -> _FinishedRuns:
+    """Train on each number of ranks in turn, and no more on one that failed, until all are done or
+    somebody stops it."""
+    finished = _FinishedRuns()
     with open_scratch_directory("scaling") as scratch:
         for index in range(request.num_runs):
             ranks = request.ranks[index % len(request.ranks)]
-            if ranks in failures:
+            if ranks in finished.failures:
                 continue
             on_run(index, request.num_runs, ranks)
             try:
                 outcome = _train_on_ranks(jobs[ranks], scratch.directory / str(index))
             except PhalanxError as refusal:
-                if ranks == least:
-                    raise
-                failures[ranks] = str(refusal)
-                continue
+                finished.refusal = finished.refusal or refusal
+                outcome = str(refusal)
             if isinstance(outcome, int):
-                return ScalingResult((), (), request.is_strong, outcome)
+                finished.stop_code = outcome
+                break
             if isinstance(outcome, str):
-                failures[ranks] = outcome
+                finished.failures[ranks] = outcome
             else:
-                runs[ranks].append(outcome)
-    if least in failures:
-        raise UsageError(f"the run on {plural(least, 'rank')} failed: {failures[least]}")
-    points = [
-        _build_point(jobs[ranks], runs[least], runs[ranks], failures.get(ranks, ""), request)
-        for ranks in sorted(request.ranks)
-    ]
-    return ScalingResult(tuple(points), tuple(_list_remarks(request)), request.is_strong)
+                finished.runs.setdefault(ranks, []).append(outcome)
+                finished.num_runs += 1
+    return finished
 
 
 def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
@@ -220,10 +268,29 @@ def _train_on_ranks(job: Job, run_dir: Path) -> ScalingRun | str | int:
     table = read_step_table(run_dir)
     if table is None or not table.num_steps:
         return "no step after the first ones was recorded"
-    return _summarize_table(table)
+    num_targets = _compute_mean_targets(run_dir, table)
+    if not num_targets > 0:
+        return "no step after the first ones has a target"
+    return _summarize_table(table, num_targets)
 
 
-def _summarize_table(table: StepTable) -> ScalingRun:
+def _compute_mean_targets(run_dir: Path, table: StepTable) -> float:
+    """Targets of a step on all ranks, in the mean over the steps of `table`; 0 without any."""
+    # A row may stand for the steps of a window, whose last one it is named after.
+    first_step = table.steps[0] - round(table.steps_per_row) + 1
+    nums_targets = []
+    for envelope in read_recorded_events(run_dir, StepFinished, rank=table.ranks[0]):
+        event = envelope.event
+        if (
+            isinstance(event, StepFinished)
+            and envelope.attempt == table.attempt
+            and first_step <= event.step <= table.steps[-1]
+        ):
+            nums_targets.append(int(event.num_targets))
+    return fmean(nums_targets) if nums_targets else 0.0
+
+
+def _summarize_table(table: StepTable, num_targets: float) -> ScalingRun:
     step_s = table.total_s / table.num_steps
     terms_s: dict[str, float] = {}
     for rows in table.rows.values():
@@ -235,7 +302,7 @@ def _summarize_table(table: StepTable) -> ScalingRun:
     num_rows = table.num_steps * len(table.rows)
     terms_s = {name: seconds / num_rows for name, seconds in terms_s.items()}
     terms_s[BETWEEN_RANKS] = step_s - sum(terms_s.values())
-    return ScalingRun(len(table.rows), step_s, table.newest.num_targets / step_s, terms_s)
+    return ScalingRun(len(table.rows), step_s, num_targets / step_s, terms_s)
 
 
 def _add(sums: dict[str, float], name: str, seconds: float) -> None:
@@ -243,17 +310,10 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def _build_point(
-    job: Job,
-    smallest: Sequence[ScalingRun],
-    runs: Sequence[ScalingRun],
-    why_not: str,
-    request: ScalingRequest,
+    job: Job, smallest: Sequence[ScalingRun], runs: Sequence[ScalingRun], request: ScalingRequest
 ) -> ScalingPoint:
-    ranks = job.parallel.ranks or 1
-    batch = job.train.global_batch_size
-    if why_not or not runs:
-        return ScalingPoint(ranks, "", batch, math.nan, math.nan, math.nan, {}, why_not)
-    factor = ranks / min(request.ranks)
+    """The point of `runs` of `job` beside those on the smallest number of ranks."""
+    factor = runs[0].num_ranks / smallest[0].num_ranks
     step_s, tokens_per_s = _find_median_run(runs).step_s, _find_median_run(runs).tokens_per_s
     linear_tokens_per_s = factor * _find_median_run(smallest).tokens_per_s
     # What a term may take in linear scaling: as long as on the smallest number of ranks, or its
@@ -265,9 +325,9 @@ def _build_point(
         for name in dict.fromkeys((*base_s, *terms_s))
     }
     return ScalingPoint(
-        ranks,
+        runs[0].num_ranks,
         plan_job(job, checks_initial=False).plan.chosen.name,
-        batch,
+        job.train.global_batch_size,
         step_s,
         tokens_per_s,
         tokens_per_s / linear_tokens_per_s,
@@ -281,10 +341,29 @@ def _find_median_run(runs: Sequence[ScalingRun]) -> ScalingRun:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _list_remarks(request: ScalingRequest) -> list[str]:
+def _list_remarks_on_runs(
+    request: ScalingRequest, finished: _FinishedRuns, base_ranks: int
+) -> list[str]:
+    """What the runs that failed, or were not made, leave open."""
+    remarks = []
+    if finished.stop_code is not None:
+        remarks.append(
+            f"stopped after {finished.num_runs} of {plural(request.num_runs, 'run')}: what is said"
+            " is of these"
+        )
+    if base_ranks > min(request.ranks):
+        remarks.append(
+            f"linear scaling is that from {plural(base_ranks, 'rank')}, the fewest that did not"
+            " fail"
+        )
+    return remarks
+
+
+def _list_remarks(request: ScalingRequest, job: Job) -> list[str]:
+    """What runs on this machine cannot show; `job` is one of those that ran."""
     remarks = []
     cores, most = count_allowed_cores(), max(request.ranks)
-    device = plan_job(request.job, checks_initial=False).plan.device
+    device = plan_job(job, checks_initial=False).plan.device
     if device == "cpu" and most > cores:
         remarks.append(
             f"{most} ranks share {plural(cores, 'core')}: from {cores + 1} ranks on the"
