@@ -3,6 +3,7 @@ beside a wall that is measured apart."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 
 from phalanx.cli import report
 from phalanx.observe.events import (
+    RESUMED,
     CollectivesCounted,
     Envelope,
     Event,
     LayoutChanged,
     MonotonicClockReading,
+    Note,
     RanksStarted,
     RestartScheduled,
     RunFinished,
@@ -24,10 +27,12 @@ from phalanx.observe.events import (
     TimeBetweenSteps,
     wrap_event_in_envelope,
 )
+from phalanx.observe.tail import EventTail
 from phalanx.observe.time_groups import get_time_group_of_phase
 from phalanx.report.event_log import read_event_log
 from phalanx.report.ledger import RankLedger, list_ledger_warnings
 from phalanx.report.page import render_page
+from phalanx.report.prometheus.run_metrics import RunMetrics
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -359,6 +364,63 @@ def test_a_rank_has_no_second_of_a_command_with_fewer_ranks(tmp_path: Path) -> N
     assert [each.counted_twice_s for each in ledgers] == [0, 0, 0]
     assert ledgers[2].parts_s["ending"] == pytest.approx(1.0)
     assert list_ledger_warnings(ledgers) == []
+
+
+HOURS_S = 36_000.0
+
+
+@pytest.mark.parametrize(
+    ("ending", "wall_s", "num_cut_off"),
+    [
+        pytest.param([(112.0, RunFinished("preempted", 75, 5, 12.0))], 12.0, 0, id="stopped"),
+        pytest.param([], math.nan, 1, id="killed"),
+    ],
+)
+@pytest.mark.parametrize("num_unstarted", [0, 2])
+def test_hours_after_a_restart_that_did_not_come_are_nobodys(
+    ending: list[Timed], wall_s: float, num_cut_off: int, num_unstarted: int, tmp_path: Path
+) -> None:
+    """A run waits for a file server, with or without attempts that leave no file, and ends in the
+    pause; the first attempt of the command that goes on with it has the number that was announced.
+    """
+    write_attempt(tmp_path, 0, 0, 100.0, 1)
+    write_attempt(tmp_path, 0, 1, HOURS_S, 6)
+    first: list[Timed] = [(100.5, RanksStarted([1], 0.5)), (108.0, RestartScheduled(1, 3, 5))]
+    second: list[Timed] = [
+        (HOURS_S, Note(RESUMED, {"step": 5})),
+        (HOURS_S + 0.5, RanksStarted([2], 0.5)),
+        (HOURS_S + 9.0, RunFinished("finished", 0, 10, 9.0)),
+    ]
+    path = tmp_path / "events" / "supervisor.jsonl"
+    lines = []
+    unstarted = [
+        (number, [(108.0 + number, RestartScheduled(1 + number, 3, 5))])
+        for number in range(1, 1 + num_unstarted)
+    ]
+    for attempt, timed in ((0, first), *unstarted, (num_unstarted, ending), (1, second)):
+        if timed:
+            write(tmp_path, "supervisor.jsonl", -1, attempt, timed)
+            lines.append(path.read_text())
+    path.write_text("".join(lines))
+    facts = collect_run_facts(tmp_path)
+    (ledger,) = facts.rank_ledgers
+    first_s = wall_s if ending else 7.0
+    assert ledger.wall_s == pytest.approx(first_s + 9.0)
+    assert ledger.parts_s["restart"] == 0
+    assert ledger.counted_twice_s == 0
+    assert list_ledger_warnings(facts.rank_ledgers) == []
+    # Nobody but its end says that it began half a second before its ranks.
+    alive_s = 9.0 + (12.0 if ending else 7.5 + num_unstarted)
+    assert facts.timeline.num_commands == 2
+    assert facts.timeline.alive_s == pytest.approx(alive_s)
+    assert facts.wall_s == pytest.approx(alive_s)
+    assert facts.reliability.num_cut_off == num_cut_off
+    metrics = RunMetrics("run", {})
+    for envelope in EventTail(tmp_path, all_ranks=True).iterate_past_events():
+        metrics.add_event(envelope)
+    productive_s = 10 * (STEP_S - PHASES_S["data"])
+    goodput = metrics.build_snapshot().find_value("phalanx_goodput_ratio")
+    assert goodput == pytest.approx(productive_s / alive_s)
 
 
 # What the layout of three attempts of 10 s is, and the seconds of rank 1.

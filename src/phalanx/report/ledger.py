@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import (
     CollectivesCounted,
     Envelope,
-    LayoutChanged,
-    RanksStarted,
-    RestartScheduled,
-    RolledBack,
-    RunFinished,
     StepFinished,
     StepsSummed,
     TimeBetweenSteps,
 )
-from phalanx.observe.order import AttemptCounter
 from phalanx.report.formats import finite_or_zero, format_percent, format_seconds_or_missing
+from phalanx.report.supervised_commands import (
+    MAX_SECONDS,
+    StretchCounter,
+    SupervisedEnd,
+    SupervisorWords,
+    clip_seconds,
+    name_clock_of_event,
+)
 
 LEDGER_PARTS = (
     "start-up",
@@ -65,8 +68,6 @@ _PART_OF_PHASE = {
     "before_commit": "checkpoint",
     "after_commit": "checkpoint",
 }
-# Of a file: more than that nothing has ever taken.
-_MAX_SECONDS = 1e12
 _PART_OF_ACTIVITY = {"startup": "start-up", "evaluate": "evaluation", "ending": "ending"}
 
 # Clocks of two processes are read one after the other.
@@ -160,25 +161,7 @@ class _RankAttempt:
     num_steps: int = 0
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        self.parts_s[part] = self.parts_s.get(part, 0.0) + _clip_seconds(seconds)
-
-
-@dataclass(frozen=True)
-class _CommandEnd:
-    """The end of a command as it was said, after `wall_s` seconds."""
-
-    wall_s: float
-    at_s: float
-    clock: str
-    has_failed: bool
-
-    @property
-    def began_s(self) -> float:
-        """When the command began, on the clock of `at_s`."""
-        return self.at_s - self.wall_s
-
-    def is_on_clock_of(self, attempt: _RankAttempt) -> bool:
-        return bool(self.clock) and self.clock == attempt.clock and math.isfinite(self.wall_s)
+        self.parts_s[part] = self.parts_s.get(part, 0.0) + clip_seconds(seconds)
 
 
 class LedgerBuilder:
@@ -191,16 +174,14 @@ class LedgerBuilder:
     def __init__(self, first_steps: Mapping[int, int]) -> None:
         self._first_steps = first_steps
         self._attempts: dict[int, dict[int, _RankAttempt]] = {}
-        self._counter = AttemptCounter()
-        # By attempt the moment at which its command scheduled another one.
-        self._restarted_s: dict[int, float] = {}
-        # Only a supervisor says that it has started processes.
-        self._num_processes: dict[int, int] = {}
-        self._ends: dict[int, _CommandEnd] = {}
+        self._counter = StretchCounter()
+        # By stretch of the run.
+        self._words: defaultdict[int, SupervisorWords] = defaultdict(SupervisorWords)
 
     def add_event(self, envelope: Envelope) -> None:
         if not isinstance(envelope.event, StepFinished | StepsSummed):
-            self._add_event_of_supervision(envelope)
+            stretch, number = self._counter.locate_event(envelope)
+            self._words[stretch].add_event(envelope, number)
         if envelope.rank < 0 or not math.isfinite(envelope.monotonic_s):
             return
         if isinstance(envelope.event, CollectivesCounted):
@@ -212,7 +193,7 @@ class LedgerBuilder:
             attempt = of_rank[envelope.attempt] = _RankAttempt()
         attempt.last_s = envelope.monotonic_s
         if math.isnan(attempt.began_s):
-            attempt.began_s, attempt.clock = envelope.monotonic_s, _get_clock_name(envelope)
+            attempt.began_s, attempt.clock = envelope.monotonic_s, name_clock_of_event(envelope)
         if isinstance(envelope.event, TimeBetweenSteps):
             _add_time_between_steps(attempt, envelope.event, envelope.monotonic_s)
         elif isinstance(envelope.event, StepFinished):
@@ -222,27 +203,6 @@ class LedgerBuilder:
             summed = envelope.event
             borders = summed.first_step, summed.last_step
             self._add_steps(attempt, envelope.attempt, summed, borders, summed.num_steps)
-
-    def _add_event_of_supervision(self, envelope: Envelope) -> None:
-        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
-            number = self._counter.attempt_of_event(envelope)
-            self._restarted_s[number] = envelope.monotonic_s
-        elif isinstance(envelope.event, RunFinished):
-            self._add_end(envelope, envelope.event)
-        elif isinstance(envelope.event, RanksStarted):
-            number = self._counter.attempt_of_event(envelope)
-            self._num_processes[number] = len(envelope.event.pids)
-
-    def _add_end(self, envelope: Envelope, event: RunFinished) -> None:
-        number = self._counter.attempt_of_event(envelope)
-        # The newest counts: a command that ended before its ranks left files has the number of the
-        # next one.
-        self._ends[number] = _CommandEnd(
-            event.wall_s,
-            envelope.monotonic_s,
-            _get_clock_name(envelope),
-            event.status == "failed",
-        )
 
     def _add_steps(
         self,
@@ -261,13 +221,13 @@ class LedgerBuilder:
         parts_s, communication_s = attempt.parts_s, attempt.communication_s
         # Without a call for each: a large run has millions of these numbers.
         for phase, seconds in event.phases_s.items():
-            if not 0.0 <= seconds <= _MAX_SECONDS:
-                seconds = _clip_seconds(seconds)
+            if not 0.0 <= seconds <= MAX_SECONDS:
+                seconds = clip_seconds(seconds)
             part = _PART_OF_PHASE.get(phase, "other phases")
             parts_s[part] = parts_s.get(part, 0.0) + stands * seconds
         for name, seconds in event.communication_s.items():
-            if not 0.0 <= seconds <= _MAX_SECONDS:
-                seconds = _clip_seconds(seconds)
+            if not 0.0 <= seconds <= MAX_SECONDS:
+                seconds = clip_seconds(seconds)
             communication_s[name] = communication_s.get(name, 0.0) + stands * seconds
 
     def _share_undone(self, number: int, borders: tuple[float, float]) -> float:
@@ -296,13 +256,13 @@ class LedgerBuilder:
             _add_all(communication_s, attempt.communication_s)
         is_supervised = True
         sums: list[CommandSeconds] = []
-        for command in self._group_by_command(attempts):
+        for words, command in self._list_commands(attempts):
             of_command = {number: attempts[number] for number in command}
-            end = self._find_end(command)
+            end = words.find_end(command)
             is_supervised = is_supervised and end is not None
-            command_parts_s = self._sum_parts(rank, of_command, end)
+            command_parts_s = _sum_parts(rank, of_command, words, end)
             _add_all(parts_s, command_parts_s)
-            wall_s = self._measure_wall_s(rank, of_command, end)
+            wall_s = _measure_wall_s(rank, of_command, words, end)
             sums.append(CommandSeconds(wall_s, sum(command_parts_s.values())))
         num_steps = sum(attempt.num_steps for attempt in attempts.values())
         wall_s = sum(each.wall_s for each in sums)
@@ -310,91 +270,64 @@ class LedgerBuilder:
             rank, wall_s, parts_s, communication_s, num_steps, is_supervised, tuple(sums)
         )
 
-    def _measure_wall_s(
-        self, rank: int, attempts: Mapping[int, _RankAttempt], end: _CommandEnd | None
-    ) -> float:
-        """Seconds of a command in which its layout had the rank, by the supervisor; without its
-        word, by the rank's first and last."""
-        first, last = min(attempts), max(attempts)
-        if end is None:
-            wall_s = attempts[last].last_s - attempts[first].began_s
-            return max(wall_s - self._measure_absence_s(rank, range(first, last), None), 0.0)
-        numbers = range(self._find_first_of_command(first), self._find_last_of_command(last) + 1)
-        absence_s = self._measure_absence_s(rank, (n for n in numbers if n not in attempts), end)
-        return max(end.wall_s - absence_s, 0.0)
+    def _list_commands(
+        self, attempts: Mapping[int, _RankAttempt]
+    ) -> Iterator[tuple[SupervisorWords, list[int]]]:
+        """The attempts of a rank by command, and what was said in their stretch of the run."""
+        numbers = sorted(attempts)
+        for stretch, of_stretch in itertools.groupby(numbers, self._counter.find_stretch):
+            words = self._words[stretch]
+            for command in words.group_by_command(of_stretch):
+                yield words, command
 
-    def _sum_parts(
-        self, rank: int, attempts: Mapping[int, _RankAttempt], end: _CommandEnd | None
-    ) -> dict[str, float]:
-        """Seconds by part over the attempts of a command, of the restarts between them, and, if
-        the supervisor said its end, before the first word of the rank and after its last."""
-        parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
-        for attempt in attempts.values():
-            _add_all(parts_s, attempt.parts_s)
-        for before, after in itertools.pairwise(attempts):
-            gap_s = attempts[after].began_s - attempts[before].last_s
-            absence_s = self._measure_absence_s(rank, range(before + 1, after), end)
-            parts_s["restart"] += max(gap_s - absence_s, 0.0)
-        first, last = min(attempts), max(attempts)
-        if end is not None and end.is_on_clock_of(attempts[last]):
-            later = range(last + 1, self._find_last_of_command(last) + 1)
-            gap_s = end.at_s - attempts[last].last_s - self._measure_absence_s(rank, later, end)
-            parts_s["failure" if end.has_failed else "ending"] += max(gap_s, 0.0)
-        # Attempts before it in which this rank came to no word.
-        is_first = first - 1 not in self._restarted_s
-        if end is not None and not is_first and end.is_on_clock_of(attempts[first]):
-            wordless = range(self._find_first_of_command(first), first)
-            gap_s = attempts[first].began_s - end.began_s
-            parts_s["restart"] += max(gap_s - self._measure_absence_s(rank, wordless, end), 0.0)
-        return parts_s
 
-    def _measure_absence_s(
-        self, rank: int, numbers: Iterable[int], end: _CommandEnd | None
-    ) -> float:
-        """Seconds of the attempts `numbers` of a command whose layout did not have the rank: each
-        from when it was scheduled to when the next one was."""
-        absence_s = 0.0
-        for number in numbers:
-            if not 0 < self._num_processes.get(number, 0) <= rank:
-                continue
-            began_s = self._restarted_s.get(number - 1, math.nan if end is None else end.began_s)
-            over_s = self._restarted_s.get(number, math.nan if end is None else end.at_s)
-            absence_s += _clip_seconds(over_s - began_s)
-        return absence_s
+def _measure_wall_s(
+    rank: int,
+    attempts: Mapping[int, _RankAttempt],
+    words: SupervisorWords,
+    end: SupervisedEnd | None,
+) -> float:
+    """Seconds of a command in which its layout had the rank, by the supervisor; without its word,
+    by the rank's first and last."""
+    first, last = min(attempts), max(attempts)
+    if end is None:
+        wall_s = attempts[last].last_s - attempts[first].began_s
+        return max(wall_s - words.measure_absence_s(rank, range(first, last), None), 0.0)
+    numbers = range(words.find_first_of_command(first), words.find_last_of_command(last) + 1)
+    absence_s = words.measure_absence_s(rank, (n for n in numbers if n not in attempts), end)
+    return max(end.wall_s - absence_s, 0.0)
 
-    def _find_first_of_command(self, number: int) -> int:
-        while number - 1 in self._restarted_s:
-            number -= 1
-        return number
 
-    def _find_last_of_command(self, number: int) -> int:
-        while number in self._restarted_s:
-            number += 1
-        return number
-
-    def _find_end(self, command: Sequence[int]) -> _CommandEnd | None:
-        """The end of a supervised command, whose last attempts may have left no word of this
-        rank; None where nobody said it."""
-        numbers = range(command[-1], self._find_last_of_command(command[-1]) + 1)
-        ends = [self._ends[number] for number in numbers if number in self._ends]
-        is_supervised = not self._num_processes.keys().isdisjoint(command)
-        if not ends or not is_supervised or not math.isfinite(ends[-1].wall_s):
-            return None
-        return ends[-1]
-
-    def _group_by_command(self, attempts: Mapping[int, _RankAttempt]) -> list[list[int]]:
-        """Attempts that one command started, one after the other."""
-        commands: list[list[int]] = []
-        for number in sorted(attempts):
-            if commands and self._find_last_of_command(commands[-1][-1]) >= number:
-                commands[-1].append(number)
-            else:
-                commands.append([number])
-        return commands
+def _sum_parts(
+    rank: int,
+    attempts: Mapping[int, _RankAttempt],
+    words: SupervisorWords,
+    end: SupervisedEnd | None,
+) -> dict[str, float]:
+    """Seconds by part over the attempts of a command, of the restarts between them, and, if the
+    supervisor said its end, before the first word of the rank and after its last."""
+    parts_s = dict.fromkeys(LEDGER_PARTS, 0.0)
+    for attempt in attempts.values():
+        _add_all(parts_s, attempt.parts_s)
+    for before, after in itertools.pairwise(attempts):
+        gap_s = attempts[after].began_s - attempts[before].last_s
+        absence_s = words.measure_absence_s(rank, range(before + 1, after), end)
+        parts_s["restart"] += max(gap_s - absence_s, 0.0)
+    first, last = min(attempts), max(attempts)
+    if end is not None and end.is_on_clock(attempts[last].clock):
+        later = range(last + 1, words.find_last_of_command(last) + 1)
+        gap_s = end.at_s - attempts[last].last_s - words.measure_absence_s(rank, later, end)
+        parts_s["failure" if end.has_failed else "ending"] += max(gap_s, 0.0)
+    # Attempts before it in which this rank came to no word.
+    wordless = range(words.find_first_of_command(first), first)
+    if end is not None and wordless and end.is_on_clock(attempts[first].clock):
+        gap_s = attempts[first].began_s - end.began_s
+        parts_s["restart"] += max(gap_s - words.measure_absence_s(rank, wordless, end), 0.0)
+    return parts_s
 
 
 def _add_time_between_steps(attempt: _RankAttempt, event: TimeBetweenSteps, now_s: float) -> None:
-    seconds = _clip_seconds(event.seconds)
+    seconds = clip_seconds(event.seconds)
     attempt.add_seconds(_PART_OF_ACTIVITY.get(event.activity, "other phases"), seconds)
     if event.activity == "startup":
         attempt.has_start = True
@@ -404,12 +337,3 @@ def _add_time_between_steps(attempt: _RankAttempt, event: TimeBetweenSteps, now_
 def _add_all(sums: dict[str, float], more: Mapping[str, float]) -> None:
     for name, seconds in more.items():
         sums[name] = sums.get(name, 0.0) + seconds
-
-
-def _get_clock_name(envelope: Envelope) -> str:
-    return envelope.clock.name if envelope.clock is not None else ""
-
-
-def _clip_seconds(seconds: float) -> float:
-    """Seconds of a file, which may hold any number; 0 for what is none."""
-    return min(max(finite_or_zero(float(seconds)), 0.0), _MAX_SECONDS)

@@ -5,20 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.observe.events import (
-    Envelope,
-    LayoutChanged,
-    RestartScheduled,
-    RolledBack,
-    RunFinished,
-    RunStarted,
-    is_resume,
-)
-from phalanx.observe.order import AttemptCounter
+from phalanx.observe.events import Envelope, RunFinished, RunStarted, is_resume
 from phalanx.report.formats import finite_or_zero
+from phalanx.report.supervised_commands import StretchCounter, announces_another_attempt
+
+_Place = tuple[int, int]  # stretch of the run, attempt
 
 
 @dataclass
@@ -49,6 +43,15 @@ class _AttemptLifetime:
             self.first_s, self.last_s = first_s, at
         self.first_s = min(self.first_s, first_s)
         self.last_s = max(self.last_s, at)
+
+    def join(self, other: _AttemptLifetime | None) -> _AttemptLifetime:
+        """The lifetime of both; where one alone is by a steady clock, that one."""
+        if other is None or (self.is_steady and not other.is_steady):
+            return self
+        if other.is_steady and not self.is_steady:
+            return other
+        first_s, last_s = min(self.first_s, other.first_s), max(self.last_s, other.last_s)
+        return _AttemptLifetime(first_s, last_s, self.is_steady)
 
 
 @dataclass
@@ -114,46 +117,56 @@ class TimelineBuilder:
     """Hears the events of the supervisor and of the lead rank, each file in its order."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, _AttemptLifetime] = {}
-        self._restarted: set[int] = set()
-        self._resumed: set[int] = set()
-        # By attempt: what its command said of its duration, and when.
-        self._said_wall_s: dict[int, tuple[float, float]] = {}
-        self._attempts = AttemptCounter()
+        self._counter = StretchCounter()
+        self._spans_of_supervisor: dict[_Place, _AttemptLifetime] = {}
+        self._spans_of_lead: dict[int, _AttemptLifetime] = {}
+        self._restarted: set[_Place] = set()
+        self._resumed: set[_Place] = set()
+        # What its command said of its duration, and when.
+        self._said_wall_s: dict[_Place, tuple[float, float]] = {}
 
     def add_event(self, envelope: Envelope) -> None:
         """Steps, too: the last of them may be the last sign of life."""
-        attempt = self._attempts.attempt_of_event(envelope)
-        self._spans.setdefault(attempt, _AttemptLifetime()).add_event(envelope)
-        if isinstance(envelope.event, RestartScheduled | LayoutChanged | RolledBack):
-            self._restarted.add(attempt)
+        if envelope.rank >= 0:
+            # Its place is known once all resumes are.
+            self._spans_of_lead.setdefault(envelope.attempt, _AttemptLifetime()).add_event(envelope)
+            return
+        place = self._counter.locate_event(envelope)
+        self._spans_of_supervisor.setdefault(place, _AttemptLifetime()).add_event(envelope)
+        if announces_another_attempt(envelope):
+            self._restarted.add(place)
         elif is_resume(envelope.event):
-            self._resumed.add(attempt)
+            self._resumed.add(place)
         elif isinstance(envelope.event, RunFinished):
-            self._said_wall_s[attempt] = envelope.event.wall_s, envelope.monotonic_s
+            self._said_wall_s[place] = envelope.event.wall_s, envelope.monotonic_s
 
     def build_measured_timeline(self) -> RunTimeline:
         timeline = RunTimeline()
-        groups = self._group_attempts_by_command()
+        spans_of_run = dict(self._spans_of_supervisor)
+        for attempt, span in self._spans_of_lead.items():
+            place = self._counter.find_stretch(attempt), attempt
+            spans_of_run[place] = span.join(spans_of_run.get(place))
+        groups = self._group_places_by_command(spans_of_run)
         for before, after in itertools.pairwise(groups):
             is_silent = self._said_wall_s.keys().isdisjoint(before)
             timeline.num_cut_off += is_silent and after[0] in self._resumed
-        for attempts in groups:
-            spans = {attempt: self._spans[attempt] for attempt in attempts}
-            said_wall_s, end_s = self._said_wall_s.get(attempts[-1], (math.nan, math.nan))
+        for places in groups:
+            spans = {place[1]: spans_of_run[place] for place in places}
+            said_wall_s, end_s = self._said_wall_s.get(places[-1], (math.nan, math.nan))
             command = _TrainCommand(spans, timeline.alive_s, said_wall_s, end_s)
             timeline.alive_s += command.lifetime_s
             timeline.num_commands += 1
-            timeline._by_attempt |= dict.fromkeys(attempts, command)
+            timeline._by_attempt |= dict.fromkeys(spans, command)
         return timeline
 
-    def _group_attempts_by_command(self) -> Sequence[list[int]]:
+    def _group_places_by_command(self, places: Iterable[_Place]) -> Sequence[list[_Place]]:
         """Attempts that one supervisor started, one after the other."""
-        commands: list[list[int]] = []
-        for attempt in sorted(self._spans):
+        commands: list[list[_Place]] = []
+        for place in sorted(places):
+            last = commands[-1][-1] if commands else None
             # The attempt before ended in a restart, so the same supervisor goes on.
-            if commands and commands[-1][-1] in self._restarted:
-                commands[-1].append(attempt)
+            if last is not None and last[0] == place[0] and last in self._restarted:
+                commands[-1].append(place)
             else:
-                commands.append([attempt])
+                commands.append([place])
         return commands
