@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from phalanx.plan.described_cluster import (
     describe_untimed_topologies,
     list_instance_types,
     require_cluster_is_this_machine,
+    require_cluster_keys_have_effect,
     resize_cluster,
 )
 from phalanx.plan.layout import Layout
@@ -154,6 +156,44 @@ def test_training_refuses_a_job_that_is_planned_for_gpus_which_are_not_here(monk
     with pytest.raises(EnvironmentProblem, match="planned for h100-sxm, and this machine has no"):
         require_cluster_is_this_machine(load_job(None, ["cluster.gpu=h100-sxm"]))
     require_cluster_is_this_machine(load_job(None, []))
+
+
+def find_here(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    monkeypatch.setattr("phalanx.plan.described_cluster.detect_cluster", lambda device: cluster)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["cluster.nodes=4"], r"this machine, and cluster\.nodes has no effect; add --gpu NAME"),
+        (["cluster.price_per_hour=90"], r"cluster\.price_per_hour has"),
+        (["cluster.watts=700", "cluster.host_memory_gib=64"], "watts and cluster.* have no effect"),
+        (['cluster.links=[{name="a",num_devices=8,gb_s=50}]'], r"cluster\.links has no effect"),
+    ],
+)
+def test_keys_of_a_cluster_without_its_gpus_are_refused(monkeypatch, keys: list[str], words: str):
+    """`phalanx plan --nodes 4` planned for this CPU, without a word."""
+    find_here(monkeypatch, Cluster("cpu", 2, 16 * GIB))
+    with pytest.raises(LayoutError, match=words):
+        require_cluster_keys_have_effect(load_job(None, keys))
+    require_cluster_keys_have_effect(load_job(None, [*keys, "cluster.gpu=h100-sxm"]))
+    require_cluster_keys_have_effect(load_job(None, ["cluster.memory_gib=2"]))
+
+
+def test_gpus_found_here_have_the_prices_of_the_job_and_no_other_number_of_machines(monkeypatch):
+    find_here(monkeypatch, replace(describe("cluster.gpu=h100-sxm"), is_described=False))
+    keys = ["cluster.price_per_hour=90", "cluster.watts=500", "cluster.host_memory_gib=512"]
+    require_cluster_keys_have_effect(load_job(None, keys))
+    cluster = describe(*keys)
+    assert (cluster.price_per_hour, cluster.watts) == (90, 500)
+    assert cluster.host_memory_bytes == 512 * GIB
+    assert cluster.price_note == "$90.00 a machine and hour, as the job says"
+    with pytest.raises(LayoutError, match=r"cluster\.nodes has no effect"):
+        require_cluster_keys_have_effect(load_job(None, [*keys, "cluster.nodes=2"]))
+    with pytest.raises(LayoutError, match="which no machine has"):
+        describe("cluster.price_per_hour=1e300")
+    with pytest.raises(LayoutError, match=r"the cluster has 8 GPUs; ask for 8, or name the GPUs"):
+        build_search_task(load_job(None, ["model.preset=gpt2", "parallel.ranks=16"]))
 
 
 @pytest.mark.parametrize(

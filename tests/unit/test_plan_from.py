@@ -105,6 +105,7 @@ def write_run(
 def _no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("phalanx.run.plan_from.detect_cluster", lambda device: CPU)
+    monkeypatch.setattr("phalanx.plan.described_cluster.list_visible_gpus", lambda: ())
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
@@ -407,6 +408,9 @@ def test_what_is_no_run_and_what_is_too_short_is_refused(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="no run is there"):
         load_job_file_or_job_of_run(tmp_path / "nothing", None, [])
     plan = write_run(tmp_path / "run", slower=1.0, steps=4)
+    gpus = ["cluster.device=auto", "cluster.gpu=h100-sxm"]
+    with pytest.raises(UsageError, match=r"--from is for this machine: .* planned for h100-sxm"):
+        load_job_file_or_job_of_run(tmp_path / "run", None, gpus)
     with pytest.raises(UsageError, match="4 steps on record, and 5 are needed"):
         extrapolate_plan_from_run(tmp_path / "run", plan)
 

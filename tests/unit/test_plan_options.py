@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cli._plan_options import OPTIONS_OF_MODE, check_option_combination
 from phalanx.cli.plan import command
-from phalanx.core.errors import JobError, UsageError
+from phalanx.core.errors import JobError, LayoutError, UsageError
 from phalanx.plan.described_cluster import list_instance_types
 
 
@@ -65,6 +65,19 @@ def test_a_range_of_gpus_has_no_page(tmp_path: Path) -> None:
     words = ["model.preset=llama3-8b", "data.seq_len=4096", "train.global_batch_size=64"]
     with pytest.raises(UsageError, match="one number of GPUs"):
         command(words, gpu="h100-sxm", gpus="8..16", page=tmp_path / "page.html")
+
+
+def test_the_size_of_a_cluster_is_refused_where_no_gpu_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each the plan was for this machine, with exit 0."""
+    monkeypatch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda: ())
+    with pytest.raises(UsageError, match="--gpus is for a cluster of known GPUs"):
+        command([], gpus="8", dry_run=True)
+    with pytest.raises(LayoutError, match=r"cluster\.nodes has no effect"):
+        command([], nodes=4)
+    with pytest.raises(LayoutError, match=r"cluster\.nodes has no effect"):
+        command(["cluster.nodes=4"], autotune=1)
 
 
 def test_a_cost_says_what_its_price_is(capsys: pytest.CaptureFixture[str]) -> None:

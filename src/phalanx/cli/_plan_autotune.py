@@ -21,7 +21,10 @@ def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: boo
     """Run the `count` best layouts of a job and print them, fastest first. Returns the exit code:
     that of a stop, 1 if no run ended."""
     from phalanx.job.load import load_job
-    from phalanx.plan.described_cluster import require_cluster_is_this_machine
+    from phalanx.plan.described_cluster import (
+        require_cluster_is_this_machine,
+        require_cluster_keys_have_effect,
+    )
     from phalanx.run.autotune import autotune_job
 
     refuse_launcher("plan --autotune")
@@ -29,6 +32,7 @@ def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: boo
     job = load_job(job_file, overrides)
     # Else each layout would be refused in turn, as if it had failed.
     require_cluster_is_this_machine(job)
+    require_cluster_keys_have_effect(job)
     began = time.monotonic()
     with ProgressLine("trying", line_s=0.0) as line:
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from phalanx.cli._json import print_json
-from phalanx.cli._plan_search import set_num_devices_of_job
+from phalanx.cli._plan_search import build_unknown_gpus_error, set_num_devices_of_job
 from phalanx.cli._progress import show_progress_of_module
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
@@ -49,7 +49,7 @@ def print_dry_run(
 def _plan_for_dry_run(job: Job, gpus: str | None) -> PlannedJob:
     """The plan that is run: for a cluster of known devices the search's winner.
 
-    Raises LayoutError where no layout fits.
+    Raises LayoutError where no layout fits, UsageError for `gpus` without devices that are known.
     """
     with show_progress_of_module() as tell:
         if can_predict_step_times(job):
@@ -62,4 +62,6 @@ def _plan_for_dry_run(job: Job, gpus: str | None) -> PlannedJob:
                     fix="see what would: the same command without --dry-run",
                 )
             job = apply_job_keys(job, winner.job_keys)
+        elif gpus is not None:
+            raise build_unknown_gpus_error("--gpus is")
         return plan_job(job, checks_initial=False, tell=tell)

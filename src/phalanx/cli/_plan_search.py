@@ -167,11 +167,21 @@ def set_num_devices_of_job(job: Job, text: str) -> Job:
     return _set_num_devices(job, counts[0])
 
 
+def build_unknown_gpus_error(options_are: str) -> UsageError:
+    """The error for options that only a search reads, where no GPU is known: "--out is"."""
+    return UsageError(
+        f"{options_are} for a cluster of known GPUs, and this machine has none",
+        fix="add --gpu NAME or --instance TYPE",
+    )
+
+
 def _set_num_devices(job: Job, num_devices: int) -> Job:
-    """`job` on so many devices, whole nodes of them."""
+    """`job` on so many devices: whole nodes of those that it describes, or some of this machine."""
     from phalanx.plan.described_cluster import choose_cluster_of_job
     from phalanx.plan.search.finalists import apply_job_keys
 
+    if not job.cluster.has_described_machine:
+        return apply_job_keys(job, {"parallel.ranks": num_devices})
     per_node = choose_cluster_of_job(job).devices_per_node or num_devices
     nodes = -(-num_devices // per_node)
     return apply_job_keys(job, {"cluster.nodes": nodes, "parallel.ranks": num_devices})

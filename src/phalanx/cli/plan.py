@@ -250,8 +250,11 @@ def _plan_with_progress(job: Job, *, checks_initial: bool = True) -> PlannedJob:
 def _load_job(words: Sequence[str]) -> Job:
     from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.job.load import load_job
+    from phalanx.plan.described_cluster import require_cluster_keys_have_effect
 
-    return load_job(*split_job_file_and_overrides(words))
+    job = load_job(*split_job_file_and_overrides(words))
+    require_cluster_keys_have_effect(job)
+    return job
 
 
 def _print_planned(
@@ -289,8 +292,8 @@ def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
 
     Raises UsageError for options that only a search reads where they are not.
     """
+    from phalanx.cli._plan_search import build_unknown_gpus_error
     from phalanx.core.blas_threads import import_numpy_without_threads
-    from phalanx.core.errors import UsageError
 
     import_numpy_without_threads()  # before a search does, which multiplies no matrices
     from phalanx.run.search_job import can_predict_step_times
@@ -298,10 +301,7 @@ def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
     if can_predict_step_times(job):
         return True
     if gpus is not None or out is not None:
-        raise UsageError(
-            "--gpus and --out are for a cluster of known GPUs, and this machine has none",
-            fix="add --gpu NAME or --instance TYPE",
-        )
+        raise build_unknown_gpus_error("--gpus and --out are")
     return False
 
 

@@ -42,6 +42,10 @@ POSSIBLE_FIGURES_OF_LINKS = {
     "latency_us": (1e-6, 1e7),
     "oversubscription": (1, 1e6),
 }
+# What [cluster] says of machines: how many and how joined, and figures of one.
+KEYS_OF_SIZE = ("nodes", "gpus_per_node", "links")
+KEYS_OF_COST = ("price_per_hour", "spot_price_per_hour", "watts")
+KEYS_OF_MACHINES = (*KEYS_OF_SIZE, *KEYS_OF_COST, "host_memory_gib")
 # Networks whose shape no formula of the time of a step reads: they count as a switch.
 UNTIMED_TOPOLOGIES = ("torus", "dragonfly")
 # Bytes a second of a network that is given in bits.
@@ -86,14 +90,55 @@ def find_instance_type(name: str) -> InstanceType:
 
 
 def choose_cluster_of_job(job: Job) -> Cluster:
-    """The cluster that a plan of the job is for: the one that it describes, else this machine.
+    """The cluster that a plan of the job is for: the one that it describes, else this machine, of
+    whose GPUs the job may say prices, power and host memory.
 
     Raises LayoutError (exit 3) for a description that does not hold, EnvironmentProblem (exit 6)
     like `detect_cluster`.
     """
     if not job.cluster.has_described_machine:
-        return detect_cluster(job.cluster.device)
+        return _add_stated_figures(detect_cluster(job.cluster.device), job.cluster)
     return build_described_cluster(job.cluster, job.parallel.ranks)
+
+
+def _add_stated_figures(cluster: Cluster, section: ClusterSection) -> Cluster:
+    """`cluster`, which was found here, with the figures of its machine that the section gives; no
+    plan for CPUs reads them."""
+    if cluster.device != "cuda":
+        return cluster
+    _require_possible_figures(section)
+    host_bytes = cluster.host_memory_bytes
+    if section.host_memory_gib is not None:
+        host_bytes = round(section.host_memory_gib * GIB)
+    return replace(
+        cluster,
+        host_memory_bytes=host_bytes,
+        price_per_hour=section.price_per_hour,
+        spot_price_per_hour=section.spot_price_per_hour,
+        watts=section.watts or cluster.watts,
+        price_note=_describe_price_source(section, None),
+    )
+
+
+def require_cluster_keys_have_effect(job: Job) -> None:
+    """Raises LayoutError for keys of [cluster] that a plan for this machine does not read, in a job
+    that names no GPUs to plan for."""
+    given = [key for key in KEYS_OF_MACHINES if getattr(job.cluster, key)]
+    if job.cluster.has_described_machine or not given:
+        return
+    cluster, read = detect_cluster(job.cluster.device), set()
+    if cluster.device == "cuda":
+        read.add("host_memory_gib")
+    if cluster.accelerator is not None:
+        read.update(KEYS_OF_COST)
+    unread = [f"cluster.{key}" for key in given if key not in read]
+    if unread:
+        raise LayoutError(
+            f"without the name of a GPU the plan is for this machine, and {' and '.join(unread)}"
+            f" {'has' if len(unread) == 1 else 'have'} no effect",
+            fix="add --gpu NAME, --instance TYPE or --cluster FILE, or leave"
+            f" {'it' if len(unread) == 1 else 'them'} out",
+        )
 
 
 def build_described_cluster(section: ClusterSection, num_ranks: int | None = None) -> Cluster:
@@ -356,8 +401,22 @@ def _describe_bad_cluster_file(path: str, error: ValidationError) -> LayoutError
 def require_cluster_is_this_machine(job: Job) -> None:
     """Raises EnvironmentProblem (exit 6) for a job that is planned for GPUs which this machine
     has not."""
+    difference = describe_absent_gpus(job)
+    if difference:
+        raise EnvironmentProblem(
+            difference,
+            fix=(
+                "leave cluster.gpu, cluster.instance and cluster.file out to train here; phalanx"
+                " plan plans for them anywhere"
+            ),
+        )
+
+
+def describe_absent_gpus(job: Job) -> str:
+    """What the job is planned for and what this machine has, where these are other GPUs; ""
+    elsewhere."""
     if not job.cluster.has_described_machine:
-        return
+        return ""
     planned, gpus = build_described_cluster(job.cluster), list_visible_gpus()
     assert planned.accelerator is not None
     present = "no GPU"
@@ -367,14 +426,8 @@ def require_cluster_is_this_machine(job: Job) -> None:
             gpus[0].name, min(gpu.memory_bytes for gpu in gpus)
         )
         if accelerator == planned.accelerator:
-            return
-    raise EnvironmentProblem(
-        f"the job is planned for {planned.name}, and this machine has {present}",
-        fix=(
-            "leave cluster.gpu, cluster.instance and cluster.file out to train here; phalanx plan"
-            " plans for them anywhere"
-        ),
-    )
+            return ""
+    return f"the job is planned for {planned.name}, and this machine has {present}"
 
 
 def resize_cluster(cluster: Cluster, num_devices: int) -> Cluster:

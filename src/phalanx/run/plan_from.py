@@ -27,6 +27,7 @@ from phalanx.plan.calibrated.step import (
     estimate_step_from_profile,
 )
 from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.described_cluster import describe_absent_gpus
 from phalanx.plan.plan import Plan
 from phalanx.plan.profiles import MachineProfile, find_profile_of_cluster
 from phalanx.plan.stored_plan import StoredPlanError, read_stored_plan
@@ -137,7 +138,8 @@ def load_job_file_or_job_of_run(
     run_dir: Path, job_file: str | None, overrides: Sequence[str]
 ) -> Job:
     """The job in `job_file`, else that of the run; with overrides. Raises UsageError where there is
-    no run, StoredPlanError where it has lost one of its files."""
+    no run, and for a job of GPUs that this machine has not, whose profile says how the run grows;
+    StoredPlanError where the run has lost one of its files."""
     where = str(run_dir)
     missing = [name for name in ("job.json", "plan.json") if not (run_dir / name).is_file()]
     if len(missing) > 1:
@@ -145,8 +147,17 @@ def load_job_file_or_job_of_run(
     if missing:
         raise StoredPlanError(f"the run has no {missing[0]}", where=where, fix="give another run")
     if job_file is not None:
-        return load_job(job_file, overrides)
-    return load_job_json(run_dir / "job.json", overrides)
+        job = load_job(job_file, overrides)
+    else:
+        job = load_job_json(run_dir / "job.json", overrides)
+    difference = describe_absent_gpus(job)
+    if difference:
+        raise UsageError(
+            f"--from is for this machine: {difference}",
+            where=where,
+            fix="leave cluster.gpu, cluster.instance and cluster.file out, or --from",
+        )
+    return job
 
 
 def extrapolate_plan_from_run(run_dir: Path, plan: Plan) -> PlanFromRun:

@@ -71,10 +71,13 @@ def build_search_task(
     if cluster.device != "cuda" and job.parallel.ranks is None:
         num_ranks = choose_num_ranks(job, cluster, None).value
     if cluster.device == "cuda" and num_ranks > cluster.num_devices:
+        fix = f"set cluster.nodes={resize_cluster(cluster, num_ranks).num_nodes}"
+        if not cluster.is_described:
+            fix = f"ask for {cluster.num_devices}, or name the GPUs of a larger one (--gpu NAME)"
         raise LayoutError(
             f"{plural(num_ranks, 'rank')} were asked for and the cluster has"
             f" {plural(cluster.num_devices, 'GPU')}",
-            fix=f"set cluster.nodes={resize_cluster(cluster, num_ranks).num_nodes}",
+            fix=fix,
         )
     num_unused = 0
     if cluster.device == "cuda" and num_ranks < cluster.num_devices:
