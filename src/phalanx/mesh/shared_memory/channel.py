@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from phalanx.mesh.shared_memory.arena import ArenaBlock, Bytes, OwnArena
 from phalanx.mesh.shared_memory.board import (
     CONSUMED,
@@ -38,7 +36,7 @@ from phalanx.mesh.shared_memory.operations import (
     CollectivesDifferError,
     Operation,
 )
-from phalanx.mesh.shared_memory.peers import Peer
+from phalanx.mesh.shared_memory.peers import Peer, describe_loss, explain_unseen_memory
 from phalanx.mesh.shared_memory.reduction import DTYPES, REDUCE_OPS
 from phalanx.mesh.shared_memory.transfers import Transfer
 
@@ -74,16 +72,20 @@ class _Pending:
 
 
 class _MemoryOfMembers:
-    """GroupMemory of this rank and those that it has mapped."""
+    """GroupMemory of this rank and those that it has mapped. Raises DistBackendError where a rank
+    whose memory is to be seen has died or left."""
 
-    def __init__(self, arena: OwnArena, members: Sequence[Peer | None]) -> None:
-        self._arena, self._members = arena, members
+    def __init__(self, label: str, arena: OwnArena, members: Sequence[Peer | None]) -> None:
+        self._label, self._arena, self._members = label, arena, members
 
     def view(self, rank: int, place: int, num_bytes: int) -> Bytes:
         peer = self._members[rank]
         if peer is None:
             return self._arena.view(place, num_bytes)
-        return peer.segments.view(place, num_bytes)
+        try:
+            return peer.segments.view(place, num_bytes)
+        except (OSError, ValueError) as error:
+            raise explain_unseen_memory(peer, f"group {self._label}", error) from error
 
     def forget(self, rank: int, place: int, num_bytes: int) -> None:
         peer = self._members[rank]
@@ -106,7 +108,7 @@ class GroupChannel:
         self.members = tuple(members)
         self.rank = self.members.index(None)
         self.num_ranks = len(self.members)
-        self.memory = _MemoryOfMembers(arena, self.members)
+        self.memory = _MemoryOfMembers(label, arena, self.members)
         self.lock = threading.RLock()
         has_own_core = self.num_ranks <= len(os.sched_getaffinity(0))
         self._num_spins = _NUM_SPINS if has_own_core else 0
@@ -234,11 +236,7 @@ class GroupChannel:
             self.advance()
             if operation.is_done or lost not in self._list_awaited(operation):
                 return
-        ending = "has left" if has_left(lost.arena) else "has died"
-        error = dist.DistBackendError(
-            f"Connection closed by peer: rank {lost.rank} (process {lost.pid}) {ending}, and"
-            f" {operation.name} of group {self.label} needs it"
-        )
+        error = describe_loss(lost, f"{operation.name} of group {self.label}")
         self.fail(error)
         raise error
 
@@ -390,7 +388,11 @@ class GroupChannel:
                     f" {_format_slot(slot)}"
                 )
             if peer is not None:
-                operands[rank] = peer.segments.view(slot.place, slot.num_bytes)
+                try:
+                    operands[rank] = peer.segments.view(slot.place, slot.num_bytes)
+                except (OSError, ValueError) as error:
+                    needed_by = f"{pending.operation.name} of group {self.label}"
+                    raise explain_unseen_memory(peer, needed_by, error) from error
             elif pending.block is not None:
                 operands[rank] = self._arena.view_block(pending.block)
         return operands

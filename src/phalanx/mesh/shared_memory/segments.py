@@ -118,8 +118,9 @@ class SeenSegments:
         self._mapped: dict[int, MappedArena] = {}
 
     def view(self, place: int, num_bytes: int) -> Bytes:
-        """The bytes at a place that the other rank has named. Raises ValueError or OSError if it
-        names nothing that is there."""
+        """The bytes at a place that the other rank has named. Raises ValueError if it
+        names what cannot be there, and OSError where it is not there any more, or cannot be mapped.
+        """
         number, offset = place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
         if number == 0:
             return self._arena.view(offset, num_bytes)
@@ -138,7 +139,7 @@ class SeenSegments:
     def _map(self, number: int) -> MappedArena:
         descriptor, is_in_use, inode, num_bytes = self._read(number)
         if not is_in_use:
-            raise ValueError(f"shared segment {number} is not in use")
+            raise OSError(f"shared segment {number} is not in use")
         return open_arena_of_process(self._pid, descriptor, num_bytes, inode)
 
 
