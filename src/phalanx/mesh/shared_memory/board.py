@@ -8,6 +8,7 @@ its boards, by group, and of its segments.
 from __future__ import annotations
 
 import struct
+import uuid
 from typing import NamedTuple
 
 from phalanx.mesh.shared_memory.arena import MappedArena, OwnArena
@@ -27,9 +28,10 @@ _LINE_BYTES = 64
 _SLOT_BYTES = 64
 _MASK = 2**32 - 1
 
-# The start of an arena: a word that tells whether its rank has left, the number of boards, and
-# (key, offset) of each.
-_LEFT_AT, _COUNT_AT, _DIRECTORY_AT = 0, _LINE_BYTES, 2 * _LINE_BYTES
+# The start of an arena: a word that tells whether its rank has left, a number that no other arena
+# has, the number of boards, and (key, offset) of each.
+_LEFT_AT, _NONCE_AT, _COUNT_AT, _DIRECTORY_AT = 0, 16, _LINE_BYTES, 2 * _LINE_BYTES
+_NONCE_BYTES = 16
 _MAX_BOARDS = 4096
 _ENTRY = struct.Struct("<QQ")
 SEGMENT_TABLE_AT = _DIRECTORY_AT + _MAX_BOARDS * _ENTRY.size
@@ -70,9 +72,15 @@ def is_same_count(word: int, count: int) -> bool:
 
 
 def reserve_directory(arena: OwnArena) -> None:
-    """Reserve the start of a new arena, whose pages are zeros."""
+    """Reserve the start of a new arena, whose pages are zeros, and give it its nonce."""
     block = arena.allocate(_HEADER_BYTES)
     assert block.offset == 0
+    arena.memory[_NONCE_AT : _NONCE_AT + _NONCE_BYTES] = uuid.uuid4().bytes
+
+
+def read_nonce(arena: MappedArena) -> str:
+    """What tells an arena from all others, of this host and of any other."""
+    return arena.memory[_NONCE_AT : _NONCE_AT + _NONCE_BYTES].hex()
 
 
 def say_left(arena: OwnArena) -> None:

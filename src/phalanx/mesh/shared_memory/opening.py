@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from phalanx.mesh.c10d_calls import HandlerDepth, handling_c10d_calls
 from phalanx.mesh.reduce_ops import following_reduce_ops
 from phalanx.mesh.shared_memory import futex
 from phalanx.mesh.shared_memory.arena import ARENA_BYTES, OwnArena, open_arena_of_process
-from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, reserve_directory
+from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, read_nonce, reserve_directory
 from phalanx.mesh.shared_memory.peers import Peer
 from phalanx.mesh.shared_memory.segments import SeenSegments
 from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
@@ -130,6 +131,7 @@ def _describe_process(arena: OwnArena | None, problem: str) -> dict[str, Any]:
             "started": stat.start_ticks if stat is not None else None,
             "descriptor": arena.descriptor,
             "num_bytes": arena.num_bytes,
+            "nonce": read_nonce(arena),
         }
     return facts
 
@@ -144,8 +146,8 @@ def _name_host() -> str:
     except OSError:
         boot = ""
     if not boot:
-        # A host of its own.
-        return f"process {os.getpid()}"
+        # A host of its own. Its number may be another one's, too, in another sandbox.
+        return f"process {uuid.uuid4()}"
     return f"{boot} {namespaces} {os.getuid()}"
 
 
@@ -168,6 +170,9 @@ def _open_arenas_of_peers(
             mapped = open_arena_of_process(fact["pid"], fact["descriptor"], fact["num_bytes"])
         except OSError as error:
             problem = f"the memory of rank {other} cannot be mapped: {error}"
+            continue
+        if read_nonce(mapped) != fact["nonce"]:
+            problem = f"rank {other} is not the process {fact['pid']} of this host"
             continue
         peers[other] = Peer(
             other,
