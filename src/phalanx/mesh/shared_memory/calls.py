@@ -392,7 +392,8 @@ def _receive_from(tensor: torch.Tensor, source: int | None, tag: int) -> TakenCa
     if not _is_plain(tensor):
         return None
     places = _Places()
-    values = places.write(tensor)
+    # A message may be shorter than the tensor.
+    values = places.write(tensor, keeps_values=True)
     receive = Receive("recv", places.finish, source=source, tag=max(0, tag), values=values)
     return TakenCall(receive, [tensor], lambda work: work)
 
