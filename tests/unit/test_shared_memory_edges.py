@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.launch.reports import is_caused_by_lost_peer
 from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory import channel as channel_module
-from phalanx.mesh.shared_memory import futex
+from phalanx.mesh.shared_memory import futex, opening, segments
 from phalanx.mesh.shared_memory.arena import OwnArena
-from phalanx.mesh.shared_memory.board import CONSUMED, POSTED, REDUCED, has_left, say_left
-from phalanx.mesh.shared_memory.operations import CollectivesDifferError, Operation
+from phalanx.mesh.shared_memory.board import (
+    CONSUMED,
+    NUM_SLOTS,
+    POSTED,
+    REDUCED,
+    SEGMENT_TABLE_AT,
+    has_left,
+    reserve_directory,
+    say_left,
+)
+from phalanx.mesh.shared_memory.in_place import GatheredTensor, GatherInPlace
+from phalanx.mesh.shared_memory.operations import Collective, CollectivesDifferError, Operation
 from phalanx.mesh.shared_memory.peers import Peer
-from phalanx.mesh.shared_memory.tensors import ArenaTensors
+from phalanx.mesh.shared_memory.segments import OwnSegments
+from phalanx.mesh.shared_memory.tensors import ArenaTensors, view_bytes
+from phalanx.mesh.shared_memory.transfers import AllReduceSlices
 from phalanx.mesh.shared_memory.transport import SharedMemoryTransport
 from shared_ranks import ARENA_BYTES, SharedRanks, build_call
 
@@ -199,6 +215,66 @@ def test_a_tensor_is_not_taken_for_the_first_chunk_of_a_longer_one(make_ranks: M
     assert "8,388,608 bytes" in str(caught.value)
 
 
+# What ranks call that need nothing of each other: each is its own root, or waits for nobody.
+CALLS_WITH_OTHER_ROOTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "broadcasts": lambda rank: ("broadcast_", rows_of(1), None, rank),
+    "reductions": lambda rank: ("reduce_", rows_of(1), None, None, 1 - rank),
+    "both": lambda rank: (("broadcast_", "reduce_")[rank], rows_of(1), *[None] * (1 + rank), 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OTHER_ROOTS)
+def test_ranks_that_name_different_roots_are_told(name: str, make_ranks: MakeRanks) -> None:
+    """The later one as it calls, and the other one when it comes by again."""
+    ranks, calls = make_ranks(2), CALLS_WITH_OTHER_ROOTS[name]
+    ranks.post(0, *calls(0))
+    with pytest.raises(CollectivesDifferError) as later:
+        ranks.post(1, *calls(1))
+    with pytest.raises(CollectivesDifferError) as earlier:
+        ranks.post(0, "barrier", torch.ones(1))
+    if name == "broadcasts":
+        assert "this one broadcast of 8 bytes of float32 (sum, root 1 of the group)" in str(
+            later.value
+        )
+        assert "rank 1 broadcast of 8 bytes of float32 (sum, root 1 of the group)" in str(
+            earlier.value
+        )
+
+
+@pytest.mark.parametrize("name", ["broadcast_", "reduce_"])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_any_of_three_ranks_may_be_the_one_that_names_another_root(
+    name: str, other: int, make_ranks: MakeRanks
+) -> None:
+    """Also where no rank has come as another one calls: all look when they come by again."""
+    ranks = make_ranks(3)
+    for rank, channel in enumerate(ranks.channels):
+        root = 2 if rank == other == 0 else int(rank == other)
+        args = (None, root) if name == "broadcast_" else (None, None, root)
+        call = build_call(name, rows_of(1), *args, rank=rank, num_ranks=3)
+        assert call is not None
+        assert isinstance(call.operation, Collective)
+        channel._queued.extend((call.operation, each) for each in call.operation.transfers)
+        channel._post_queued()
+    with pytest.raises(CollectivesDifferError):
+        ranks.advance([], rounds=1)
+
+
+def test_a_root_takes_no_later_call_for_the_one_that_it_has_not_seen(make_ranks: MakeRanks) -> None:
+    """The other rank has gone on meanwhile, and used the place of the first one anew."""
+    ranks = make_ranks(2)
+    values = torch.ones(1)
+    ranks.post(0, "broadcast_", [values], None, 0)
+    got = torch.zeros(1)
+    ranks.post(1, "broadcast_", [got], None, 0)
+    later = [ranks.post(1, "broadcast_", rows_of(1), None, 1) for _ in range(NUM_SLOTS)]
+    assert later[-1].is_done
+    assert got.item() == 1.0
+    answers = [ranks.post(0, "broadcast_", rows_of(1), None, 1) for _ in range(NUM_SLOTS)]
+    assert ranks.advance(answers)
+    assert not ranks.channels[0]._uncompared
+
+
 def test_parts_without_rows_move(make_ranks: MakeRanks) -> None:
     ranks = make_ranks(2)
     nothing, arrived = torch.zeros(0, 3), torch.zeros(2, 3)
@@ -269,6 +345,18 @@ def test_a_receive_of_any_rank_looks_often(
     ranks.channels[0].wait(receive, 30.0, lambda: None)
     assert got.item() == 1.0
     assert max(sleeps_s) < 0.01
+
+
+def test_a_message_may_be_shorter_than_its_tensor_as_over_gloo(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks(2)
+    whole, columns = torch.full((4,), 7.0), torch.full((2, 2), 7.0)
+    for into, expected in ((whole, [1.0, 1.0, 7.0, 7.0]), (columns.T, [[1.0, 1.0], [7.0, 7.0]])):
+        ranks.post(0, "send", rows_of(1), None, 1, 0)
+        assert ranks.advance([ranks.post(1, "recv_", [into], None, 0, 0)])
+        assert into.tolist() == expected
+    ranks.post(0, "send", rows_of(1, 3), None, 1, 0)
+    with pytest.raises(RuntimeError, match=r"rank 0 .* has sent 12 bytes and 8 are to be received"):
+        ranks.post(1, "recv_", rows_of(1), None, 0, 0)
 
 
 # Counters
@@ -406,3 +494,156 @@ def test_a_rank_that_leaves_and_ends_while_one_looks_has_left(
     monkeypatch.setattr(Peer, "is_alive", leave_and_end)
     with pytest.raises(RuntimeError, match="Timed out"):
         wait_for(ranks, receive, timeout_s=0.12)
+
+
+WAITS_OF_RANK_0: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "all_reduce": lambda: ("allreduce_", rows_of(1)),
+    "recv": lambda: ("recv_", rows_of(1), None, 1, 0),
+    "recv of any rank": lambda: ("recv_any_source_", rows_of(1), None, 0),
+}
+
+
+@pytest.mark.parametrize("name", WAITS_OF_RANK_0)
+@pytest.mark.parametrize("died_s", [0.0, 0.001, 0.049, 0.051, 0.4])
+def test_a_rank_that_dies_at_any_moment_is_named_within_100_ms(
+    name: str, died_s: float, make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that runs while the rank sleeps: nothing else takes long on an idle machine."""
+    now_s = 0.0
+
+    def sleep(address: int, expected: int, timeout_s: float) -> None:
+        nonlocal now_s
+        now_s += timeout_s
+
+    monkeypatch.setattr(channel_module, "wait_for_change", sleep)
+    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(Peer, "is_alive", lambda peer: peer.rank != 1 or now_s < died_s)
+    ranks = make_ranks(3)
+    operation = ranks.post(0, *WAITS_OF_RANK_0[name]())
+    with pytest.raises(dist.DistBackendError, match=r"rank 1 .* has died"):
+        wait_for(ranks, operation, timeout_s=60.0)
+    assert now_s - died_s <= 0.1
+
+
+@pytest.mark.parametrize("name", WAITS_OF_RANK_0)
+def test_a_dead_rank_is_named_to_who_asks_whether_it_is_done(
+    name: str, make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make_ranks(2, {1: find_ended_process()})
+    operation, channel = ranks.post(0, *WAITS_OF_RANK_0[name]()), ranks.channels[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(Peer, "is_alive", lambda peer: True)
+        assert channel.find_error(operation) is None
+    asked_s = channel._asked_s
+    # It does not ask the system each time.
+    assert channel.find_error(operation) is None or time.monotonic() - asked_s >= 0.05
+    channel._asked_s = 0.0
+    error = channel.find_error(operation)
+    assert isinstance(error, dist.DistBackendError)
+    assert "has died" in str(error)
+
+
+def test_the_thread_beside_finds_a_dead_rank_where_nobody_waits(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks(2, {1: find_ended_process()})
+    channel = ranks.channels[0]
+    channel.look_for_lost()
+    assert channel.error is None
+    ranks.post(0, "allreduce_", rows_of(1))
+    channel._asked_s = 0.0
+    channel.look_for_lost()
+    assert isinstance(channel.error, dist.DistBackendError)
+    # What moves on is not looked into.
+    ranks = make_ranks(2, {1: find_ended_process()})
+    operations = [ranks.post(rank, "allreduce_", rows_of(1)) for rank in range(2)]
+    assert ranks.advance(operations)
+    ranks.post(0, "allreduce_", rows_of(1))
+    ranks.channels[0].look_for_lost()
+    assert ranks.channels[0].error is None
+
+
+# Tensors that lie in files of their own
+
+
+def post_of_own_file(
+    ranks: SharedRanks, rank: int, values: torch.Tensor, kind: str
+) -> tuple[Operation, OwnSegments]:
+    """Have `rank` reduce or gather `values` where they lie, in a file that others must open."""
+    own = OwnSegments(ranks.arenas[rank], SEGMENT_TABLE_AT, 2)
+    assert own.publish(values)
+    if kind == "all_reduce":
+        place = own.locate(values)
+        transfer: Any = AllReduceSlices(
+            view_bytes(values), values.dtype, "sum", rank, ranks.num_ranks, place
+        )
+    else:
+        rows = list(torch.zeros(2, values.numel()))
+        transfer = GatherInPlace([GatheredTensor(values, rows, [0, 0])], rank, own.locate)
+    operation = Collective(kind, transfers=[transfer])
+    ranks.channels[rank].post(operation)
+    return operation, own
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_a_rank_that_dies_before_others_have_opened_its_tensors_is_named(
+    kind: str, make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are closed some time before the system says that it has ended."""
+    pid = find_ended_process()
+    ranks = make_ranks(2, {1: pid})
+    post_of_own_file(ranks, 1, torch.ones(9_000), kind)
+    peer = ranks.channels[0].members[1]
+    assert peer is not None
+    peer.segments._pid = pid
+    answers = iter([True, True])
+    monkeypatch.setattr(Peer, "is_alive", lambda peer: next(answers, False))
+    with pytest.raises(dist.DistBackendError, match=rf"rank 1 \(process {pid}\) has died") as lost:
+        post_of_own_file(ranks, 0, torch.ones(9_000), kind)
+    assert is_caused_by_lost_peer(lost.value)
+    assert ranks.channels[0].error is lost.value
+
+
+def test_tensors_that_a_rank_has_withdrawn_as_it_left_are_its_loss(make_ranks: MakeRanks) -> None:
+    ranks, values = make_ranks(2), torch.ones(9_000)
+    _, own = post_of_own_file(ranks, 1, values, "all_reduce")
+    own.withdraw(values)
+    say_left(ranks.arenas[1])
+    with pytest.raises(dist.DistBackendError, match=r"rank 1 .* has left, and all_reduce"):
+        post_of_own_file(ranks, 0, values.clone(), "all_reduce")
+
+
+def test_a_rank_that_may_open_no_more_files_says_so_itself(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ranks = make_ranks(2)
+    post_of_own_file(ranks, 1, torch.ones(9_000), "all_reduce")
+    monkeypatch.setattr(segments, "open_arena_of_process", refuse)
+    with pytest.raises(RuntimeError, match=r"rank 1 .* cannot be mapped: .*Too many open") as own:
+        post_of_own_file(ranks, 0, torch.ones(9_000), "all_reduce")
+    assert not is_caused_by_lost_peer(own.value)
+
+
+# Two sandboxes on a host, or on two, whose processes have the same numbers
+
+
+def test_a_host_without_a_name_is_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "read_boot_id", lambda: "")
+    assert opening._name_host() != opening._name_host()
+
+
+def test_an_arena_is_not_taken_for_that_of_a_rank_elsewhere() -> None:
+    """There the process and its descriptor have the numbers of this one's."""
+    arenas = [OwnArena(ARENA_BYTES) for _ in range(2)]
+    for arena in arenas:
+        reserve_directory(arena)
+    facts = [opening._describe_process(arena, "") for arena in arenas]
+    peers, _ = opening._open_arenas_of_peers(arenas[0], 0, facts)
+    assert list(peers) == [1]
+    facts[1]["descriptor"] = facts[0]["descriptor"]
+    peers, problem = opening._open_arenas_of_peers(arenas[0], 0, facts)
+    assert not peers
+    assert "rank 1 is not the process" in problem
+    for arena in arenas:
+        arena.close()

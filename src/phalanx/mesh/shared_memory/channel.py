@@ -7,6 +7,7 @@ in different groups all come on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -58,17 +59,29 @@ _KINDS = (
     "broadcast",
     "all_to_all",
 )
+_KINDS_WITH_ROOT = ("broadcast", "reduce")
 
 
 @dataclass
 class _Pending:
-    """A transfer that has been posted: its number in the group, and how far it is."""
+    """A transfer that has been posted: its number in the group, what this rank has said of it, and
+    how far it is."""
 
     sequence: int
     transfer: Transfer
+    slot: Slot
     operation: Collective
     block: ArenaBlock | None
     has_moved: bool = False
+
+
+@dataclass
+class _Uncompared:
+    """A transfer for which this rank need not wait, and the ranks whose call it has not seen."""
+
+    sequence: int
+    slot: Slot
+    ranks: list[int]
 
 
 class _MemoryOfMembers:
@@ -117,11 +130,15 @@ class GroupChannel:
         self._boards[self.rank] = self._own
         self._queued: deque[tuple[Collective, Transfer]] = deque()
         self._pending: deque[_Pending] = deque()
+        # At most NUM_SLOTS, oldest first: nobody posts more before all have come.
+        self._uncompared: deque[_Uncompared] = deque()
         # Blocks that others may still read, with the transfer they belong to, oldest first.
         self._staged: deque[tuple[int, ArenaBlock]] = deque()
         self._staged_bytes = 0
         self._num_posted = self._num_ended = 0
         self._error: Exception | None = None
+        # When this rank last asked whether others are alive, and how much had ended then.
+        self._asked_s, self._num_ended_when_asked = 0.0, 0
         self._blocker: Blocker | None = None
         # (line, sequence, ranks): what the first open collective waits for.
         self._awaited: tuple[int, int, Sequence[int]] = (POSTED, 0, ())
@@ -170,13 +187,15 @@ class GroupChannel:
                 raise
 
     def _advance_collectives(self) -> None:
-        if not self._queued and not self._pending and not self._staged:
+        if not (self._queued or self._pending or self._staged or self._uncompared):
             return
         while True:
             num_ended = self._num_ended
             self._free_consumed_blocks()
             self._post_queued()
             self._move_pending()
+            if self._uncompared:
+                self._compare_late_ranks()
             self._end_transfers()
             # What has ended may make room for what is queued.
             if not self._queued or self._num_ended == num_ended:
@@ -226,8 +245,38 @@ class GroupChannel:
         with self.lock:
             self._error = self._error or error
 
+    def find_error(self, operation: Operation) -> Exception | None:
+        """What has ended this group's operations: also that a rank has died or left which
+        `operation` waits for, for callers that only ask whether it is done."""
+        if self._error is None and time.monotonic() >= self._asked_s + _SLEEP_S:
+            self._fail_if_lost(operation)
+        return self._error
+
+    def look_for_lost(self) -> None:
+        """Find out whether ranks that the oldest collective waits for are there, unless something
+        has ended since the last look: for a thread that looks now and then."""
+        if self._error is not None or time.monotonic() < self._asked_s + _SLEEP_S:
+            return
+        with self.lock:
+            oldest = None
+            if self._pending:
+                oldest = self._pending[0].operation
+            elif self._queued:
+                oldest = self._queued[0][0]
+            num_ended, self._num_ended_when_asked = self._num_ended_when_asked, self._num_ended
+            if oldest is None or num_ended != self._num_ended:
+                self._asked_s = time.monotonic()
+                return
+        self._fail_if_lost(oldest)
+
+    def _fail_if_lost(self, operation: Operation) -> None:
+        # It is kept for those who wait.
+        with contextlib.suppress(Exception):
+            self._require_present(operation)
+
     def _require_present(self, operation: Operation) -> None:
         """Raise DistBackendError if a rank that `operation` still waits for has died or left."""
+        self._asked_s = time.monotonic()
         with self.lock:
             lost = self._find_lost(operation)
             if lost is None:
@@ -356,9 +405,10 @@ class GroupChannel:
             transfer.stage(self._arena.view_block(block))
             self._staged.append((sequence, block))
             self._staged_bytes += block.capacity
-        self._own.write_slot(sequence, _describe(transfer, place or 0))
+        slot = _describe(transfer, place or 0)
+        self._own.write_slot(sequence, slot)
         self._own.write(POSTED, sequence)
-        return _Pending(sequence, transfer, operation, block)
+        return _Pending(sequence, transfer, slot, operation, block)
 
     def _move_pending(self) -> None:
         for pending in self._pending:
@@ -370,23 +420,19 @@ class GroupChannel:
                 return
             transfer.move(self._list_operands(pending, sources), self.memory)
             pending.has_moved = True
+            if not sources:
+                self._compare_later(pending)
             if transfer.ends_when_all_moved:
                 self._own.write(REDUCED, pending.sequence)
 
     def _list_operands(self, pending: _Pending, sources: Sequence[int]) -> list[Bytes]:
         """What each rank has staged; of a rank that is no source: nothing."""
-        own_slot = _describe(pending.transfer, 0)
         operands = [self._arena.bytes[:0]] * self.num_ranks
         for rank in sources:
             board, peer = self._boards[rank], self.members[rank]
             assert board is not None
             slot = board.read_slot(pending.sequence)
-            if slot.agreed != own_slot.agreed:
-                raise CollectivesDifferError(
-                    f"ranks call different collectives of group {self.label}: this one"
-                    f" {_format_slot(own_slot)}, rank {self._name_member(rank)}"
-                    f" {_format_slot(slot)}"
-                )
+            self._require_same_call(pending.slot, rank, slot)
             if peer is not None:
                 try:
                     operands[rank] = peer.segments.view(slot.place, slot.num_bytes)
@@ -396,6 +442,44 @@ class GroupChannel:
             elif pending.block is not None:
                 operands[rank] = self._arena.view_block(pending.block)
         return operands
+
+    def _require_same_call(self, own_slot: Slot, rank: int, slot: Slot) -> None:
+        if slot.agreed != own_slot.agreed:
+            raise CollectivesDifferError(
+                f"ranks call different collectives of group {self.label}: this one"
+                f" {_format_slot(own_slot)}, rank {self._name_member(rank)}"
+                f" {_format_slot(slot)}"
+            )
+
+    def _compare_later(self, pending: _Pending) -> None:
+        """Have the calls of other ranks compared as they come: the root's with all of them, and any
+        other one's with its root's."""
+        root = pending.transfer.root
+        ranks = [root]
+        if root == self.rank:
+            ranks = [rank for rank in range(self.num_ranks) if rank != root]
+        self._uncompared.append(_Uncompared(pending.sequence, pending.slot, ranks))
+
+    def _compare_late_ranks(self) -> None:
+        while self._uncompared:
+            oldest = self._uncompared[0]
+            oldest.ranks = [r for r in oldest.ranks if not self._try_compare(oldest, r)]
+            # Who has not come to this one has come to none behind it.
+            if oldest.ranks:
+                return
+            self._uncompared.popleft()
+
+    def _try_compare(self, own: _Uncompared, rank: int) -> bool:
+        """False as long as `rank` has not come."""
+        if not self._has_reached(POSTED, own.sequence, rank):
+            return False
+        board = self._boards[rank]
+        assert board is not None
+        slot = board.read_slot(own.sequence)
+        # Beyond that its slot may be one of a later operation.
+        if not has_reached(board.read(POSTED), own.sequence + NUM_SLOTS - 1):
+            self._require_same_call(own.slot, rank, slot)
+        return True
 
     def _name_member(self, rank: int) -> int:
         peer = self.members[rank]
@@ -434,6 +518,8 @@ def _format_slot(slot: Slot) -> str:
     """A collective in words; numbers that are no index of a list come from a damaged board."""
     try:
         kind, dtype = _KINDS[slot.kind], str(DTYPES[slot.dtype]).removeprefix("torch.")
-        return f"{kind} of {slot.agreed_bytes:,} bytes of {dtype} ({REDUCE_OPS[slot.reduce_op]})"
+        root = f", root {slot.peer} of the group" if kind in _KINDS_WITH_ROOT else ""
+        op = REDUCE_OPS[slot.reduce_op]
+        return f"{kind} of {slot.agreed_bytes:,} bytes of {dtype} ({op}{root})"
     except IndexError:
         return "something that cannot be read"

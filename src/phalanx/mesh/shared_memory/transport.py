@@ -88,7 +88,7 @@ class SharedMemoryTransport:
         self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
         self._tensors = ArenaTensors(arena)
-        self._helper = _Helper(self.try_advance)
+        self._helper = _Helper(self._look_after)
         self._guard = ForkedCopyGuard(rank)
 
     @property
@@ -334,6 +334,13 @@ class SharedMemoryTransport:
                         channel.advance()
         return not all(channel.is_idle for channel in list(self._channels.values()))
 
+    def _look_after(self) -> bool:
+        """As `try_advance`, for a thread: a lost rank is found where nobody waits."""
+        has_open = self.try_advance()
+        for channel in list(self._channels.values()):
+            channel.look_for_lost()
+        return has_open
+
     def _post(
         self, call: TakenCall, channel: GroupChannel, group: dist.ProcessGroup
     ) -> SharedMemoryWork:
@@ -358,9 +365,11 @@ class SharedMemoryTransport:
             with _without_modes():
                 channel.wait(operation, timeout_s, self.try_advance)
 
-        work = SharedMemoryWork(
-            operation, self.try_advance, wait_for_end, lambda: channel.error, result
-        )
+        def find_error() -> Exception | None:
+            with _without_modes():
+                return channel.find_error(operation)
+
+        work = SharedMemoryWork(operation, self.try_advance, wait_for_end, find_error, result)
         self._keep(work)
         if not operation.is_done:
             self._helper.look_after()
