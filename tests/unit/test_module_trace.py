@@ -262,6 +262,8 @@ def test_experts_of_transformers_are_counted_as_experts(tmp_path: Path) -> None:
         (64, 32, 8, 2),
     ]
     assert sum(matmul.num_params for matmul in experts) == block.num_routed_params
+    idle = len(work.blocks) * 6 * 3 * 32 * 64
+    assert shape.num_active_params == shape.num_params - idle
     # Autocast does not reach them, and ZeRO 3 casts their weights: a plan says what it counts.
     assert shape.list_wide_products(2) == ("mlp.experts",)
     keys = [f"model.kind={kind}", "cluster.gpu=h100-sxm", f"data.seq_len={LENGTH}"]

@@ -225,9 +225,20 @@ class MeasuredModule:
 
     # Parameters
 
-    @property
+    @cached_property
     def num_active_params(self) -> int:
-        return self.num_params
+        """Of experts those that a token visited as traced; all parameters where nothing was."""
+        work = None
+        if self.traces:
+            work = self.work(self.traces[0].points[0].length)
+        if work is None:
+            return self.num_params
+        idle = 0
+        for block in work.blocks:
+            if block.num_experts > block.experts_per_token > 0:
+                num_idle = block.num_experts - block.experts_per_token
+                idle += block.num_routed_params * num_idle // block.num_experts
+        return self.num_params - idle
 
     @property
     def trained_share(self) -> float:
