@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import count_communicators
 from phalanx.plan.pipeline.cut import StageCut
+from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
+from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.contradiction import explain_contradiction
@@ -28,6 +31,7 @@ from phalanx.plan.search.economics import estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
 from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.nearest import find_nearest_fits
+from phalanx.plan.search.overrides import passes_job_checks
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.scaling import parse_device_counts
 from phalanx.plan.search.screening import (
@@ -188,6 +192,38 @@ def test_every_assumption_is_inside_its_bounds_and_has_a_source():
         assert assumption.low <= assumption.value <= assumption.high, assumption.name
         assert assumption.source, assumption.name
         assert assumption.moves, assumption.name
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys"),
+    [
+        (64, "parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=8"),
+        # In one round of 6; and fewer than there are stages.
+        (6, "parallel.pp=4 parallel.tp=2 parallel.schedule=interleaved train.micro_batch_size=1"),
+        (2, "parallel.pp=8 parallel.schedule=gpipe"),
+        # Two of 11: no size that is tried otherwise.
+        (22, "parallel.pp=4 parallel.tp=2 parallel.schedule=interleaved"),
+    ],
+)
+def test_a_pipeline_that_a_job_asks_for_is_planned_whatever_its_bubble(batch: int, keys: str):
+    winner = search("llama3-8b", H100, *keys.split(), batch=batch, seq_len=2048).winner
+    assert winner is not None
+    assert winner.layout.pp > 1
+    assert winner.num_microbatches * winner.micro_batch_size * winner.layout.data_parallel_size == (
+        batch
+    )
+
+
+def test_a_pipeline_by_a_file_is_proposed_as_training_takes_it(tmp_path: Path):
+    save_schedule_csv(generate_schedule("zb-v", 4, 8), file := tmp_path / "mine.csv")
+    # 24 sequences in 8 microbatches of 3.
+    keys = ["parallel.pp=4", "parallel.tp=2", f"parallel.schedule_file={file}"]
+    task = open_task("llama3-8b", H100, *keys, batch=24, seq_len=2048)
+    winner = search_layouts(task).winner
+    assert winner is not None
+    assert (winner.num_microbatches, winner.micro_batch_size) == (8, 3)
+    assert (winner.schedule, winner.stages_per_rank) == ("file", 2)
+    assert passes_job_checks(apply_job_keys(task.job, winner.job_keys))
 
 
 def test_a_job_that_cuts_its_model_is_told_where_copies_fit_as_well():

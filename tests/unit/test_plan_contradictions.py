@@ -52,7 +52,15 @@ def build_task(*words: str) -> SearchTask:
         ),
         ("--gpus 8 --global-batch 9 parallel.dp_shard=4", "divides train.global_batch_size 9"),
         ("--gpus 7 --global-batch 64 parallel.pp=1", "divide train.global_batch_size 64"),
-        ("--gpus 64 --global-batch 16 parallel.pp=32", "no pipeline of parallel.pp=32"),
+        (
+            "--gpus 8 --global-batch 8 parallel.pp=8 parallel.schedule=dualpipe-v",
+            "no pipeline of parallel.pp=8 with parallel.schedule=dualpipe-v its microbatches (it"
+            " needs two of them for each rank)",
+        ),
+        (
+            "--gpus 64 --global-batch 64 parallel.pp=32 parallel.schedule=interleaved",
+            "parallel.pp=32 with 2 stages a rank of parallel.schedule=interleaved needs a block",
+        ),
         ("--gpus 64 --global-batch 64 parallel.pp=64", "the model has 32"),
     ],
 )

@@ -15,18 +15,15 @@ from phalanx.plan.search.task import build_search_task
 from phalanx.plan.workload import build_workload
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"), [("zb-v", 2), ("dualpipe-v", 2), ("interleaved-zero-bubble", 2)]
-)
-@pytest.mark.parametrize("weight_bytes", [100, 200, 400, 3000])
-def test_a_rank_holds_as_much_as_its_schedule_makes_it(
-    name: str, stages: int, weight_bytes: int
+def check_screen(
+    name: str, stages: int, weight_bytes: int, batch: int, least_microbatches: int
 ) -> None:
+    """Compare what the screen has in flight on 8 stages' first rank with the schedules."""
     keys = ["model.preset=llama3-8b", "cluster.gpu=h100-sxm", "parallel.ranks=8"]
     keys += ["parallel.pp=8", f"parallel.schedule={name}", "data.seq_len=2048"]
-    task = build_search_task(load_job(None, [*keys, "train.global_batch_size=96"]))
+    task = build_search_task(load_job(None, [*keys, f"train.global_batch_size={batch}"]))
     rows = enumerate_layouts(task.job, task.shape, task.cluster, task.num_ranks, task.open_keys)
-    rows = rows.take(rows.num_microbatches >= (16 if name == "dualpipe-v" else 8))
+    rows = rows.take(rows.num_microbatches >= least_microbatches)
     rows = rows.take(rows.stages_per_rank == stages)
     assert {SEARCHED_SCHEDULES[index] for index in rows.schedule} == {name}
     work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
@@ -39,4 +36,27 @@ def test_a_rank_holds_as_much_as_its_schedule_makes_it(
         schedule = generate_schedule(name, 8, number, stages)
         of_stage = [100] * schedule.num_stages, [weight_bytes] * schedule.num_stages
         expected = max(compute_peak_activation_bytes(schedule, *of_stage)) / stages
-        assert held[rows.num_microbatches == number] == pytest.approx(expected)
+        assert held[rows.num_microbatches == number] == pytest.approx(expected), number
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("zb-v", 2), ("dualpipe-v", 2), ("interleaved-zero-bubble", 2)]
+)
+@pytest.mark.parametrize("weight_bytes", [100, 200, 400, 3000])
+def test_a_rank_holds_as_much_as_its_schedule_makes_it(
+    name: str, stages: int, weight_bytes: int
+) -> None:
+    check_screen(name, stages, weight_bytes, 96, 16 if name == "dualpipe-v" else 8)
+
+
+@pytest.mark.parametrize(("name", "weight_bytes"), [("interleaved", 0), ("1f1b", 0), ("zb-v", 100)])
+@pytest.mark.parametrize("batch", [2, 12, 20])
+def test_so_it_does_with_few_microbatches_and_in_rounds_of_more_than_there_are_ranks(
+    name: str, weight_bytes: int, batch: int
+) -> None:
+    check_screen(name, 1 if name == "1f1b" else 2, weight_bytes, batch, 1)
+
+
+@pytest.mark.parametrize("batch", [2, 12, 20])
+def test_so_it_does_where_gradients_of_weights_wait(batch: int) -> None:
+    check_screen("interleaved-zero-bubble", 2, 200, batch, 1)

@@ -126,15 +126,24 @@ def _find_product_conflict(task: SearchTask) -> Conflict | None:
 
 
 def _find_stage_conflict(task: SearchTask) -> Conflict | None:
-    pp, stages = task.job.parallel.pp or 1, task.job.parallel.stages_per_rank or 1
+    parallel = task.job.parallel
+    pp = parallel.pp or 1
+    stages = min((count for _, count in task.open_keys.schedules), default=1)
     if pp * stages <= task.shape.num_layers or pp == 1:
         return None
     text = f"parallel.pp={pp}"
-    if stages > 1:
+    if parallel.stages_per_rank is not None and stages > 1:
         text += f" x parallel.stages_per_rank={stages}"
+    elif stages > 1:
+        text += f" with {stages} stages a rank"
+        if parallel.schedule is not None:
+            text += f" of parallel.schedule={parallel.schedule}"
+    keys = ["parallel.pp", "parallel.stages_per_rank"]
+    if parallel.schedule is not None:
+        keys.append("parallel.schedule")
     return Conflict(
         f"{text} needs a block for each stage, and the model has {task.shape.num_layers}",
-        ("parallel.pp", "parallel.stages_per_rank"),
+        tuple(keys),
     )
 
 
@@ -229,8 +238,21 @@ def _describe_pipeline_conflict(task: SearchTask) -> Conflict:
     return Conflict(
         text,
         tuple(key for key in keys if key[:8] != "parallel" or _is_given(task, key[9:])),
-        "each rank needs as many as there are stages, an interleaved schedule a multiple of them",
+        _explain_needed_microbatches(task),
     )
+
+
+def _explain_needed_microbatches(task: SearchTask) -> str:
+    """The rule that the microbatches of a pipeline break."""
+    parallel, written = task.job.parallel, task.open_keys.written
+    if written is not None:
+        number = plural(written.num_microbatches, "microbatch", "microbatches")
+        return f"{parallel.schedule_file} has {number}"
+    if parallel.pp is None:
+        return "a pipeline that no key asks for gets as many as it has stages, or more"
+    if parallel.schedule == "dualpipe-v":
+        return "it needs two of them for each rank"
+    return "they go in equal rounds, each of as many as there are ranks or a few more"
 
 
 def _list_bases(task: SearchTask) -> Iterator[ModelParallelBase]:

@@ -45,7 +45,7 @@ def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]
         keys["parallel.dp_shard"] = int(rows.dp_shard[row])
     elif shares > 1 and ep == 1:
         keys["parallel.dp_replicate"] = shares
-    if pp > 1:
+    if pp > 1 and job.parallel.schedule_file is None:
         keys["parallel.schedule"] = SEARCHED_SCHEDULES[rows.schedule[row]]
         keys["parallel.stages_per_rank"] = int(rows.stages_per_rank[row])
     if rows.accumulates_sharded[row]:

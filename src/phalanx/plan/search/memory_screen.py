@@ -328,7 +328,8 @@ class MemoryScreen:
         highest = {
             "zb-v": np.maximum(flight * waiting + 0.5 * excess, num_deferred * deferred),
             "dualpipe-v": np.maximum(flight * waiting, 0.5 * pp * deferred),
-            "interleaved-zero-bubble": flight * waiting + pp / rows.stages_per_rank * excess,
+            "interleaved-zero-bubble": flight * waiting
+            + np.minimum(pp / rows.stages_per_rank, rows.num_microbatches) * excess,
         }
         worst_bytes = flight * waiting
         for name, of_schedule in highest.items():
@@ -341,12 +342,14 @@ class MemoryScreen:
         """Microbatches of a whole stage's activations on the first rank."""
         rows = self.rows
         pp, v, number = rows.pp, rows.stages_per_rank, rows.num_microbatches
-        interleaved = (2 * (pp - 1) + (v - 1) * pp + 1) / v
+        # Microbatches that go through all stages of a rank in turn.
+        round_size = number / np.maximum(1, number // pp)
+        interleaved = (2 * (pp - 1) + (v - 1) * round_size + 1) / v
         by_name = {
             "gpipe": number,
             "1f1b": pp,
             "interleaved": interleaved,
-            "interleaved-zero-bubble": pp,
+            "interleaved-zero-bubble": ((v - 1) * round_size + pp) / v,
             "zb-v": pp,
             "dualpipe-v": pp + 0.5,
         }

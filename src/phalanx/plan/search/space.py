@@ -17,6 +17,9 @@ from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.degree_checks import check_context_parallel
+from phalanx.plan.pipeline.generate import can_run_microbatches
+from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
+from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.rule_checks import can_be_cut_by
 from phalanx.plan.rules import list_legal_tp_degrees
 
@@ -38,7 +41,6 @@ MAX_MICRO_BATCH_SIZE = 16
 # Of short samples (images, sentences) more go at once: as many as have so many tokens.
 MAX_MICRO_BATCH_TOKENS = 2**15
 MAX_SHORT_SAMPLES = 1024
-MAX_STAGES_PER_RANK = 4
 MAX_PP_DEGREE = 64
 MIN_TOKENS_OF_CP_RANK = 2048  # fewer keep no GPU busy while keys and values travel
 
@@ -63,6 +65,19 @@ class OpenKeys:
     """(name, stages per rank)"""
     accumulate: tuple[str, ...]
     offload: tuple[str, ...]
+    written: Schedule | None = None
+    """That of the job's file, which `schedules` has by the name of one that is like it."""
+
+    @property
+    def is_pipeline_given(self) -> bool:
+        """True if the job says that there is a pipeline, and of how many ranks."""
+        return len(self.pp) == 1 and self.pp[0] > 1
+
+    def can_run(self, schedule: str, pp: int, num_microbatches: int) -> bool:
+        """True if a pipeline of `pp` ranks can run so many microbatches."""
+        if self.written is not None:
+            return num_microbatches == self.written.num_microbatches
+        return can_run_microbatches(schedule, pp, num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -131,6 +146,8 @@ def list_open_keys(
         zero_stages = (parallel.zero_stage,)
     elif parallel.compress != "none":
         zero_stages = (0,)
+    requested = find_requested_schedule(job) if parallel.schedule_file is not None else None
+    written = requested.written if requested is not None else None
     return OpenKeys(
         tp=_restrict_to_job_value(
             parallel.tp, _list_tp_degrees(job, shape, cluster, num_ranks, any_link=offloads)
@@ -143,9 +160,10 @@ def list_open_keys(
         zero_stage=zero_stages,
         micro_batch_size=_restrict_to_job_value(train.micro_batch_size, ()),
         recompute=recompute,
-        schedules=_list_schedule_choices(job),
+        schedules=_list_schedule_choices(job) if written is None else (_describe_written(written),),
         accumulate=accumulate,
         offload=offload,
+        written=written,
     )
 
 
@@ -220,6 +238,16 @@ def _list_schedule_choices(job: Job) -> tuple[tuple[str, int], ...]:
     return tuple(choices)
 
 
+def _describe_written(written: Schedule) -> tuple[str, int]:
+    """(name, stages per rank) of the searched schedule whose stages lie as those of a file."""
+    per_rank = max(1, written.num_stages // written.num_ranks)
+    if per_rank == 1:
+        return "1f1b", 1
+    if written.rank_of_stage[0] == written.rank_of_stage[-1]:
+        return "zb-v", per_rank
+    return "interleaved", per_rank
+
+
 # Interleaved schedules have any number above 1.
 _STAGES_PER_RANK_OF_SCHEDULE = {"gpipe": (1,), "1f1b": (1,), "zb-v": (2,), "dualpipe-v": (2,)}
 
@@ -259,7 +287,18 @@ def enumerate_layouts_in_least_mode(
 ) -> LayoutRows:
     """The layouts of `enumerate_layouts` in the mode that recomputes least of those that `keys`
     allow."""
-    bases = list(_list_bases(job, shape, num_ranks, keys))
+    rows = _combine_with_shardings(list(_list_bases(job, shape, num_ranks, keys)), cluster, keys)
+    if not len(rows) and keys.is_pipeline_given:
+        # What a job asks for is planned, though its ranks wait for most of a step.
+        bases = _list_bases(job, shape, num_ranks, keys, with_bubbles=True)
+        rows = _combine_with_shardings(list(bases), cluster, keys)
+    return rows
+
+
+def _combine_with_shardings(
+    bases: Sequence[ModelParallelBase], cluster: Cluster, keys: OpenKeys
+) -> LayoutRows:
+    """Each base with each of its shardings, in the mode that recomputes least."""
     # Many bases differ in batch and schedule alone, and have the same shardings.
     listed: dict[tuple[int, int, int, bool, bool], Integers] = {}
     shardings: list[Integers] = []
@@ -308,8 +347,15 @@ def _list_sharding_choices(
 
 
 def _list_bases(
-    job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys
+    job: Job,
+    shape: ModelCosts,
+    num_ranks: int,
+    keys: OpenKeys,
+    *,
+    with_bubbles: bool = False,
 ) -> Iterator[ModelParallelBase]:
+    """What the ranks and the batch divide into; `with_bubbles`: with pipelines of few microbatches,
+    too."""
     batch = job.train.global_batch_size
     largest = _find_largest_micro_batch_size(shape.count_sample_tokens(job.data.seq_len))
     for tp in keys.tp:
@@ -319,9 +365,12 @@ def _list_bases(
                     continue
                 share = batch // (num_ranks // (tp * cp * pp))
                 copies = num_ranks // (tp * cp * pp)
-                for micro in _list_micro_batch_sizes(keys, share, largest):
+                sizes = _list_micro_batch_sizes(keys, share, largest, any_divisor=with_bubbles)
+                for micro in sizes:
                     base = ModelParallelBase(tp, pp, cp, copies, micro, share // micro, 0, 1)
-                    yield from _iterate_schedules_of_base(base, shape, keys)
+                    yield from _iterate_schedules_of_base(
+                        base, shape, keys, with_bubbles=with_bubbles
+                    )
 
 
 def _find_largest_micro_batch_size(sample_tokens: int) -> int:
@@ -329,28 +378,35 @@ def _find_largest_micro_batch_size(sample_tokens: int) -> int:
     return max(MAX_MICRO_BATCH_SIZE, min(MAX_SHORT_SAMPLES, short))
 
 
-def _list_micro_batch_sizes(keys: OpenKeys, share: int, largest: int) -> Iterable[int]:
+def _list_micro_batch_sizes(
+    keys: OpenKeys, share: int, largest: int, *, any_divisor: bool
+) -> Iterable[int]:
     """Sizes up to `largest` that divide a rank's `share` of the batch: powers of two, and all of
-    it; or what the job says."""
+    it, or any; or what the job says, or its schedule."""
     if keys.micro_batch_size:
         return [size for size in keys.micro_batch_size if share % size == 0]
+    if keys.written is not None:
+        size, rest = divmod(share, keys.written.num_microbatches)
+        return [size] if size and not rest else []
     sizes = [size for size in list_divisors(share) if size <= largest]
+    if any_divisor:
+        return sizes
     return [size for size in sizes if size & (size - 1) == 0 or size == share]
 
 
 def _iterate_schedules_of_base(
-    base: ModelParallelBase, shape: ModelCosts, keys: OpenKeys
+    base: ModelParallelBase, shape: ModelCosts, keys: OpenKeys, *, with_bubbles: bool
 ) -> Iterator[ModelParallelBase]:
     if base.pp == 1:
         yield base
         return
     for name, stages in keys.schedules:
-        if stages > MAX_STAGES_PER_RANK or base.pp * stages > shape.num_layers:
+        if base.pp * stages > shape.num_layers:
             continue
-        if name.startswith("interleaved") and base.num_microbatches % base.pp:
+        if not keys.can_run(name, base.pp, base.num_microbatches):
             continue
-        if base.num_microbatches < base.pp:
-            continue  # most of such a step is a bubble
+        if not with_bubbles and keys.written is None and _is_mostly_bubble(name, base):
+            continue
         schedule = SEARCHED_SCHEDULES.index(name)
         # Not `replace`, which takes as long as all of the rest.
         yield ModelParallelBase(
@@ -363,6 +419,13 @@ def _iterate_schedules_of_base(
             schedule,
             stages,
         )
+
+
+def _is_mostly_bubble(schedule: str, base: ModelParallelBase) -> bool:
+    """True if ranks would wait for a large part of a step, or for a round that is not full."""
+    if schedule.startswith("interleaved") and base.num_microbatches % base.pp:
+        return True
+    return base.num_microbatches < base.pp
 
 
 def list_shardings(
