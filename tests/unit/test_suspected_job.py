@@ -10,8 +10,13 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import UsageError
+from phalanx.job.load import load_job
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.plan.stored_plan import StoredPlanError
 from phalanx.run.suspected_job import load_reduced_job_of_run, shrink_degrees_to_ranks
+from phalanx.verify.choose import select_layout_cases
 
 RUN = Path(__file__).parents[1] / "golden" / "2026-11-23" / "run"
 
@@ -31,6 +36,68 @@ def test_a_run_is_judged_at_the_layout_that_it_had() -> None:
         assert getattr(parallel, axis) == layout[axis]
     assert suspected.changes == ()
     assert not suspected.needs_small_widths
+
+
+def write_run(directory: Path, *overrides: str, **layout_left_open: None) -> Plan:
+    """The files of a run with the layout that `overrides` name, of a job that left
+    `layout_left_open` to its planner; its plan."""
+    job = load_job(None, overrides)
+    plan = make_plan(job, cluster=CPU, vocab_size=256)
+    body = job.to_json()
+    body["parallel"] |= layout_left_open
+    (directory / "job.json").write_text(json.dumps(body))
+    (directory / "plan.json").write_text(json.dumps(plan.to_json()))
+    return plan
+
+
+EXPERTS = "model.preset=small-mixtral"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Whole copies of all but the experts, over dp_shard.
+        (EXPERTS, "parallel.ranks=4", "parallel.ep=4"),
+        (EXPERTS, "parallel.ranks=4", "parallel.ep=2"),
+        (EXPERTS, "parallel.ranks=4", "parallel.cp=2", "parallel.ep=4"),
+        (EXPERTS, "parallel.ranks=4", "parallel.dp_shard=4", "parallel.ep=2"),
+        # ZeRO over the ranks of cp alone, and whole copies there.
+        ("parallel.ranks=4", "parallel.cp=4", "parallel.zero_stage=3"),
+        ("parallel.ranks=4", "parallel.cp=4"),
+        ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.cp=2", "parallel.zero_stage=1"),
+    ],
+)
+def test_a_run_is_judged_at_the_zero_stage_that_it_had(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Whether its job named it or its planner chose it."""
+    plan = write_run(tmp_path, *overrides, zero_stage=None)
+    suspected = load_reduced_job_of_run(tmp_path, cluster=replace(CPU, memory_bytes=2**40))
+    judged = make_plan(suspected.job, cluster=CPU, vocab_size=256)
+    assert (judged.layout, judged.parallel.zero_stage) == (plan.layout, plan.parallel.zero_stage)
+
+
+PIPELINE = (
+    "parallel.ranks=2",
+    "parallel.pp=2",
+    "model.num_layers=6",
+    "parallel.stage_blocks=[1,5]",
+)
+
+
+def test_a_run_is_judged_with_the_blocks_that_its_stages_had(tmp_path: Path) -> None:
+    write_run(tmp_path, *PIPELINE, stage_blocks=())
+    cluster = replace(CPU, memory_bytes=2**40)
+
+    def load(*overrides: str) -> Job:
+        return load_reduced_job_of_run(tmp_path, overrides, cluster=cluster).job
+
+    assert load().parallel.stage_blocks == (1, 5)
+    # They are said of no other number of blocks.
+    assert load("model.num_layers=4").parallel.stage_blocks == ()
+    (case,) = select_layout_cases(load(), "asked", ranks=2, steps=1, shrink=True).cases
+    assert case.plan is not None, case.refused
+    assert sum(case.plan.parallel.stage_blocks) < 6
 
 
 def test_what_does_not_fit_the_machine_is_made_smaller_and_said() -> None:

@@ -89,9 +89,11 @@ def load_reduced_job_of_run(
             f" {_describe_degree_changes(degrees, fewer)}"
         )
     body = job.to_json()
-    body["parallel"] |= _build_layout_keys_of_run(
-        plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"]
-    )
+    is_cut_anew = fewer["pp"] != degrees["pp"]
+    body["parallel"] |= _build_layout_keys_of_run(plan, fewer, is_cut_anew=is_cut_anew)
+    if not is_cut_anew and load_job_json(run_dir / "job.json").model != job.model:
+        # Which blocks the plan gave each stage was said of the run's own model.
+        body["parallel"]["stage_blocks"] = job.parallel.stage_blocks
     num_ranks = math.prod(fewer.values())
     num_params, limit = int(plan.num_params), _compute_max_params_in_memory(cluster, num_ranks)
     num_layers = fewest = int(plan.model_shape.num_layers)
@@ -166,10 +168,15 @@ def _build_layout_keys_of_run(
     pinned: dict[str, Any] = {**degrees, "ranks": math.prod(degrees.values())}
     if plan.layout.ep > 1:
         pinned["ep"] = math.gcd(plan.layout.ep, degrees["dp_shard"] * degrees["cp"])
-    if degrees["dp_shard"] > 1:
+    if degrees["dp_shard"] * degrees["cp"] > 1 and plan.parallel.zero_stage:
         pinned["zero_stage"] = plan.parallel.zero_stage
+    elif degrees["dp_shard"] > 1:
+        # Whole copies, of which ep spreads the experts alone: a job names these by ep.
+        pinned |= dict.fromkeys(("dp_replicate", "dp_shard", "zero_stage"))
     if degrees["pp"] > 1 and plan.parallel.schedule:
         pinned["schedule"] = plan.parallel.schedule
+    if degrees["pp"] > 1:
+        pinned["stage_blocks"] = plan.parallel.stage_blocks
     if is_cut_anew:
         # Which blocks each stage has was said of another number of stages.
         pinned |= {"stage_blocks": (), "stages_per_rank": None}

@@ -184,6 +184,8 @@ def select_layout_cases(
     if shrink or shrinks_unasked:
         job, note = _shrink_and_describe(job, axes_of_name.values(), is_asked=not shrinks_unasked)
         notes.append(note)
+        if "asked" in axes_of_name:
+            axes_of_name["asked"] = select_axes_set_by_job(job)
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
     dtypes = resolve_dtype_names(types, compute)

@@ -151,6 +151,10 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
     changes = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
+    if "num_layers" in changed and job.parallel.stage_blocks:
+        # They were said of other blocks.
+        body["parallel"]["stage_blocks"] = ()
+        changes += ", stage_blocks: cut anew"
     return build_job_from_dict(body), changes
 
 
