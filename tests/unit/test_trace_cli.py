@@ -58,6 +58,14 @@ def test_a_window_is_written_and_said(run_dir: Path, capsys: pytest.CaptureFixtu
     assert "lacks" not in out
 
 
+def test_kernels_that_were_not_traced_are_said_to_be_lacking(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ask(capsys, str(run_dir), "--steps", "5:6", "--kernels")
+    assert code == 0
+    assert "lacks   operators and kernels: these steps were traced without them" in out
+
+
 def test_facts_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace_part_path(run_dir, 1, 0, StepRange(9, 9)).unlink()
     out_file = tmp_path / "mine.pftrace"

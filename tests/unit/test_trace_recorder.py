@@ -311,6 +311,33 @@ def test_all_ranks_take_a_request_alike_and_one_answers(
     assert (answer.step, answer.attempt) == (7, 1)
 
 
+def test_operators_are_added_to_steps_that_the_job_traces_until_these_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.observe.trace_request.LOOK_INTERVAL_S", 0.0)
+    tracers = [tracer_of(tmp_path, rank, trace_steps=["20:24"]) for rank in (0, 1)]
+
+    def ask(step: int, request: TraceRequest) -> tuple[str, str]:
+        write_trace_request(tmp_path, request)
+        packed = sum(tracer.look_for_request() for tracer in tracers)
+        for tracer in tracers:
+            tracer.accept_request(packed, step)
+        answer = read_trace_answer(tmp_path, request.id)
+        assert answer is not None
+        return answer.status, answer.why
+
+    assert ask(7, TraceRequest("x", 21, 1, has_operators=True)) == ("accepted", "")
+    for tracer in tracers:
+        (window,) = tracer._windows
+        assert (str(window.steps), window.operator_steps) == ("20:24", (StepRange(21, 21),))
+    assert ask(20, TraceRequest("y", 21, 1, has_operators=True)) == ("accepted", "")
+    assert ask(20, TraceRequest("z", 22, 2)) == ("accepted", "")
+    assert ask(20, TraceRequest("w", 22, 2, has_operators=True)) == (
+        "refused",
+        "steps 20:24 are being traced already, without operators",
+    )
+
+
 def test_nothing_is_looked_for_without_a_directory() -> None:
     tracer: StepTracer = replace(tracer_of(Path(), 0), run_dir=None, _inbox=None)
     assert tracer.look_for_request() == 0.0

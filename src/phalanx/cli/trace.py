@@ -94,7 +94,8 @@ def command(
             return 0
         from phalanx.report.trace.words import list_trace_lines
 
-        print(*list_trace_lines(path, num_bytes, facts), sep="\n")
+        lines = list_trace_lines(path, num_bytes, facts, wants_operators=kernels)
+        print(*lines, sep="\n")
     return 0
 
 

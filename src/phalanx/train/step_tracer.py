@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.core.clocks import build_monotonic_clock_id
@@ -135,9 +135,14 @@ class StepTracer:
             return None, f"step {steps.first} is over: the run has done step {step}"
         if steps.last > self.job.train.steps:
             return None, f"the run ends with step {self.job.train.steps}"
-        for window in self._windows:
+        for index, window in enumerate(self._windows):
             if window.steps.first <= steps.first and steps.last <= window.steps.last:
-                return window, ""
+                wanted = merge_step_ranges([*window.operator_steps, *[steps] * has_operators])
+                widened = replace(window, operator_steps=tuple(wanted))
+                if widened != window and window.steps.first <= step:
+                    return None, f"steps {window.steps} are being traced already, without operators"
+                self._windows[index] = widened
+                return widened, ""
             if steps.first <= window.steps.last and window.steps.first <= steps.last:
                 return None, f"steps {window.steps} are being traced already"
         new = TraceWindow(steps, (steps,) if has_operators else ())

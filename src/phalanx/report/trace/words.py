@@ -10,8 +10,11 @@ from phalanx.observe.where_words import format_rank_list
 from phalanx.report.trace.merge import TraceFacts
 
 
-def list_trace_lines(path: Path, num_bytes: int, facts: TraceFacts) -> list[str]:
-    """The lines under a trace that was written to `path`."""
+def list_trace_lines(
+    path: Path, num_bytes: int, facts: TraceFacts, *, wants_operators: bool = False
+) -> list[str]:
+    """The lines under a trace that was written to `path`; `wants_operators`: they were asked
+    for."""
     if facts.first_step == facts.last_step:
         steps = f"step {facts.first_step}"
     else:
@@ -27,6 +30,8 @@ def list_trace_lines(path: Path, num_bytes: int, facts: TraceFacts) -> list[str]
         f"clock   {_describe_clock(facts)}",
     ]
     lines += [f"lacks   {sentence}" for sentence in _list_gaps(facts)]
+    if wants_operators and not facts.num_operators:
+        lines.append("lacks   operators and kernels: these steps were traced without them")
     lines.append("open    https://ui.perfetto.dev, where the file stays in your browser")
     return lines
 
