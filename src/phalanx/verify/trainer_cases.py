@@ -169,15 +169,15 @@ def make_trainer_job(job: Job) -> Job:
         "keep_every": None,
         "url": None,
     }
-    # A step that is good when it is repeated must not end the run.
-    body["resilience"] |= {"max_skipped_steps": 10, "inject": (), "on_corruption": "warn"}
+    body["resilience"] |= {"max_skipped_steps": 10, "inject": ()}
     return Job.model_validate_json(json.dumps(body))
 
 
 CLIPPING = "clipping"
 REPEATED_STEPS = "a step that is repeated, not finite the first time alone"
 RECORDED_STEPS = "what is recorded of steps: loss, targets, tokens, rate, norm, loss scale"
-RECORDED_NORMS = "recorded norms of gradients, updates and weights by block"
+RECORDED_GRADIENT_NORMS = "recorded norms of gradients by block"
+RECORDED_UPDATE_NORMS = "recorded norms of updates and weights by block"
 JUDGED_PARTS = (
     "learning rates",
     CLIPPING,
@@ -189,8 +189,10 @@ JUDGED_PARTS = (
     "a second checkpoint saved in the background",
     "a run resumed in the same layout",
     "weights of the run's newest checkpoint, read as exports do",
+    "that weights which are not finite are not saved",
     RECORDED_STEPS,
-    RECORDED_NORMS,
+    RECORDED_GRADIENT_NORMS,
+    RECORDED_UPDATE_NORMS,
 )
 LINKED_FILES = "a checkpoint whose files are linked from the one before"
 RESUMED_ELSEWHERE = "a run resumed in another layout"
@@ -202,6 +204,9 @@ NOT_JUDGED_PARTS = (
     "seconds, bytes and memory on record",
     "checksums of a checkpoint's file beyond its first 4 MiB",
     "runs in other types than float64",
+    "what a run does where it finds corruption, but for going on where there is none",
+    "the job's own train.steps, optim.warmup_steps and decay_fraction, observe.norms_every,"
+    " resilience.max_skipped_steps, eval.* and checkpoint.*: rows of the trainer have their own",
 )
 
 

@@ -1,7 +1,9 @@
-"""Reads the newest checkpoint of a judged run whole, as exports do, beside the second loop."""
+"""Reads the newest checkpoint of a judged run whole, as exports do, beside the second loop; and
+tries to save what no checkpoint may hold."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ from phalanx.checkpoint.manifest import OPTIMIZER_TENSOR_PREFIX, read_manifest
 from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
 from phalanx.checkpoint.reading.full_tensors import Bits, FullTensorReader
 from phalanx.core.errors import CheckpointError
-from phalanx.mesh.logical import Box, LogicalShard
+from phalanx.mesh.logical import Box, LogicalShard, full_name, get_local_tensor
+from phalanx.train.state import TrainState
 from phalanx.verify.trainer_facts import BUFFER, STATE, WEIGHT, Dots, ReadCheckpoint
 from phalanx.verify.trainer_observer import compute_shard_dots
 from phalanx.verify.trainer_reference import SecondLoopReader
@@ -35,6 +38,39 @@ def read_newest_checkpoint(location: Path, reader: SecondLoopReader) -> ReadChec
     except CheckpointError as error:
         read.error = str(error)
     return read
+
+
+@torch.no_grad()
+def try_to_save_infinite_weight(state: TrainState) -> str:
+    """Take a snapshot of the state while an element of a trained weight is infinite, which no
+    checkpoint may hold: the weight's name if there is one, and "" if it is refused.
+
+    The element is what it was afterwards. A rank without a part of any weight has nothing to try.
+    """
+    found = _find_finite_weight(state)
+    if found is None:
+        return ""
+    name, tensor = found
+    element = tensor[(0,) * tensor.ndim]
+    before = element.clone()
+    element.fill_(math.inf)
+    try:
+        state.snapshot()
+    except CheckpointError:
+        return ""
+    finally:
+        element.copy_(before)
+    return name
+
+
+def _find_finite_weight(state: TrainState) -> tuple[str, torch.Tensor] | None:
+    """The first trained weight of which this rank has a part, and that part; others may have been
+    infinite from the beginning."""
+    for raw_name, parameter in state.model.named_parameters():
+        tensor = get_local_tensor(parameter.detach())
+        if parameter.requires_grad and tensor.numel() and bool(tensor.isfinite().all()):
+            return full_name(raw_name), tensor
+    return None
 
 
 def _compare_weights(

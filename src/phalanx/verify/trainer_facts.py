@@ -176,7 +176,8 @@ class AttemptObservation(JsonRecord):
     read. `error`: what all ranks raised alike. `held`: name -> the part of it that the rank has.
     `why_not_repeated`: why the trainer does not repeat a step that was not finite; empty if it
     does. `num_linked_bytes`: of rank 0, how many bytes of the checkpoint of LINKED_STEP were not
-    written for it.
+    written for it. `saved_infinite_weight`: a weight of which an element was made infinite behind
+    the last step, if the state could be saved all the same.
     """
 
     name: str
@@ -196,6 +197,7 @@ class AttemptObservation(JsonRecord):
     checkpoints: tuple[int, ...] = ()
     why_not_repeated: str = ""
     num_linked_bytes: int = 0
+    saved_infinite_weight: str = ""
 
 
 def _root_mean_square(sizes: Iterable[float]) -> float:

@@ -17,6 +17,7 @@ from phalanx.core.block_sizes import (
 )
 from phalanx.core.errors import CheckpointError, LayoutError, NumericsError
 from phalanx.core.phases import PhaseTimer
+from phalanx.core.roll_back import RollBackRequest
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
@@ -24,6 +25,7 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.one_process.original_module import build_original_module
+from phalanx.run.rank_run import RollBacks
 from phalanx.run.weights import (
     build_training_state,
     list_checkpoints_newest_first,
@@ -49,7 +51,10 @@ from phalanx.verify.trainer_cases import (
     TrainerCase,
     choose_step_factors,
 )
-from phalanx.verify.trainer_checkpoint import read_newest_checkpoint
+from phalanx.verify.trainer_checkpoint import (
+    read_newest_checkpoint,
+    try_to_save_infinite_weight,
+)
 from phalanx.verify.trainer_facts import (
     AttemptObservation,
 )
@@ -136,8 +141,8 @@ class TrainerRun:
                 self._run_trainer_attempt_in_mesh(
                     mesh, plan, reader, bus, observation, from_newest=from_newest, linked=linked
                 )
-            # Both are raised on every rank alike.
-            except (CheckpointError, NumericsError) as error:
+            # All are raised on every rank alike.
+            except (CheckpointError, NumericsError, RollBackRequest) as error:
                 observation.error = f"{type(error).__name__}: {error}"
             finally:
                 bus.close()
@@ -205,13 +210,24 @@ class TrainerRun:
             source_weights=SOURCE_WEIGHTS,
         )
         trainer = build_trainer(
-            job, plan, state, bus, data, storage=storage, stop=stop, guards=(observer,)
+            job,
+            plan,
+            state,
+            bus,
+            data,
+            storage=storage,
+            stop=stop,
+            guards=(observer,),
+            # It may go back, and has no reason to.
+            roll_backs=RollBacks(),
         )
         if saves_elsewhere:
             observer.save_in_background = trainer.save
         with observer.observing_updates():
             observation.end = trainer.run()
         observer.compare_state_with_second_loop(state.step)
+        if saves_elsewhere:
+            observation.saved_infinite_weight = try_to_save_infinite_weight(state)
         if linked is not None:
             self._restore_linked_checkpoint(replace(observer, observation=linked), storage, bus)
 
@@ -255,6 +271,9 @@ class TrainerRun:
             body["checkpoint"] |= {"every_steps": 1, "asynchronous": False}
         elif is_resumed:
             body["checkpoint"]["every_steps"] = None
+        if is_resumed and self.job.resilience.on_corruption == "stop":
+            # The run would end in the step that is good when it is repeated.
+            body["resilience"]["on_corruption"] = "warn"
         return Job.model_validate_json(json.dumps(body))
 
 

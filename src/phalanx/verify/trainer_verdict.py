@@ -16,14 +16,20 @@ from phalanx.verify.trainer_cases import (
     LINKED_FILES,
     LINKED_STEP,
     NUM_STEPS,
-    RECORDED_NORMS,
+    RECORDED_GRADIENT_NORMS,
+    RECORDED_UPDATE_NORMS,
     REPEATED_STEPS,
     SAME_LAYOUT,
     SAVE_EVERY,
     STOP_STEP,
     UNMASKED_STEP,
 )
-from phalanx.verify.trainer_errors import ErrorRecord, make_number_difference, relative_error
+from phalanx.verify.trainer_errors import (
+    ErrorRecord,
+    make_number_difference,
+    make_tensor_difference,
+    relative_error,
+)
 from phalanx.verify.trainer_facts import (
     AttemptObservation,
     SecondLoopRecord,
@@ -76,6 +82,10 @@ class RunComparator:
         return any(attempt.num_linked_bytes for attempt in self._by_rank[0])
 
     @property
+    def _has_norms_of_updates(self) -> bool:
+        return any(norms.updates for attempt in self._by_rank[0] for norms in attempt.norms)
+
+    @property
     def tolerance(self) -> float:
         """The relative error that is allowed."""
         return self._errors.tolerance
@@ -101,6 +111,10 @@ class RunComparator:
         left_out = set()
         if self._compress != "none" or self._records[0].max_norm is None:
             left_out.add(CLIPPING)
+        if self._compress != "none":
+            left_out.add(RECORDED_GRADIENT_NORMS)
+        if not self._has_norms_of_updates:
+            left_out.add(RECORDED_UPDATE_NORMS)
         if self._why_not_repeated:
             left_out.add(REPEATED_STEPS)
         parts = tuple(part for part in JUDGED_PARTS if part not in left_out)
@@ -119,8 +133,8 @@ class RunComparator:
             if not record.get_step_record(LINKED_STEP).skipped:
                 why = "no step is skipped, in which nothing changes"
             lines.append(f"{LINKED_FILES}: {why}")
-        if not any(norms.updates for attempt in self._by_rank[0] for norms in attempt.norms):
-            lines.append(f"{RECORDED_NORMS}: of gradients alone, for want of memory in the plan")
+        if not self._has_norms_of_updates:
+            lines.append(f"{RECORDED_UPDATE_NORMS}: for want of memory in the plan")
         if self._why_not_repeated:
             lines.append(f"{REPEATED_STEPS}: {self._why_not_repeated}")
         if self._compress != "none":
@@ -169,6 +183,7 @@ class RunComparator:
                     differences = self._name_changed_buffer(differences, after, record)
                 yield from differences
         yield from self._compare_attempt_end(attempt)
+        yield from _find_saved_infinite_weights(ranks)
         # Of the linked checkpoint's observation there is no attempt of its own.
         if attempt.name != LINKED_CHECKPOINT:
             yield from self._recorded.compare(ranks, record)
@@ -280,6 +295,18 @@ class RunComparator:
                     " or one of no targets"
                 )
                 yield make_number_difference("evaluation loss of a source", step, error, cause)
+
+
+def _find_saved_infinite_weights(ranks: Sequence[AttemptObservation]) -> Iterator[Difference]:
+    for rank, attempt in enumerate(ranks):
+        if attempt.saved_infinite_weight:
+            cause = (
+                "a state with a weight that is not finite is saved: its checkpoint takes the place"
+                " of one from which training goes on"
+            )
+            yield make_tensor_difference(
+                "weight", attempt.saved_infinite_weight, NUM_STEPS, math.inf, rank, "", cause
+            )
 
 
 def _list_saved_steps(name: str) -> tuple[int, ...]:
