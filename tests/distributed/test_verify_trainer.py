@@ -311,6 +311,8 @@ PLANTS = [
     ("pipelines_drop_the_last_batches_of_an_evaluation", "pp2-1f1b", "evaluation's targets", 3),
     ("recorded_norm_is_the_clipped_one", "ddp", "recorded gradient norm", 1),
     ("norms_of_blocks_count_each_replica", "ddp", "recorded update", 1),
+    ("weights_that_are_infinite_are_saved", "ddp", "weight", 10),
+    ("corruption_is_found_where_none_is", "ddp", "run", 1),
 ]
 
 

@@ -11,6 +11,7 @@ from phalanx.plan.layout import Layout
 from phalanx.verify.cases import TRAINER_ROW_PREFIX
 from phalanx.verify.choose import select_layout_cases
 from phalanx.verify.trainer_cases import (
+    has_trainer_row_of_combination,
     list_axes_without_trainer_row,
     list_trainer_layouts,
 )
@@ -32,6 +33,29 @@ from phalanx.verify.trainer_cases import (
 )
 def test_axes_that_no_row_of_the_trainer_has(degrees: dict[str, Any], axes: list[str]) -> None:
     assert list_axes_without_trainer_row(Layout(**degrees)) == axes
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero_stage", "has_row"),
+    [
+        ({"dp_replicate": 4}, 0, True),
+        # State lies as in zero1, and in the second where another run is resumed in it.
+        ({"dp_shard": 4}, 2, True),
+        ({"dp_replicate": 2, "tp": 2}, 0, True),
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 0, True),
+        ({"dp_shard": 4, "ep": 2}, 3, True),
+        ({"dp_shard": 2, "tp": 2}, 3, True),
+        ({"dp_shard": 2, "tp": 2}, 1, False),
+        ({"dp_replicate": 2, "dp_shard": 2}, 1, False),
+        ({"pp": 2, "tp": 2}, 0, False),
+        ({"pp": 2, "dp_replicate": 2}, 0, False),
+        ({"dp_shard": 2, "tp": 2, "ep": 2}, 3, False),
+    ],
+)
+def test_axes_that_no_row_of_the_trainer_has_together(
+    degrees: dict[str, Any], zero_stage: int, has_row: bool
+) -> None:
+    assert has_trainer_row_of_combination(Layout(**degrees), zero_stage) is has_row
 
 
 @pytest.mark.parametrize(("preset", "has_experts"), [("small", False), ("small-mixtral", True)])

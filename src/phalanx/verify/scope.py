@@ -15,7 +15,10 @@ from phalanx.verify.cases import MANY_MICROBATCHES
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
-from phalanx.verify.trainer_cases import list_axes_without_trainer_row
+from phalanx.verify.trainer_cases import (
+    has_trainer_row_of_combination,
+    list_axes_without_trainer_row,
+)
 
 UNREAD_INITIAL_WEIGHTS = (
     "weights of model.init_from: every row begins with random ones; how a run takes them is judged"
@@ -104,6 +107,11 @@ def list_quantities_not_compared(
     if axes:
         not_judged.append(
             f"saves and resumes in this layout: no row of the trainer has {' or '.join(axes)}"
+        )
+    elif not has_trainer_row_of_combination(plan.layout, plan.parallel.zero_stage):
+        not_judged.append(
+            "saves and resumes in this layout: no row of the trainer has these axes together, with"
+            " this ZeRO stage"
         )
     not_judged += _list_shared_arithmetic(plan, trace)
     not_judged += _list_what_ranks_here_lack(plan, device)

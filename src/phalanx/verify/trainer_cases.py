@@ -4,6 +4,7 @@ what. Torch-free."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,6 +111,45 @@ def list_trainer_layouts(
             "offload": "optimizer",
         },
     )
+
+
+def list_resumed_layouts(
+    num_ranks: int, *, experts: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts without a row of their own in which runs of other ones are resumed, and saved: copies
+    of what tp or ep cuts, of which each block is written by one of its holders."""
+    if num_ranks % 2:
+        return
+    if num_ranks > 2:
+        yield "ddp-tp2", {"dp_replicate": num_ranks // 2, "tp": 2}
+    if experts:
+        yield "ddp-ep2", {"ep": 2}
+
+
+def has_trainer_row_of_combination(layout: Layout, zero_stage: int) -> bool:
+    """True if a layout of as many ranks in which the trainer is judged has the same axes together,
+    and holds state in ranks of data parallelism in the same way."""
+    num_ranks = layout.world_size
+    own_degrees = {axis: getattr(layout, axis) for axis in _STATE_AXES}
+    own = _describe_state(own_degrees, zero_stage, num_ranks)
+    return any(
+        own == _describe_state(degrees, degrees.get("zero_stage", 0), num_ranks)
+        for listed in (list_trainer_layouts, list_resumed_layouts)
+        for _, degrees in listed(num_ranks, experts=True)
+    )
+
+
+def _describe_state(
+    degrees: Mapping[str, Any], zero_stage: int, num_ranks: int
+) -> tuple[frozenset[str], bool, bool]:
+    """Along which axes state is copied or cut, and whether the optimizer's state and weights are
+    cut by data parallelism. Whole copies are one axis, whatever ep folds over."""
+    used = {axis for axis in _STATE_AXES if degrees.get(axis, 1) > 1}
+    if not zero_stage and used & {"dp_shard", "ep"}:
+        used -= {"dp_shard"}
+        share = math.prod(degrees.get(axis, 1) for axis in ("pp", "tp", "cp", "ep"))
+        used |= {"dp_replicate"} if num_ranks > share else set()
+    return frozenset(used), zero_stage in (1, 2), zero_stage == 3
 
 
 def list_axes_without_trainer_row(layout: Layout) -> list[str]:
@@ -260,31 +300,33 @@ def make_trainer_cases(
     cases: list[TrainerCase | Case] = []
     # Of a model without experts the plan refuses what spreads them.
     layouts = list(list_trainer_layouts(num_ranks, experts=True))
-    for case in plan_layout_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape):
+
+    def plan_cases(layouts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Case]:
+        return plan_layout_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape)
+
+    for case in plan_cases(layouts):
         if case.plan is None:
             cases.append(replace(case, name=PREFIX + case.name))
         else:
             planned.append(case)
+    resumed = plan_cases(list(list_resumed_layouts(num_ranks, experts=True)))
+    only_resumed = {case.name: case for case in resumed if case.plan is not None}
     for index, case in enumerate(planned):
         other = planned[(index + 1) % len(planned)]
+        if index == len(planned) - 1:
+            other = only_resumed.get("ddp-ep2", other)
         assert case.plan is not None
         assert other.plan is not None
         cases.append(
             TrainerCase(PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan)
         )
     if planned:
-        cases.append(_make_loss_scale_case(planned, choose_row_loss_scaling(job)))
+        other = only_resumed.get("ddp-tp2", planned[min(1, len(planned) - 1)])
+        cases.append(_make_loss_scale_case(planned[0], other, choose_row_loss_scaling(job)))
     if num_ranks > 1:
         compressed = {"dp_replicate": num_ranks, "compress": "powersgd"}
         cases += [
-            _make_compression_case(case)
-            for case in plan_layout_cases(
-                job,
-                [(COMPRESSION_VARIANT, compressed)],
-                num_ranks=num_ranks,
-                cluster=cluster,
-                shape=shape,
-            )
+            _make_compression_case(case) for case in plan_cases([(COMPRESSION_VARIANT, compressed)])
         ]
     return cases
 
@@ -317,9 +359,8 @@ def make_named_trainer_cases(
     return runs
 
 
-def _make_loss_scale_case(planned: list[Case], scaling: LossScaling) -> TrainerCase:
-    """The first layout with a loss that is scaled as in fp16, resumed in the second."""
-    case, other = planned[0], planned[min(1, len(planned) - 1)]
+def _make_loss_scale_case(case: Case, other: Case, scaling: LossScaling) -> TrainerCase:
+    """The layout of `case` with a loss that is scaled as in fp16, resumed in that of `other`."""
     assert case.plan is not None
     assert other.plan is not None
     return TrainerCase(
