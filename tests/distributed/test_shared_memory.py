@@ -317,8 +317,26 @@ def wait_in_two_groups(rank: int) -> float:
             late = torch.ones(100_000)
             dist.all_reduce(late)
             dist.distributed_c10d._get_default_store().set("done", "1")
+        send_before_the_end_of_a_future(rank)
         dist.barrier()
         return float(late.sum() + sum(tensor.sum() for tensor in tensors))
+
+
+def send_before_the_end_of_a_future(rank: int) -> None:
+    """Rank 1 calls the reduction when it has what rank 0 sends after asking for its future."""
+    total, message = torch.ones(10), torch.zeros(1)
+    if rank == 0:
+        future = dist.all_reduce(total, async_op=True).get_future()
+        doubled = future.then(lambda each: each.value()[0] * 2)
+        assert not future.done()
+        dist.send(message, 1)
+        # The first is waited for in C++, where a thread comes by.
+        assert doubled.wait().sum().item() == 40.0
+        assert future.wait()[0].data_ptr() == total.data_ptr()
+    else:
+        dist.recv(message, 0)
+        dist.all_reduce(total)
+    assert total.sum().item() == 20.0
 
 
 def test_ranks_that_wait_elsewhere_hold_nobody_up() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -647,3 +649,53 @@ def test_an_arena_is_not_taken_for_that_of_a_rank_elsewhere() -> None:
     assert "rank 1 is not the process" in problem
     for arena in arenas:
         arena.close()
+
+
+# Futures
+
+
+@contextlib.contextmanager
+def opening_future(ranks: SharedRanks, timeout_s: float = 20.0) -> Iterator[Any]:
+    """The future of an all-reduce of rank 0, which rank 1 has not called yet."""
+    options = SimpleNamespace(_timeout=timedelta(seconds=timeout_s))
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    transport = SharedMemoryTransport(ranks.arenas[0], 0, {}, [set()], ReduceOps())
+    channel = transport._channels[1] = ranks.channels[0]
+    operation = ranks.post(0, "allreduce_", [torch.ones(1)])
+    work = transport._make_work(operation, "result", channel, group)
+    yield work.get_future()
+    transport._helper.stop()
+
+
+def test_a_future_is_set_when_all_have_come(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks(2)
+    with opening_future(ranks) as future:
+        behind = future.then(lambda each: each.value() + "!")
+        time.sleep(0.05)
+        assert not future.done()
+        ranks.post(1, "allreduce_", [torch.ones(1)])
+        # In C++, which calls nothing of Python.
+        assert behind.wait() == "result!"
+        assert future.wait() == "result"
+    with opening_future(ranks) as future:
+        ranks.post(1, "allreduce_", [torch.ones(1)])
+        assert future.wait() == "result"
+
+
+def test_a_future_that_will_never_be_set_raises(make_ranks: MakeRanks) -> None:
+    with opening_future(make_ranks(2), timeout_s=0.05) as future:
+        behind = future.then(lambda each: each.value())
+        with pytest.raises(RuntimeError, match=r"Timed out .*all_reduce of group world"):
+            behind.wait()
+    with (
+        opening_future(make_ranks(2), timeout_s=0.05) as future,
+        pytest.raises(RuntimeError, match=r"Timed out .*all_reduce of group world"),
+    ):
+        future.wait()
+    pid = find_ended_process()
+    with opening_future(make_ranks(2, {1: pid})) as future:
+        behind = future.then(lambda each: each.value())
+        with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\) has died"):
+            behind.wait()
+        with pytest.raises(dist.DistBackendError, match=rf"rank 1 \(process {pid}\) has died"):
+            future.wait()

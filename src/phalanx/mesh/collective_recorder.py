@@ -422,7 +422,7 @@ def _tell_observer_when_completed(
     where nobody sees it. Called by the thread that transfers, and so only while a trace is
     recorded."""
     if isinstance(work, SharedMemoryWork):
-        # Its future is done: it would be waited for.
+        # At once, and not when a thread comes by.
         work.operation.call_when_done(lambda: observer.end_collective(number, "completed"))
         return
     try:

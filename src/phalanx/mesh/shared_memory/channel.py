@@ -235,6 +235,20 @@ class GroupChannel:
                 look_s = time.monotonic() + _SLEEP_S
             advance_others()
 
+    def sleep_on(self, operation: Operation, timeout_s: float) -> bool:
+        """Return when `operation` may come on, at the latest after `timeout_s`; False, and at once,
+        if nothing is known that it waits for."""
+        with self.lock:
+            blocker = None if operation.is_done else self._find_blocker(operation)
+        if blocker is None:
+            return False
+        wait_for_change(blocker.address, blocker.value, timeout_s)
+        return True
+
+    def say(self, operation: Operation) -> str:
+        """What people call an operation of this group."""
+        return f"{operation.name} of group {self.label}"
+
     @property
     def error(self) -> Exception | None:
         """What has ended this group's operations; None while they go on."""

@@ -27,6 +27,7 @@ from phalanx.mesh.shared_memory.arena import OwnArena
 from phalanx.mesh.shared_memory.board import SEGMENT_TABLE_AT, say_left
 from phalanx.mesh.shared_memory.calls import BUILDERS, CallContext, TakenCall
 from phalanx.mesh.shared_memory.channel import GroupChannel
+from phalanx.mesh.shared_memory.futures import OperationFuture, PendingFutures
 from phalanx.mesh.shared_memory.in_place import (
     GatheredTensor,
     GatherInPlace,
@@ -88,7 +89,8 @@ class SharedMemoryTransport:
         self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
         self._tensors = ArenaTensors(arena)
-        self._helper = _Helper(self._look_after)
+        self._futures = PendingFutures()
+        self._helper = _Helper(self._look_after, self._futures.sleep)
         self._guard = ForkedCopyGuard(rank)
 
     @property
@@ -131,6 +133,7 @@ class SharedMemoryTransport:
         self._arena.close()
         for channel in self._channels.values():
             channel.fail(RuntimeError("the shared memory of this rank is closed"))
+        self._futures.settle()
         self._channels.clear()
         self._groups.clear()
         self._open_works.clear()
@@ -335,11 +338,12 @@ class SharedMemoryTransport:
         return not all(channel.is_idle for channel in list(self._channels.values()))
 
     def _look_after(self) -> bool:
-        """As `try_advance`, for a thread: a lost rank is found where nobody waits."""
+        """As `try_advance`, for a thread: futures are set, and a lost rank is found, where nobody
+        waits."""
         has_open = self.try_advance()
         for channel in list(self._channels.values()):
             channel.look_for_lost()
-        return has_open
+        return self._futures.settle() or has_open
 
     def _post(
         self, call: TakenCall, channel: GroupChannel, group: dist.ProcessGroup
@@ -369,7 +373,13 @@ class SharedMemoryTransport:
             with _without_modes():
                 return channel.find_error(operation)
 
-        work = SharedMemoryWork(operation, self.try_advance, wait_for_end, find_error, result)
+        def keep_future(future: OperationFuture) -> None:
+            self._futures.add(future, channel, _read_timeout_s(group))
+            self._helper.look_after()
+
+        work = SharedMemoryWork(
+            operation, self.try_advance, wait_for_end, find_error, keep_future, result
+        )
         self._keep(work)
         if not operation.is_done:
             self._helper.look_after()
@@ -426,10 +436,14 @@ class SharedMemoryTransport:
 
 
 class _Helper:
-    """A thread that looks after what is open while this rank computes, or waits elsewhere."""
+    """A thread that looks after what is open while this rank computes, or waits elsewhere.
 
-    def __init__(self, try_advance: Callable[[], bool]) -> None:
-        self._try_advance = try_advance
+    `look` returns True while something is open. `sleep` waits for at most some seconds for what is
+    waited for in C++, and returns False at once if nothing is.
+    """
+
+    def __init__(self, look: Callable[[], bool], sleep: Callable[[float], bool]) -> None:
+        self._look, self._sleep = look, sleep
         self._has_open = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -453,9 +467,9 @@ class _Helper:
         while not self._stopped.is_set():
             self._has_open.wait()
             self._has_open.clear()
-            if self._stopped.wait(_HELP_INTERVAL_S):
+            if not self._sleep(_HELP_INTERVAL_S) and self._stopped.wait(_HELP_INTERVAL_S):
                 return
-            if self._try_advance():
+            if self._look():
                 self._has_open.set()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.mesh.shared_memory.futures import OperationFuture
 from phalanx.mesh.shared_memory.messages import Receive
 from phalanx.mesh.shared_memory.operations import Collective, Operation
 
@@ -17,7 +18,8 @@ class SharedMemoryWork(dist.Work):
     """A `torch.distributed.Work` of an operation through shared memory.
 
     `wait_for_end(timeout_s)` returns when it is done; None stands for the group's timeout.
-    `find_error` gives what has ended the group's operations. `result` is what the call gives, for
+    `find_error` gives what has ended the group's operations. `keep_future` has a future set when it
+    is done. `result` is what the call gives, for
     futures; None where its caller waits and asks for nothing.
     """
 
@@ -27,12 +29,13 @@ class SharedMemoryWork(dist.Work):
         try_advance: Callable[[], object],
         wait_for_end: Callable[[float | None], None],
         find_error: Callable[[], Exception | None],
+        keep_future: Callable[[OperationFuture], None],
         result: Any,
     ) -> None:
         super().__init__()
         self.operation = operation
         self._try_advance, self._wait_for_end = try_advance, wait_for_end
-        self._find_error, self._result = find_error, result
+        self._find_error, self._keep_future, self._result = find_error, keep_future, result
         self.was_waited_for = False
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -67,18 +70,23 @@ class SharedMemoryWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done: this waits, for torch waits for futures where nothing would move
-        data meanwhile. Raises NotImplementedError for sends and receives, as gloo does."""
+        """A future that is set when the operation has ended; this does not wait. Raises
+        NotImplementedError for sends and receives, as gloo does."""
         if not isinstance(self.operation, Collective):
             raise NotImplementedError("sends and receives have no future")
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        try:
-            self.wait()
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-            return future
-        future.set_result(self._result)
+        future = OperationFuture(self.operation, self.wait, self._take_result)
+        error = self._find_error()
+        if self.operation.is_done:
+            future.set_from_operation()
+        elif error is not None:
+            future.set_error(error)
+        else:
+            self._keep_future(future)
         return future
+
+    def _take_result(self) -> Any:
+        self.was_waited_for = True
+        return self._result
 
     def _source_rank(self) -> int:
         operation = self.operation
