@@ -37,6 +37,7 @@ class SharedRanks:
                 1,
                 self.arenas[rank],
                 [None if peer == rank else self._open_peer(peer) for peer in range(num_ranks)],
+                has_own_core=False,
             )
             for rank in range(num_ranks)
         ]

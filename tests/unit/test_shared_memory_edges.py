@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.core.cores import read_cpu_quota
 from phalanx.launch.reports import is_caused_by_lost_peer
 from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory import channel as channel_module
 from phalanx.mesh.shared_memory import futex, opening, segments
+from phalanx.mesh.shared_memory import transport as transport_module
 from phalanx.mesh.shared_memory.arena import OwnArena
 from phalanx.mesh.shared_memory.board import (
     CONSUMED,
@@ -699,3 +704,47 @@ def test_a_future_that_will_never_be_set_raises(make_ranks: MakeRanks) -> None:
             behind.wait()
         with pytest.raises(dist.DistBackendError, match=rf"rank 1 \(process {pid}\) has died"):
             future.wait()
+
+
+# Cores
+
+
+def test_ranks_spin_where_all_of_the_host_have_cores(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight ranks on two cores none spins, in however small a group; nor beyond a quota."""
+
+    def has_own_core(num_ranks: int, cores: int, quota: float) -> bool:
+        monkeypatch.setattr(transport_module, "count_allowed_cores", lambda: cores)
+        monkeypatch.setattr(transport_module, "read_cpu_quota", lambda: quota)
+        peers = dict.fromkeys(range(1, num_ranks), peer)
+        return SharedMemoryTransport(arena, 0, peers, [], ReduceOps())._has_own_core
+
+    ranks = make_ranks(2)
+    arena, peer = ranks.arenas[0], ranks._open_peer(1)
+    assert has_own_core(2, 2, math.inf)
+    assert not has_own_core(8, 2, math.inf)
+    assert not has_own_core(2, 2, 1.0)
+
+
+def test_the_quota_of_processors_is_the_least_of_all_cgroups_around(tmp_path: Path) -> None:
+    def read(own: str, files: dict[str, str]) -> float:
+        (tmp_path / "cgroup").write_text(own)
+        mount = tmp_path / "fs"
+        shutil.rmtree(mount, ignore_errors=True)
+        for name, text in files.items():
+            (mount / name).parent.mkdir(parents=True, exist_ok=True)
+            (mount / name).write_text(text)
+        return read_cpu_quota(tmp_path / "cgroup", mount)
+
+    assert read("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}) == math.inf
+    assert read("0::/a/b\n", {"a/b/cpu.max": "max 9\n", "a/cpu.max": "150000 100000\n"}) == 1.5
+    # The topmost of a container, which it calls by its name outside.
+    first = {
+        "cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
+        "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    assert read("5:memory:/\n3:cpu,cpuacct:/docker/1\n", first) == 2.0
+    unlimited = {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    assert read("3:cpu,cpuacct:/\n", unlimited) == math.inf
+    assert read("", {}) == math.inf

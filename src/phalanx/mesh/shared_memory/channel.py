@@ -8,7 +8,6 @@ in different groups all come on.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -111,11 +110,18 @@ class GroupChannel:
     """The operations of one process group on this rank.
 
     `members`: the ranks of the group in its order, with None for this one. `label` is what people
-    call the group. `memory`: what lies where its ranks say.
+    call the group. `memory`: what lies where its ranks say. `has_own_core`: this rank may spin, as
+    there is a core for each rank of the host, of whatever group.
     """
 
     def __init__(
-        self, label: str, key: int, arena: OwnArena, members: Sequence[Peer | None]
+        self,
+        label: str,
+        key: int,
+        arena: OwnArena,
+        members: Sequence[Peer | None],
+        *,
+        has_own_core: bool,
     ) -> None:
         self.label, self._key, self._arena = label, key, arena
         self.members = tuple(members)
@@ -123,7 +129,6 @@ class GroupChannel:
         self.num_ranks = len(self.members)
         self.memory = _MemoryOfMembers(label, arena, self.members)
         self.lock = threading.RLock()
-        has_own_core = self.num_ranks <= len(os.sched_getaffinity(0))
         self._num_spins = _NUM_SPINS if has_own_core else 0
         self._own = add_board(arena, key, self.num_ranks)
         self._boards: list[Board | None] = [None] * self.num_ranks

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from phalanx.core.cores import count_allowed_cores, read_cpu_quota
 from phalanx.core.forked_copy import ForkedCopyGuard
 from phalanx.mesh.c10d_calls import Operator, pass_to_handlers
 from phalanx.mesh.reduce_ops import ReduceOps
@@ -87,6 +88,8 @@ class SharedMemoryTransport:
         self._channels: dict[int, GroupChannel] = {}
         self._open_works: deque[SharedMemoryWork] = deque()
         self._ended_works: deque[SharedMemoryWork] = deque(maxlen=_MAX_ENDED_WORKS)
+        # All ranks of the host compute at once, however few a group has.
+        self._has_own_core = len(peers) + 1 <= min(count_allowed_cores(), read_cpu_quota())
         self._segments = OwnSegments(arena, SEGMENT_TABLE_AT, len(peers) + 1)
         self._tensors = ArenaTensors(arena)
         self._futures = PendingFutures()
@@ -428,7 +431,9 @@ class SharedMemoryTransport:
             if label == "default_pg":
                 label = "world"
             members = [self._peers.get(rank) for rank in ranks]
-            channel = self._channels[key] = GroupChannel(label, key, self._arena, members)
+            channel = self._channels[key] = GroupChannel(
+                label, key, self._arena, members, has_own_core=self._has_own_core
+            )
         return channel
 
     def _see_each_other(self, ranks: Sequence[int]) -> bool:
