@@ -632,6 +632,60 @@ def test_a_rank_that_may_open_no_more_files_says_so_itself(
     assert not is_caused_by_lost_peer(own.value)
 
 
+def test_numbers_of_withdrawn_tensors_are_used_again(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the tensor of before mapped does not read it in place of the new one."""
+    monkeypatch.setattr(segments, "_MAX_SEGMENTS", 3)
+    ranks = make_ranks(1)
+    own, seen = OwnSegments(ranks.arenas[0], SEGMENT_TABLE_AT, 1), ranks._open_peer(0).segments
+
+    def read(place: int) -> float:
+        return float(torch.from_numpy(seen.view(place, 8)).view(torch.float64).item())
+
+    kept, places = torch.full((1,), -1.0, dtype=torch.float64), set()
+    assert own.publish(kept)
+    for number in range(10):
+        values = torch.full((1,), float(number), dtype=torch.float64)
+        assert own.publish(values)
+        place = own.locate(values)
+        assert place is not None
+        assert read(place) == number
+        places.add(place)
+        own.withdraw(values)
+    assert len(places) == 10
+    assert len(seen._mapped) == 1
+    place = own.locate(kept)
+    assert place is not None
+    assert read(place) == -1.0
+    # The places of what is gone name nothing.
+    with pytest.raises(OSError, match="not in use"):
+        read(min(places))
+    assert seen.no_room is None
+
+
+def test_a_rank_without_lines_for_tensors_says_so_to_all(
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_MAX_SEGMENTS", 3)
+    monkeypatch.setattr(segments, "_MAX_USES_OF_LINE", 2)
+    ranks = make_ranks(2)
+    peer = ranks._open_peer(1)
+    transport = SharedMemoryTransport(ranks.arenas[0], 0, {1: peer}, [], ReduceOps())
+    own = OwnSegments(ranks.arenas[1], SEGMENT_TABLE_AT, 2)
+    for _ in range(4):
+        values = torch.ones(100)
+        assert own.publish(values)
+        own.withdraw(values)
+    assert transport.no_room is None
+    assert not own.publish(torch.ones(100))
+    no_room = transport.no_room
+    assert no_room is not None
+    assert no_room == own.no_room
+    assert no_room.needed_bytes == 800
+    assert "no more can be listed" in no_room.why
+
+
 # Two sandboxes on a host, or on two, whose processes have the same numbers
 
 

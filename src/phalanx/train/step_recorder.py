@@ -240,20 +240,22 @@ class StepRecorder:
             )
 
     def _warn_of_full_shared_memory(self) -> None:
-        """Warn, once, that gradients are copied between ranks for want of shared memory: sums are
-        right, and steps slower."""
+        """Warn, once, that gradients are copied between ranks for want of shared memory, be it of
+        one rank alone: sums are right, and steps slower."""
+        if self._has_warned_of_room or self._mesh.local_rank != 0:
+            return
         transport = current_transport()
         no_room = None if transport is None else transport.no_room
-        if no_room is None or self._has_warned_of_room or self._mesh.local_rank != 0:
+        if no_room is None:
             return
         self._has_warned_of_room = True
-        text = (
-            "gradients are copied and not summed where they lie, which is slower: /dev/shm has"
-            f" {format_bytes(no_room.free_bytes)} free, and the ranks of this machine need twice"
-            f" {format_bytes(no_room.needed_bytes)}"
+        reason = (
+            f"/dev/shm has {format_bytes(no_room.free_bytes)} free, and the ranks of this machine"
+            f" need twice {format_bytes(no_room.needed_bytes)}"
         )
         if no_room.why:
-            text += f" ({no_room.why})"
+            reason = f"{no_room.why} ({reason})"
+        text = f"gradients are copied and not summed where they lie, which is slower: {reason}"
         facts = {
             "warning": "shared_memory_full",
             "text": text,

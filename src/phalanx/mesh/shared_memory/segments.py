@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,28 @@ import torch
 from phalanx.mesh.shared_memory.arena import Bytes, MappedArena, OwnArena, open_arena_of_process
 
 # A place is the number of a segment above so many bits of an offset in it; segment 0 is the arena.
+# The number is a line of the table, and above it how often that line was used before: whoever has
+# the segment of before mapped does not take it for the new one.
 _OFFSET_BITS = 44
 _MAX_SEGMENTS = 1024
+# Places are signed numbers of 64 bits where ranks exchange them.
+_MAX_USES_OF_LINE = 512
 _SHARED_FILES = "/dev/shm"
 # Of /dev/shm's free bytes: what else comes there meanwhile must find room.
 _MAX_SHARE_OF_FREE = 0.5
 
-# (descriptor, 1 while it is in use, inode, bytes).
+# (descriptor, how often the line was used with this time and 0 while it is not, inode, bytes). The
+# first line says that a tensor found no room: (index of _REASONS, 1, bytes needed, bytes free).
 _ENTRY = struct.Struct("<IIQQ")
 TABLE_BYTES = _MAX_SEGMENTS * _ENTRY.size
+
+
+_IS_FULL, _LINES_ARE_USED, _IS_REFUSED = range(3)
+_REASONS = (
+    "",
+    f"{_MAX_SEGMENTS - 1:,} tensors of a rank lie there, and no more can be listed",
+    "the system refuses it",
+)
 
 
 @dataclass
@@ -53,7 +67,9 @@ class OwnSegments:
     def __init__(self, arena: OwnArena, table_at: int, num_local_ranks: int) -> None:
         self._arena, self._table_at, self._num_local_ranks = arena, table_at, num_local_ranks
         self._by_inode: dict[int, _Segment] = {}
-        self._num_listed = 0
+        self._num_lines_used = 0
+        # Numbers that the lines of withdrawn segments have next, the oldest first.
+        self._free_numbers: deque[int] = deque()
         self.no_room: NoRoom | None = None
 
     def publish(self, tensor: torch.Tensor) -> bool:
@@ -66,21 +82,33 @@ class OwnSegments:
         needed_bytes = storage.nbytes() * self._num_local_ranks
         free_bytes = _count_free_bytes()
         if not storage.is_shared() and needed_bytes > free_bytes * _MAX_SHARE_OF_FREE:
-            self.no_room = self.no_room or NoRoom(needed_bytes, free_bytes)
-            return False
-        if self._num_listed + 1 >= _MAX_SEGMENTS:
-            return False
+            return self._say_no_room(_IS_FULL, NoRoom(needed_bytes, free_bytes))
+        if self._num_lines_used + 1 >= _MAX_SEGMENTS and not self._free_numbers:
+            why = _REASONS[_LINES_ARE_USED]
+            return self._say_no_room(_LINES_ARE_USED, NoRoom(needed_bytes, free_bytes, why))
         try:
             descriptor, num_bytes = storage._share_fd_cpu_()
         except (RuntimeError, OSError) as error:
             # No descriptors are left, or /dev/shm is full or read-only.
-            self.no_room = self.no_room or NoRoom(needed_bytes, free_bytes, str(error))
-            return False
-        self._num_listed += 1
-        segment = _Segment(self._num_listed, descriptor, os.fstat(descriptor).st_ino)
+            return self._say_no_room(_IS_REFUSED, NoRoom(needed_bytes, free_bytes, str(error)))
+        segment = _Segment(self._take_number(), descriptor, os.fstat(descriptor).st_ino)
         self._by_inode[segment.inode] = segment
         self._write(segment, num_bytes, is_in_use=True)
         return True
+
+    def _take_number(self) -> int:
+        if self._num_lines_used + 1 >= _MAX_SEGMENTS:
+            return self._free_numbers.popleft()
+        self._num_lines_used += 1
+        return self._num_lines_used
+
+    def _say_no_room(self, reason: int, no_room: NoRoom) -> bool:
+        """Keep the first, where the other ranks see it; False, for `publish`."""
+        if self.no_room is None:
+            self.no_room = no_room
+            numbers = (reason, 1, no_room.needed_bytes, no_room.free_bytes)
+            _ENTRY.pack_into(self._arena.memory, self._table_at, *numbers)
+        return False
 
     def withdraw(self, tensor: torch.Tensor) -> None:
         """Say that nobody may use the storage of `tensor` any more; others let go of it."""
@@ -88,6 +116,8 @@ class OwnSegments:
         if segment is not None:
             del self._by_inode[segment.inode]
             self._write(segment, 0, is_in_use=False)
+            if _count_uses(segment.number) < _MAX_USES_OF_LINE:
+                self._free_numbers.append(segment.number + _MAX_SEGMENTS)
 
     def locate(self, tensor: torch.Tensor) -> int | None:
         """The place of a tensor's first byte; None if it is in no segment."""
@@ -104,9 +134,10 @@ class OwnSegments:
         return self._by_inode.get(os.fstat(descriptor).st_ino)
 
     def _write(self, segment: _Segment, num_bytes: int, *, is_in_use: bool) -> None:
-        at = self._table_at + segment.number * _ENTRY.size
+        at = self._table_at + segment.number % _MAX_SEGMENTS * _ENTRY.size
+        num_uses = _count_uses(segment.number) if is_in_use else 0
         _ENTRY.pack_into(
-            self._arena.memory, at, segment.descriptor, is_in_use, segment.inode, num_bytes
+            self._arena.memory, at, segment.descriptor, num_uses, segment.inode, num_bytes
         )
 
 
@@ -117,6 +148,14 @@ class SeenSegments:
         self._pid, self._arena, self._table_at = pid, arena, table_at
         self._mapped: dict[int, MappedArena] = {}
 
+    @property
+    def no_room(self) -> NoRoom | None:
+        """The first time that a tensor of the other rank found no room; None where each did."""
+        reason, is_said, needed_bytes, free_bytes = self._read(0)
+        if not is_said or reason >= len(_REASONS):
+            return None
+        return NoRoom(needed_bytes, free_bytes, _REASONS[reason])
+
     def view(self, place: int, num_bytes: int) -> Bytes:
         """The bytes at a place that the other rank has named. Raises ValueError if it
         names what cannot be there, and OSError where it is not there any more, or cannot be mapped.
@@ -126,21 +165,30 @@ class SeenSegments:
             return self._arena.view(offset, num_bytes)
         if number not in self._mapped:
             # Those that are not in use any more go when a new one comes.
-            for old in [each for each in self._mapped if not self._read(each)[1]]:
+            for old in [each for each in self._mapped if not self._is_in_use(each)]:
                 del self._mapped[old]
             self._mapped[number] = self._map(number)
         return self._mapped[number].view(offset, num_bytes)
 
     def _read(self, number: int) -> tuple[int, ...]:
-        if number >= _MAX_SEGMENTS:
-            raise ValueError(f"there is no shared segment {number}")
-        return _ENTRY.unpack_from(self._arena.memory, self._table_at + number * _ENTRY.size)
+        line = number % _MAX_SEGMENTS
+        return _ENTRY.unpack_from(self._arena.memory, self._table_at + line * _ENTRY.size)
+
+    def _is_in_use(self, number: int) -> bool:
+        return self._read(number)[1] == _count_uses(number)
 
     def _map(self, number: int) -> MappedArena:
-        descriptor, is_in_use, inode, num_bytes = self._read(number)
-        if not is_in_use:
+        if number % _MAX_SEGMENTS == 0 or _count_uses(number) > _MAX_USES_OF_LINE:
+            raise ValueError(f"there is no shared segment {number}")
+        descriptor, _, inode, num_bytes = self._read(number)
+        if not self._is_in_use(number):
             raise OSError(f"shared segment {number} is not in use")
         return open_arena_of_process(self._pid, descriptor, num_bytes, inode)
+
+
+def _count_uses(number: int) -> int:
+    """How often the line of segment `number` was used, with this time."""
+    return number // _MAX_SEGMENTS + 1
 
 
 def _count_free_bytes() -> int:

@@ -177,8 +177,10 @@ class SharedMemoryTransport:
 
     @property
     def no_room(self) -> NoRoom | None:
-        """The first time that a tensor of this rank found no room where others see it."""
-        return self._segments.no_room
+        """The first time that a tensor of this rank, or of one whose memory it sees, found no room
+        where others see it."""
+        found = [self._segments.no_room, *(peer.segments.no_room for peer in self._peers.values())]
+        return next(filter(None, found), None)
 
     def publish(self, tensor: torch.Tensor) -> bool:
         """Have `tensor` and its views lie where other ranks reduce them in place; False where
