@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import resource
 import signal
 import subprocess
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -319,6 +321,12 @@ def wait_in_two_groups(rank: int) -> float:
             dist.distributed_c10d._get_default_store().set("done", "1")
         send_before_the_end_of_a_future(rank)
         dist.barrier()
+        # Nothing here keeps a group, and gloo's sockets, that torch has let go of.
+        destroyed = [weakref.ref(group) for group in groups]
+        while groups:
+            dist.destroy_process_group(groups.pop())
+        gc.collect()
+        assert [group() for group in destroyed] == [None, None]
         return float(late.sum() + sum(tensor.sum() for tensor in tensors))
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -713,11 +714,16 @@ def test_an_arena_is_not_taken_for_that_of_a_rank_elsewhere() -> None:
 # Futures
 
 
+class _Group:
+    """Of which there are weak references, as of torch's."""
+
+
 @contextlib.contextmanager
 def opening_future(ranks: SharedRanks, timeout_s: float = 20.0) -> Iterator[Any]:
     """The future of an all-reduce of rank 0, which rank 1 has not called yet."""
     options = SimpleNamespace(_timeout=timedelta(seconds=timeout_s))
-    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    group: Any = _Group()
+    group._get_backend = lambda device: SimpleNamespace(options=options)
     transport = SharedMemoryTransport(ranks.arenas[0], 0, {}, [set()], ReduceOps())
     channel = transport._channels[1] = ranks.channels[0]
     operation = ranks.post(0, "allreduce_", [torch.ones(1)])
@@ -802,3 +808,28 @@ def test_the_quota_of_processors_is_the_least_of_all_cgroups_around(tmp_path: Pa
     unlimited = {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
     assert read("3:cpu,cpuacct:/\n", unlimited) == math.inf
     assert read("", {}) == math.inf
+
+
+# Threads
+
+
+def test_works_of_two_threads_are_all_kept(make_ranks: MakeRanks) -> None:
+    """The asynchronous checkpointer's posts beside training."""
+    ranks = make_ranks(2)
+    transport = SharedMemoryTransport(ranks.arenas[0], 0, {}, [set()], ReduceOps())
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def keep() -> None:
+        for _ in range(150):
+            transport._keep(SimpleNamespace(was_waited_for=False))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=keep) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert len(transport._open_works) == 600

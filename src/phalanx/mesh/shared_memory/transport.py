@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -60,9 +61,10 @@ _REFERENCES_OF_KEPT_WORK = 3
 
 @dataclass
 class _KnownGroup:
-    """A process group that was asked about, and its channel: None for one that gloo keeps."""
+    """A process group that was asked about, and its channel: None for one that gloo keeps. Here it
+    ends with its last user, and with it gloo's sockets."""
 
-    group: dist.ProcessGroup
+    group: weakref.ref[dist.ProcessGroup]
     channel: GroupChannel | None
 
 
@@ -84,6 +86,8 @@ class SharedMemoryTransport:
         self._arena, self._rank, self._peers, self._reduce_ops = arena, rank, peers, reduce_ops
         self._reach, self._is_closed, self._is_paused = reach, False, False
         self._reads_in_place = True
+        # A garbage collection while it is held may post something.
+        self._lock = threading.RLock()
         self._groups: dict[str, _KnownGroup] = {}
         self._channels: dict[int, GroupChannel] = {}
         self._open_works: deque[SharedMemoryWork] = deque()
@@ -367,10 +371,13 @@ class SharedMemoryTransport:
     ) -> SharedMemoryWork:
         """The handle of an operation that has been posted."""
 
+        # Works outlive their waits, and must not keep gloo's sockets that long.
+        known_group = weakref.ref(group)
+
         def wait_for_end(timeout_s: float | None) -> None:
             self._end_if_copy()
             if timeout_s is None:
-                timeout_s = _read_timeout_s(group)
+                timeout_s = _read_timeout_s(known_group())
             with _without_modes():
                 channel.wait(operation, timeout_s, self.try_advance)
 
@@ -379,7 +386,7 @@ class SharedMemoryTransport:
                 return channel.find_error(operation)
 
         def keep_future(future: OperationFuture) -> None:
-            self._futures.add(future, channel, _read_timeout_s(group))
+            self._futures.add(future, channel, _read_timeout_s(known_group()))
             self._helper.look_after()
 
         work = SharedMemoryWork(
@@ -392,24 +399,30 @@ class SharedMemoryTransport:
 
     def _keep(self, work: SharedMemoryWork) -> None:
         """Keep `work` beyond its waits; of those that ended, only their tensors are let go."""
-        still_open: deque[SharedMemoryWork] = deque(maxlen=_MAX_OPEN_WORKS)
-        while self._open_works:
-            each = self._open_works.popleft()
-            if not each.was_waited_for:
-                still_open.append(each)
-                continue
-            if sys.getrefcount(each) <= _REFERENCES_OF_KEPT_WORK:
-                each.forget_result()
-            self._ended_works.append(each)
-        still_open.append(work)
-        self._open_works = still_open
+        with self._lock:
+            still_open: deque[SharedMemoryWork] = deque(maxlen=_MAX_OPEN_WORKS)
+            while self._open_works:
+                each = self._open_works.popleft()
+                if not each.was_waited_for:
+                    still_open.append(each)
+                    continue
+                if sys.getrefcount(each) <= _REFERENCES_OF_KEPT_WORK:
+                    each.forget_result()
+                self._ended_works.append(each)
+            still_open.append(work)
+            # What a finalizer of those tensors has posted meanwhile comes behind.
+            still_open.extend(self._open_works)
+            self._open_works = still_open
 
     def _find_channel(self, group: dist.ProcessGroup) -> GroupChannel | None:
         self._end_if_copy()
         name = group.group_name
         known = self._groups.get(name)
-        if known is None or known.group is not group:
-            known = self._groups[name] = _KnownGroup(group, self._open_channel(group, name))
+        if known is None or known.group() is not group:
+            # The checkpointer's thread has groups of its own.
+            with self._lock:
+                channel = self._open_channel(group, name)
+                known = self._groups[name] = _KnownGroup(weakref.ref(group), channel)
         return known.channel
 
     def _end_if_copy(self) -> None:
@@ -494,6 +507,9 @@ def _without_modes() -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _read_timeout_s(group: dist.ProcessGroup) -> float:
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
+def _read_timeout_s(group: dist.ProcessGroup | None) -> float:
+    """The timeout of a group; torch's usual one of a group that is gone."""
+    timeout = dist.constants.default_pg_timeout
+    if group is not None:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
     return float(timeout.total_seconds())
