@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -813,23 +812,29 @@ def test_the_quota_of_processors_is_the_least_of_all_cgroups_around(tmp_path: Pa
 # Threads
 
 
-def test_works_of_two_threads_are_all_kept(make_ranks: MakeRanks) -> None:
-    """The asynchronous checkpointer's posts beside training."""
+def test_two_threads_do_not_sort_works_at_once(make_ranks: MakeRanks) -> None:
+    """The asynchronous checkpointer's posts beside training: a Work must not be lost."""
     ranks = make_ranks(2)
     transport = SharedMemoryTransport(ranks.arenas[0], 0, {}, [set()], ReduceOps())
-    switch_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    is_sorting, other_is_kept = threading.Event(), threading.Event()
+    came_between: list[bool] = []
 
-    def keep() -> None:
-        for _ in range(150):
-            transport._keep(SimpleNamespace(was_waited_for=False))  # type: ignore[arg-type]
+    class SlowWork:
+        @property
+        def was_waited_for(self) -> bool:
+            is_sorting.set()
+            came_between.append(other_is_kept.wait(0.1))
+            return False
 
-    threads = [threading.Thread(target=keep) for _ in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switch_s)
-    assert len(transport._open_works) == 600
+    def keep_another() -> None:
+        is_sorting.wait()
+        transport._keep(SlowWork())  # type: ignore[arg-type]
+        other_is_kept.set()
+
+    transport._keep(SlowWork())  # type: ignore[arg-type]
+    thread = threading.Thread(target=keep_another)
+    thread.start()
+    transport._keep(SlowWork())  # type: ignore[arg-type]
+    thread.join()
+    assert not any(came_between)
+    assert len(transport._open_works) == 3
