@@ -16,6 +16,8 @@ from phalanx.cli._plan_keys import check_options_against_keys, spell_keys_as_opt
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.load import load_job
 from phalanx.plan.described_cluster import choose_cluster_of_job, list_instance_types
+from phalanx.plan.pipeline.generate import generate_schedule
+from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.overrides import format_overrides, list_changed_keys
 from phalanx.plan.search.result import SearchResult
@@ -79,6 +81,29 @@ def test_the_constraint_is_named_and_each_remedy_works_as_printed(
     for key, *values in remedies:
         for value in filter(None, values):
             assert run(*command, *f"{key}{value}".split()) == 0, (key, value)
+
+
+def test_a_schedule_of_a_file_is_left_out_where_that_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_schedule_csv(generate_schedule("zb-v", 4, 8), file := tmp_path / "mine.csv")
+    written = ["parallel.pp=4", f"parallel.schedule_file={file}"]
+    command = [*PLAN, "--gpus", "8", "parallel.tp=2", *written]
+    assert run(*command, "--global-batch", "22") == 3
+    line = capsys.readouterr().err
+    assert f"({file} has 8 microbatches)" in line
+    assert "set parallel.schedule_file=none" in line
+    assert run(*command, "--global-batch", "22", "parallel.schedule_file=none") == 0
+    # Where it does not fit, too: no layout of another pp can have it.
+    fixed = ["--gpus", "16", "--global-batch", "64", "parallel.zero_stage=1"]
+    command = [*PLAN, "--model", "llama3-70b", *written, *fixed, "parallel.tp=1", "parallel.cp=1"]
+    capsys.readouterr()
+    assert run(*command) == 3
+    printed = capsys.readouterr().out
+    change, size = find_offered_changes(printed)[0]
+    assert "parallel.schedule_file=none" in change
+    assert run(*command, *shlex.split(change)) == 0
+    assert f"peak {size} of" in capsys.readouterr().out.splitlines()[0]
 
 
 PP_32 = ["parallel.pp=32", "parallel.schedule=gpipe", "train.micro_batch_size=1"]

@@ -27,7 +27,7 @@ from phalanx.plan.search.space import ModelParallelBase, enumerate_layouts, list
 from phalanx.plan.search.task import SearchTask, build_search_task, require_possible_degrees
 
 RANK_AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
-LAYOUT_KEYS = (*RANK_AXES, "ep", "zero_stage", "schedule", "stages_per_rank")
+LAYOUT_KEYS = (*RANK_AXES, "ep", "zero_stage", "schedule", "schedule_file", "stages_per_rank")
 MAX_VALUES_TRIED = 6  # of one key, on each side of what the job says
 MAX_RANKS_TRIED = 512
 MAX_KEYS_NAMED = 3
@@ -234,7 +234,8 @@ def _describe_pipeline_conflict(task: SearchTask) -> Conflict:
     if parallel.pp is None:
         text = f"{plural(task.num_ranks, 'rank')} do not divide {batch}{micro}, and a pipeline of"
         text += " them has too few microbatches"
-    keys = ["train.global_batch_size", "parallel.pp", "parallel.schedule", "parallel.ranks"]
+    keys = ["train.global_batch_size", "parallel.pp", "parallel.schedule"]
+    keys += ["parallel.schedule_file", "parallel.ranks"]
     return Conflict(
         text,
         tuple(key for key in keys if key[:8] != "parallel" or _is_given(task, key[9:])),

@@ -41,7 +41,10 @@ OPENED_KEYS = {
     "accumulate": ("parallel.accumulate",),
     "zero": ("parallel.zero_stage", *DATA_PARALLEL_JOB_KEYS),
     "tp": ("parallel.tp", *DATA_PARALLEL_JOB_KEYS),
-    "pp": ("parallel.pp", "parallel.schedule", "parallel.stages_per_rank", *DATA_PARALLEL_JOB_KEYS),
+    "pp": (
+        *("parallel.pp", "parallel.schedule", "parallel.schedule_file", "parallel.stages_per_rank"),
+        *DATA_PARALLEL_JOB_KEYS,
+    ),
     "cp": ("parallel.cp", *DATA_PARALLEL_JOB_KEYS),
     "ep": ("parallel.ep", *DATA_PARALLEL_JOB_KEYS),
 }

@@ -23,7 +23,8 @@ from phalanx.plan.search.task import SearchTask
 # What cuts a model, and what goes with it.
 MODEL_CUTTING_KEYS = (
     *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.schedule"),
-    *("parallel.stages_per_rank", "parallel.dp_replicate", "parallel.dp_shard"),
+    *("parallel.schedule_file", "parallel.stages_per_rank"),
+    *("parallel.dp_replicate", "parallel.dp_shard"),
     *("parallel.sequence_parallel", "parallel.tp_chunks", "parallel.stage_blocks"),
 )
 
