@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -34,9 +34,6 @@ class TracedModule(MeasuredModule):
 
     def flops(self, seq_len: int) -> ModelFlops:
         return DECODER.flops(seq_len)
-
-    def flops_per_token(self, seq_len: int) -> dict[str, int]:
-        return DECODER.flops_per_token(seq_len)
 
 
 def order_of_forward(holder: ParamHolder) -> int:
@@ -98,6 +95,17 @@ def test_hardware_flops_have_the_forwards_that_are_done_again(
     block = DECODER.flops(plan.seq_len).blocks[0].forward / plan.seq_len
     again = plan.hardware_flops_per_token - plan.flops_per_token
     assert again == pytest.approx(num_blocks_again * block, abs=1)
+
+
+@pytest.mark.parametrize(("num_frozen", "is_counted"), [(1, True), (20_000, False)])
+def test_training_with_frozen_weights_is_not_three_forwards(
+    num_frozen: int, is_counted: bool
+) -> None:
+    """A weight that is not trained needs no gradient; a table of positions is no such weight."""
+    shape = replace(TRACED, num_trainable_params=TRACED.num_params - num_frozen)
+    plan = planned(shape)
+    assert (plan.flops_per_token is not None) == is_counted
+    assert (plan.hardware_flops_per_token is not None) == is_counted
 
 
 def test_what_is_not_known_is_not_predicted() -> None:

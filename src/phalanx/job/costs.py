@@ -370,7 +370,7 @@ class ModelCosts(Hashable, Protocol):
 
     def flops_per_token(self, seq_len: int) -> dict[str, int] | None:
         """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;
-        `training`: 3x both."""
+        `training`: 3x both. None where nobody knows them, or weights are frozen."""
 
     def work(self, seq_len: int) -> ModelWork | None:
         """The work of one sample, by block and product; None where only a trace says."""

@@ -25,6 +25,9 @@ from phalanx.job.shapes.traced_work import build_module_work
 from phalanx.job.shapes.vit import count_patches
 from phalanx.job.work import ModelWork
 
+_COUNTED_TRAINED_SHARE = 0.99
+"""Of the parameters: with fewer trained ones training takes less than three forwards."""
+
 
 @dataclass(frozen=True)
 class MeasuredModule:
@@ -154,7 +157,9 @@ class MeasuredModule:
 
     def flops_per_token(self, seq_len: int) -> dict[str, int] | None:
         flops = self.flops(seq_len)
-        if flops is None:
+        # A frozen weight needs no gradient of its own, nor, before the first trained one, of its
+        # inputs: how much of three forwards this leaves is not known.
+        if flops is None or self.trained_share < _COUNTED_TRAINED_SHARE:
             return None
         parts, tokens = (
             (flops.embedding, *flops.blocks, flops.head),

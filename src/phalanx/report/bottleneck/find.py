@@ -152,5 +152,8 @@ def _list_not_judged(study: StepStudy, causes: Sequence[Cause]) -> tuple[str, ..
     if outline.num_stages > 1 and not outline.reference_flops_per_s > 0:
         missing.append("MFU: what large products reach is not measured in a pipeline on CPUs")
     if not outline.flops_per_token:
-        missing.append("how fast the computation could be: the model's FLOPs are not known")
+        missing.append(
+            "how fast the computation could be: the model's FLOPs are not known (with frozen"
+            " weights training takes fewer than three forwards)"
+        )
     return tuple(missing)
