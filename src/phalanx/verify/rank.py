@@ -26,7 +26,7 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.attention_kernels import using_unfused_attention_alone
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import Mesh, open_mesh
-from phalanx.mesh.shared_memory.opening import find_transport_in_place
+from phalanx.mesh.shared_memory.opening import current_transport, find_transport_in_place
 from phalanx.parallel.compute.fp8 import Float8LinearLayers
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import discover_transforms
@@ -46,6 +46,7 @@ from phalanx.verify.batches import (
     select_rank_rows,
 )
 from phalanx.verify.cases import DEFINITIONS, LARGER_BATCH, ONE_PROCESS_ROWS, PLAIN
+from phalanx.verify.compare_steps import GLOO_STEP, is_gloo_judged
 from phalanx.verify.compressed_gradients import (
     choose_compression_tolerance,
     describe_compression_tolerance,
@@ -98,6 +99,11 @@ FILLED_IN_PARTS = (
     " the module as one process builds it"
 )
 READ_IN_PLACE = "shards read in place in every second step, and sent as messages in the others"
+OVER_GLOO = f"collectives over gloo in step {GLOO_STEP}, and through shared memory in the others"
+FIRST_OVER_GLOO = (
+    f"step {GLOO_STEP}, the first that differs, is the one over gloo, and it may be that way alone"
+    " that is wrong: parallel.collectives=gloo judges all steps so"
+)
 
 
 def main(document: JsonObject, link: RankLink) -> int:
@@ -240,12 +246,14 @@ def compare_layout_with_reference(
 class _LayoutComputation:
     """The result of a layout's ranks, and how they routed, with the trace that they are judged by.
 
-    `is_read_in_place`: ranks read each other's shards in shared memory.
+    `is_read_in_place`: ranks read each other's shards in shared memory; `shares_memory`: they
+    exchange tensors through it.
     """
 
     result: LayoutResult
     routed: ReroutedReference
     is_read_in_place: bool
+    shares_memory: bool
     device: str
 
 
@@ -280,6 +288,7 @@ def _compute_in_layout(
         )
         rank_steps = move_steps_to_device(rank_steps, mesh.device)
         is_read_in_place = _reads_shards_in_place(plan, mesh)
+        shares_memory = current_transport() is not None
         result = run.run(reference, rank_steps, mesh, steps)
         near_tie = near_tie_tolerance(reference.rounding_dtype or dtype, tolerance)
         routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
@@ -290,7 +299,7 @@ def _compute_in_layout(
             routed = routed.confirm_by_second_run(result)
         else:
             routed = replace(routed, trace=reference)
-    return _LayoutComputation(result, routed, is_read_in_place, device)
+    return _LayoutComputation(result, routed, is_read_in_place, shares_memory, device)
 
 
 def _reads_shards_in_place(plan: Plan, mesh: Mesh) -> bool:
@@ -318,6 +327,10 @@ def _build_judged_row(
     errors = verdict.errors
     if plan.parallel.compress != "none":
         errors = {**errors, **result.apart}
+    goes_over_gloo = computation.shares_memory and is_gloo_judged(reference)
+    notes = result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed)
+    if goes_over_gloo and verdict.first is not None and verdict.first.step == GLOO_STEP - 1:
+        notes = (*notes, FIRST_OVER_GLOO)
     return Row(
         layout=case.name,
         parallel=case.parallel,
@@ -329,10 +342,11 @@ def _build_judged_row(
         if reference.rounding_dtype
         else tolerance,
         first=verdict.first,
-        notes=result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed),
+        notes=notes,
         judged=(
             *list_compared_quantities(plan, reference, optimizer),
             *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
+            *((OVER_GLOO,) if goes_over_gloo else ()),
             *((FILLED_IN_PARTS,) if result.is_filled_in_parts else ()),
             *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),
             *((TABLES_JUDGED,) if result.has_rotary_tables else ()),

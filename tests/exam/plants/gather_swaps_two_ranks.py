@@ -16,7 +16,7 @@ PLANT = Plant(
         ),
     ),
     shows=("zero1", "zero3"),
-    cause=("borders", "stale", "other weights", "order"),
+    cause=("borders", "stale", "other weights", "order", "in the wrong place"),
     clean=("ddp",),
-    job=(*DEFAULT_JOB, "parallel.collectives=gloo"),
+    job=DEFAULT_JOB,
 )

@@ -18,5 +18,5 @@ PLANT = Plant(
     cause=("rank 2", "not reduced"),
     blamed=(2,),
     clean=("ddp", "tp4"),
-    job=(*DEFAULT_JOB, "parallel.collectives=gloo"),
+    job=DEFAULT_JOB,
 )
