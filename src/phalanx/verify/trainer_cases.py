@@ -29,6 +29,8 @@ REPEATED_STEP = 8
 """Not finite the first time that it is computed, and good when it is computed again."""
 INFINITE_LOSS_STEP = 9
 """Its loss is infinite, and its gradients are not."""
+REFUSED_STEP = 3
+"""A good step that a guard refuses: it must be skipped as one that is not finite is."""
 UNMASKED_STEP = 5
 """No target of the step is masked, and all are the same one: they pull together, so that its
 gradients are larger than those of other steps, and are clipped."""
@@ -40,9 +42,11 @@ LINKED_STEP = NO_TARGETS_STEP
 """The resumed run saves each of its steps; nothing has changed in the one that is skipped, so that
 its checkpoint may link all files of the one before."""
 SAME_LAYOUT = "resumed in the same layout"
-BACKGROUND_STEPS = (6, 9)
-"""The run that is resumed elsewhere saves these steps in the background, in a folder of its own:
-the second save has the memory of the first."""
+BACKGROUND_EVERY = 4
+POSTPONED_STEP = 2 * BACKGROUND_EVERY + 1
+"""The run that is resumed elsewhere saves in a folder of its own: step 4 in the background, where
+writing is held back until step 8 is done, whose save is due then and waits for that; step 9 in its
+place, with the memory of the first save; and the last step, as a run does at its end."""
 NORMS_EVERY = 2
 """Norms by block are measured in each second step, from the first on."""
 LINKED_CHECKPOINT = "resumed from a checkpoint that may link files of the one before"
@@ -221,12 +225,13 @@ RECORDED_UPDATE_NORMS = "recorded norms of updates and weights by block"
 JUDGED_PARTS = (
     "learning rates",
     CLIPPING,
-    "skipped steps",
+    "skipped steps, and one that a guard refuses",
     REPEATED_STEPS,
     "weights and optimizer state after each step",
     "evaluations",
     "a checkpoint saved in the background, and one at a stop",
     "a second checkpoint saved in the background",
+    "a save at the end of a run",
     "a run resumed in the same layout",
     "weights of the run's newest checkpoint, read as exports do",
     "that weights which are not finite are not saved",
@@ -234,6 +239,7 @@ JUDGED_PARTS = (
     RECORDED_GRADIENT_NORMS,
     RECORDED_UPDATE_NORMS,
 )
+POSTPONED_SAVE = "a save that is due while another is in flight"
 LINKED_FILES = "a checkpoint whose files are linked from the one before"
 RESUMED_ELSEWHERE = "a run resumed in another layout"
 NOT_JUDGED_PARTS = (

@@ -18,6 +18,9 @@ gradients keeps, of which there is no second loop."""
 BEFORE, UPDATE = "before", "update"
 """Kinds of sizes of trained weights: before a step, and of what it changed."""
 
+REFUSAL = "refused_by_verify"
+"""Why a guard of the judged run refuses a step."""
+
 Dots = tuple[float, float, float, float]
 """Over the elements that a rank holds, with `a` the trainer's and `r` the second loop's tensor:
 |a - r|^2, |a - b|^2, (a - b).(r - b), |r - b|^2. `b` is the weight a step before, and zero for
@@ -177,7 +180,9 @@ class AttemptObservation(JsonRecord):
     `why_not_repeated`: why the trainer does not repeat a step that was not finite; empty if it
     does. `num_linked_bytes`: of rank 0, how many bytes of the checkpoint of LINKED_STEP were not
     written for it. `saved_infinite_weight`: a weight of which an element was made infinite behind
-    the last step, if the state could be saved all the same.
+    the last step, if the state could be saved all the same. `saved`: of rank 0, the steps that the
+    run has saved by its end where it is resumed elsewhere, the newest first; `was_held_too_long`: a
+    save was written before another was due, which therefore did not wait for it.
     """
 
     name: str
@@ -198,6 +203,8 @@ class AttemptObservation(JsonRecord):
     why_not_repeated: str = ""
     num_linked_bytes: int = 0
     saved_infinite_weight: str = ""
+    saved: tuple[int, ...] = ()
+    was_held_too_long: bool = False
 
 
 def _root_mean_square(sizes: Iterable[float]) -> float:

@@ -17,12 +17,13 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopSignalFlags
 from phalanx.verify.shard_blocks import describe_held_part
-from phalanx.verify.trainer_cases import BACKGROUND_STEPS
+from phalanx.verify.trainer_cases import REFUSED_STEP
 from phalanx.verify.trainer_facts import (
     BUFFER,
     COMPRESSION,
     COPY,
     GRADIENT,
+    REFUSAL,
     STATE,
     WEIGHT,
     AttemptObservation,
@@ -55,10 +56,11 @@ class RunObserver:
     compression_states: CompressionStates
     """Of all attempts until now, each step as the first of them had it."""
     stop_step: int | None = None
+    release_step: int | None = None
+    release_hook: Callable[[], None] | None = None
+    """Called where `release_step` is done."""
     last_update_hook: Callable[[], None] | None = None
     """Called after the update of `stop_step`."""
-    save_in_background: Callable[[], None] | None = None
-    """Called after each of BACKGROUND_STEPS. Collective."""
     _modes: dict[str, bool] = field(default_factory=dict)
     _step: StepObservation | None = None
     _num_begun: int = 0
@@ -79,24 +81,25 @@ class RunObserver:
         num_done = self.observation.first_step - 1 + self._num_begun
         self._num_begun += 1
         self.compare_state_with_second_loop(num_done, asked_step=step)
-        if self.save_in_background is not None and num_done in BACKGROUND_STEPS:
-            self.save_in_background()
+        if self.release_hook is not None and num_done == self.release_step:
+            self.release_hook()
         # One rank's request is enough.
         if num_done + 1 == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
             self.stop.sigterm = True
 
     def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
-        """Note the facts of a step; None: a guard that never objects."""
+        """Note the facts of a step, and refuse REFUSED_STEP."""
+        refusal = REFUSAL if step == REFUSED_STEP else ""
         self._step = StepObservation(
             step=step,
             loss=facts.loss,
             num_targets=facts.num_targets,
             grad_norm=facts.grad_norm,
-            reason=facts.reason_to_skip or "",
+            reason=facts.reason_to_skip or refusal,
             loss_scale=facts.loss_scale,
         )
         self.observation.steps += (self._step,)
-        return None
+        return refusal or None
 
     def compare_state_with_second_loop(self, step: int, *, asked_step: int = 0) -> None:
         """Compare the state with the second loop's after `step`."""

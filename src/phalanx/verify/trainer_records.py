@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.verify.row import Difference
-from phalanx.verify.trainer_cases import BACKGROUND_STEPS, NORMS_EVERY, NUM_STEPS, SAME_LAYOUT
+from phalanx.verify.trainer_cases import NORMS_EVERY, NUM_STEPS, POSTPONED_STEP, SAME_LAYOUT
 from phalanx.verify.trainer_errors import (
     ErrorRecord,
     make_number_difference,
@@ -201,7 +201,7 @@ class ReadCheckpointComparator:
         """All that differs in the checkpoint that is the newest when the attempt ends."""
         expected, subject = NUM_STEPS, "an export of the run reads"
         if attempt.name != SAME_LAYOUT:
-            expected = max(BACKGROUND_STEPS)
+            expected = POSTPONED_STEP
             subject = "the second checkpoint that is saved in the background has"
         for read in attempt.read:
             if read.error:

@@ -40,6 +40,7 @@ from phalanx.verify.trainer_cases import (
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
+    REFUSED_STEP,
     choose_row_loss_scaling,
     choose_step_factors,
 )
@@ -159,6 +160,7 @@ class _ReferenceWriter:
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
             step_factors=choose_step_factors(self.job, self.plan),
             infinite_losses=frozenset({INFINITE_LOSS_STEP}),
+            refused=frozenset({REFUSED_STEP}),
             loss_scale=(scaling.initial, scaling.growth_steps),
         )
         return train_by_definition(module, self._loss_sum, run, around=around)

@@ -43,8 +43,10 @@ from phalanx.verify.trainer_batches import (
     TrainerRunBatches,
 )
 from phalanx.verify.trainer_cases import (
+    BACKGROUND_EVERY,
     LINKED_CHECKPOINT,
     LINKED_STEP,
+    POSTPONED_STEP,
     SAME_LAYOUT,
     SAVE_EVERY,
     STOP_STEP,
@@ -60,6 +62,9 @@ from phalanx.verify.trainer_facts import (
 )
 from phalanx.verify.trainer_observer import CompressionStates, RunObserver
 from phalanx.verify.trainer_reference import SecondLoopReader
+
+# Of five steps of a small model on a busy machine.
+MAX_HOLD_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,22 @@ class TrainerRun:
             read_records_of_attempt(self.run_dir, mesh.rank, attempt, observation, linked)
             is_whole = not observation.error and observation.end == "finished"
             if mesh.rank == 0 and name and is_whole:
-                run_dir = self._background_dir if saves_elsewhere else self.run_dir
-                observation.read = (read_newest_checkpoint(run_dir, reader),)
+                self._read_checkpoints(observation, reader, saves_elsewhere=saves_elsewhere)
             return observation
+
+    def _read_checkpoints(
+        self, observation: AttemptObservation, reader: SecondLoopReader, *, saves_elsewhere: bool
+    ) -> None:
+        """Read the run's newest checkpoint; of the run that is resumed elsewhere the one that was
+        saved late, which is not the newest."""
+        if not saves_elsewhere:
+            observation.read = (read_newest_checkpoint(self.run_dir, reader),)
+            return
+        folders = RunStorage.open(self._background_dir).store.folders()
+        observation.saved = tuple(folder.step for folder in reversed(folders))
+        late = [Path(folder.url) for folder in folders if folder.step == POSTPONED_STEP]
+        if late:
+            observation.read = (read_newest_checkpoint(late[0], reader),)
 
     @property
     def _background_dir(self) -> Path:
@@ -196,9 +214,17 @@ class TrainerRun:
             observer.last_update_hook = storage.store.release
         observation.why_not_repeated = _explain_no_repeated_step(plan, state, mesh)
         saves_elsewhere = is_resumed and linked is None
+        held: DelayedCheckpointStore | None = None
         if saves_elsewhere:
             # What it is restored from stays as it is.
-            storage = replace(storage, store=RunStorage.open(self._background_dir).store)
+            store = RunStorage.open(self._background_dir).store
+            assert isinstance(store, LocalStore)
+            held = DelayedCheckpointStore(store, BACKGROUND_EVERY, max_delay_s=MAX_HOLD_S)
+            storage = replace(storage, store=held)
+            observer.release_step, observer.release_hook = (
+                2 * BACKGROUND_EVERY,
+                held.release_and_wait,
+            )
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         injector = GradientInjector(
             batches, choose_step_factors(job, plan), not observation.why_not_repeated
@@ -221,12 +247,11 @@ class TrainerRun:
             # It may go back, and has no reason to.
             roll_backs=RollBacks(),
         )
-        if saves_elsewhere:
-            observer.save_in_background = trainer.save
         with observer.observing_updates():
             observation.end = trainer.run()
         observer.compare_state_with_second_loop(state.step)
-        if saves_elsewhere:
+        if held is not None:
+            observation.was_held_too_long = held.was_late
             observation.saved_infinite_weight = try_to_save_infinite_weight(state)
         if linked is not None:
             self._restore_linked_checkpoint(replace(observer, observation=linked), storage, bus)
@@ -264,13 +289,14 @@ class TrainerRun:
         self, reader: SecondLoopReader, *, is_resumed: bool, saves_all: bool
     ) -> Job:
         """The job, which clips to what half of the steps exceed, or nothing as it says itself; an
-        attempt that is resumed saves nothing by itself, or waits for a save after each step."""
+        attempt that is resumed waits for a save after each step, or saves in the background and at
+        its end."""
         body = self.job.to_json()
         body["optim"]["clip_norm"] = reader.recording_phase.max_norm
         if saves_all:
             body["checkpoint"] |= {"every_steps": 1, "asynchronous": False}
         elif is_resumed:
-            body["checkpoint"]["every_steps"] = None
+            body["checkpoint"] |= {"every_steps": BACKGROUND_EVERY, "at_end": True}
         if is_resumed and self.job.resilience.on_corruption == "stop":
             # The run would end in the step that is good when it is repeated.
             body["resilience"]["on_corruption"] = "warn"

@@ -18,6 +18,7 @@ from phalanx.verify.trainer_errors import (
 )
 from phalanx.verify.trainer_facts import (
     GRADIENT,
+    REFUSAL,
     AttemptObservation,
     Dots,
     SecondLoopRecord,
@@ -30,6 +31,7 @@ ACCEPTED_SKIP_REASONS = {
     "": ("",),
     "no_targets": ("no_targets",),
     "not_finite": ("nonfinite_gradients", "overflow"),
+    "refused": (REFUSAL,),
 }
 
 
@@ -105,7 +107,7 @@ class StepComparator:
         attempt: AttemptObservation,
     ) -> Iterator[Difference]:
         reference = record.get_step_record(observed.step)
-        if reference.skipped or self._compress != "none":
+        if reference.skipped not in ("", "refused") or self._compress != "none":
             return
         error = relative_error(observed.grad_norm, reference.grad_norm)
         self._errors.note("norm", error)

@@ -10,12 +10,15 @@ from dataclasses import replace
 from phalanx.verify.diagnosis import CHANGED_BUFFER_CAUSE
 from phalanx.verify.row import Difference
 from phalanx.verify.trainer_cases import (
+    BACKGROUND_EVERY,
     CLIPPING,
     JUDGED_PARTS,
     LINKED_CHECKPOINT,
     LINKED_FILES,
     LINKED_STEP,
     NUM_STEPS,
+    POSTPONED_SAVE,
+    POSTPONED_STEP,
     RECORDED_GRADIENT_NORMS,
     RECORDED_UPDATE_NORMS,
     REPEATED_STEPS,
@@ -82,6 +85,10 @@ class RunComparator:
         return any(attempt.num_linked_bytes for attempt in self._by_rank[0])
 
     @property
+    def _was_held_too_long(self) -> bool:
+        return any(attempt.was_held_too_long for attempt in self._by_rank[0])
+
+    @property
     def _has_norms_of_updates(self) -> bool:
         return any(norms.updates for attempt in self._by_rank[0] for norms in attempt.norms)
 
@@ -118,6 +125,8 @@ class RunComparator:
         if self._why_not_repeated:
             left_out.add(REPEATED_STEPS)
         parts = tuple(part for part in JUDGED_PARTS if part not in left_out)
+        if not self._was_held_too_long:
+            parts = (*parts, POSTPONED_SAVE)
         if self._has_linked_files:
             parts = (*parts, LINKED_FILES)
         if self._compress == "none":
@@ -133,6 +142,8 @@ class RunComparator:
             if not record.get_step_record(LINKED_STEP).skipped:
                 why = "no step is skipped, in which nothing changes"
             lines.append(f"{LINKED_FILES}: {why}")
+        if self._was_held_too_long:
+            lines.append(f"{POSTPONED_SAVE}: the other was written before, as this machine is slow")
         if not self._has_norms_of_updates:
             lines.append(f"{RECORDED_UPDATE_NORMS}: for want of memory in the plan")
         if self._why_not_repeated:
@@ -230,6 +241,7 @@ class RunComparator:
         if attempt.name == LINKED_CHECKPOINT:
             expected, last = "restored", LINKED_STEP
         actual_last = _find_last_step_of_attempt(attempt)
+        yield from _compare_saves_elsewhere(attempt)
         if attempt.end != expected or actual_last != last:
             cause = (
                 f"the run ended with {attempt.end or 'nothing'} after step {actual_last},"
@@ -295,6 +307,25 @@ class RunComparator:
                     " or one of no targets"
                 )
                 yield make_number_difference("evaluation loss of a source", step, error, cause)
+
+
+def _compare_saves_elsewhere(attempt: AttemptObservation) -> Iterator[Difference]:
+    """What the run that is resumed elsewhere has saved, if it came to its end."""
+    if attempt.name in ("", SAME_LAYOUT, LINKED_CHECKPOINT) or attempt.end != "finished":
+        return
+    due = [NUM_STEPS, POSTPONED_STEP, BACKGROUND_EVERY]
+    if attempt.was_held_too_long:
+        due = [NUM_STEPS, *(step for step in attempt.saved if step != NUM_STEPS)]
+    if list(attempt.saved) != due:
+        cause = f"the run has saved steps {list(attempt.saved)}, not {due}"
+        if NUM_STEPS not in attempt.saved:
+            cause += ": it saves nothing at its end"
+        elif POSTPONED_STEP not in attempt.saved:
+            cause += (
+                f": the save of step {2 * BACKGROUND_EVERY}, due while another was in flight, is"
+                " never done"
+            )
+        yield make_number_difference("checkpoints", NUM_STEPS, math.nan, cause)
 
 
 def _find_saved_infinite_weights(ranks: Sequence[AttemptObservation]) -> Iterator[Difference]:

@@ -151,7 +151,7 @@ class PlainRun:
     `gradient_factors`: what the gradients of a step's first microbatch are multiplied by;
     `step_factors`: what those of all of its microbatches are. `infinite_losses`: the steps in which
     the loss of the first microbatch is infinite, and its gradients are what they are without.
-    `evaluated`: the steps after which
+    `refused`: steps that a guard refuses though they are good. `evaluated`: the steps after which
     `held_out` is evaluated. `loss_scale`: (first scale, growth_steps), None where nothing is
     scaled.
     """
@@ -165,6 +165,7 @@ class PlainRun:
     gradient_factors: Mapping[int, float]
     step_factors: Mapping[int, float] = field(default_factory=dict)
     infinite_losses: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
     loss_scale: tuple[float, int] | None = None
 
 
@@ -183,9 +184,9 @@ class PlainEvaluation:
 class PlainStep:
     """A step and the state after it.
 
-    `skipped`: "" if it was applied, else "no_targets" or "not_finite". `grad_norm` is before
-    clipping, `gradients` are after it (none of a skipped step). `evaluation`: after the step, None
-    where nothing was evaluated.
+    `skipped`: "" if it was applied, else "no_targets", "not_finite" or "refused". `grad_norm` is
+    before clipping, `gradients` are after it (none of a skipped step). `evaluation`: after the
+    step, None where nothing was evaluated.
     """
 
     step: int
@@ -249,6 +250,8 @@ def train_by_definition(
             skipped = "no_targets"
         elif not is_finite:
             skipped = "not_finite"
+        elif number in run.refused:
+            skipped = "refused"
         is_clipped, rate = False, run.schedule.rate(number)
         if skipped:
             gradients = {}
