@@ -27,6 +27,7 @@ from phalanx.report.bottleneck.describe import (
 from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.bottleneck.step_table import read_step_table
 from phalanx.report.end_of_run import list_end_of_run_lines
+from phalanx.report.page import render_page
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.self_time import build_self_time_map
 from phalanx.report.summary import build_run_json
@@ -438,6 +439,62 @@ def test_too_few_steps_do_not_suffice(tmp_path: Path) -> None:
     assert list_verdict_lines(verdict) == [
         "the evidence does not suffice: 9 steps after the first ones; it takes 10"
     ]
+
+
+def give_run_a_second_attempt(run: Path, num_steps: int) -> None:
+    """Rank files of an attempt that goes on from step 40, on two ranks of four."""
+    for rank in range(2):
+        start = RunStarted("run", "digest", 2, 40, 100, "cpu", {"dp_replicate": 2})
+        told: list[Event] = [start]
+        told += [
+            StepFinished(
+                40 + number, 2.0, 8, 8, 1e-3, 1.0, 0.5, 16.0, {"forward": 0.5}, 0.0, 1
+            )
+            for number in range(1, num_steps + 1)
+        ]  # fmt: skip
+        lines = [
+            wrap_event_in_envelope(event, rank=rank, attempt=1, seq=seq).to_line()
+            for seq, event in enumerate(told)
+        ]
+        path = run / "events" / f"rank-{rank:04}-attempt-01.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 12])
+def test_where_the_last_attempt_has_too_few_steps_those_before_are_judged_and_named(
+    num_steps: int, tmp_path: Path
+) -> None:
+    """As of a run whose rank died in its last evaluation, or that has just been started again."""
+    run = write_run(tmp_path / "run", {2: {"forward": 0.06}})
+    give_run_a_second_attempt(run, num_steps)
+    facts = collect_run_facts(run)
+    verdict = facts.bottleneck
+    assert verdict is not None
+    assert verdict.main is not None
+    assert (verdict.attempt, verdict.num_ranks, verdict.main.rank) == (0, 4, 2)
+    (basis,) = [text for text in list_verdict_lines(verdict) if text.startswith("looked at")]
+    words = "steps 4 to 40 of 4 ranks in attempt 0 (the last one has too few)"
+    assert basis.startswith(f"looked at: {words}, ")
+    assert any(words in line for line in list_end_of_run_lines(facts))
+    assert "steps 4 to 40 of attempt 0 (the last one has too few)" in render_page(facts)
+
+
+def test_a_last_attempt_with_enough_steps_is_judged(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {2: {"forward": 0.06}})
+    give_run_a_second_attempt(run, 13)
+    facts = collect_run_facts(run)
+    assert facts.bottleneck is not None
+    assert (facts.bottleneck.attempt, facts.bottleneck.num_ranks) == (1, 2)
+    assert "in attempt" not in describe_basis(facts.bottleneck)
+
+
+def test_where_no_attempt_has_enough_steps_it_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {2: {"forward": 1.0}}, num_steps=12)
+    give_run_a_second_attempt(run, 0)
+    why = "9 steps after the first ones; it takes 10"
+    assert judge(run).why_not == why
+    give_run_a_second_attempt(run, 8)
+    assert judge(run).why_not == why.replace("9", "5")
 
 
 def test_the_end_of_a_short_run_says_that_the_evidence_does_not_suffice(tmp_path: Path) -> None:

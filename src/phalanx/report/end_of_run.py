@@ -45,7 +45,7 @@ from phalanx.observe.words import (
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.cause import BottleneckVerdict
-from phalanx.report.bottleneck.describe import describe_bottleneck
+from phalanx.report.bottleneck.describe import describe_basis, describe_bottleneck
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import (
     NOUN_OF_BYTES_SENT_OVER_AXIS,
@@ -293,6 +293,8 @@ def _list_bottleneck_lines(verdict: BottleneckVerdict | None) -> list[str]:
     if verdict is None:
         return []
     lines = [f"bounds  {describe_bottleneck(verdict)}"]
+    if not verdict.is_of_last_attempt:
+        lines.append(f"        looked at: {describe_basis(verdict)}")
     if verdict.main is not None and (verdict.main.kind != "compute" or verdict.main.gains):
         lines += [f"        {text}" for text in (*verdict.main.evidence, verdict.main.action)]
     return lines

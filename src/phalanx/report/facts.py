@@ -183,7 +183,8 @@ class RunFacts:
     attempts: list[RunAttempt]
     ranks: list[RankPhaseSeconds]
     newest_ranks: list[RankPhaseSeconds]
-    """The same over the newest steps of the last attempt, without its first ones."""
+    """The same over the newest steps of the last attempt with enough of them, without its first
+    ones."""
     evals: list[events.EvalFinished]
     baselines: list[events.BaselineMeasured]
     memory: dict[int, events.MemoryMeasured]

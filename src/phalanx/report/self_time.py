@@ -53,6 +53,8 @@ class SelfTimeMap:
     steps_per_value: float = 1.0
     has_stages_of_one_rank: bool = False
     """True where each rank is a pipeline stage of its own: no two of them have the same work."""
+    is_of_last_attempt: bool = True
+    """False where later attempts have too few steps."""
 
     @property
     def first_step(self) -> int:
@@ -92,6 +94,7 @@ def build_self_time_map(
     lead = table.rows[ranks[0]]
     return SelfTimeMap(
         attempt=table.attempt,
+        is_of_last_attempt=table.is_of_last_attempt,
         ranks=tuple(buckets),
         steps=tuple(steps),
         rows=tuple(rows),

@@ -92,7 +92,8 @@ class BottleneckVerdict:
     the events of this run cannot show. `model_flops_utilization`: MFU, 0 to 1, beside products as
     rank 0 measured them, or as the device's data sheet has them where
     `is_utilization_of_data_sheet`; 0 where it is not known. `hardware_flops_utilization`: HFU, the
-    same with what is recomputed.
+    same with what is recomputed. `attempt`: the one whose steps they are; not the last one of the
+    run where that has too few (`is_of_last_attempt`).
     """
 
     first_step: int
@@ -107,6 +108,8 @@ class BottleneckVerdict:
     model_flops_utilization: float = 0.0
     hardware_flops_utilization: float = 0.0
     is_utilization_of_data_sheet: bool = False
+    attempt: int = 0
+    is_of_last_attempt: bool = True
 
     @property
     def main(self) -> Cause | None:
@@ -123,6 +126,7 @@ class BottleneckVerdict:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "attempt": self.attempt,
             "first_step": self.first_step,
             "last_step": self.last_step,
             "num_steps": self.num_steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.units import format_seconds, plural
 from phalanx.report.bottleneck.cause import CLEAR_SHARE, BottleneckVerdict, Cause
+from phalanx.report.bottleneck.step_table import name_attempt_of_steps
 from phalanx.report.formats import format_percent
 
 
@@ -86,6 +87,8 @@ def describe_basis(verdict: BottleneckVerdict) -> str:
     looked at."""
     ranks = plural(verdict.num_ranks, "rank")
     text = f"steps {verdict.first_step:,} to {verdict.last_step:,} of {ranks}"
+    if not verdict.is_of_last_attempt:
+        text += f" in {name_attempt_of_steps(verdict.attempt, is_last=False)}"
     if not verdict.mean_step_s > 0:
         return text
     return f"{text}, {format_seconds(verdict.mean_step_s)} each in the mean"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from phalanx.core.units import plural
 from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
@@ -34,6 +35,11 @@ LOW_UTILIZATION = 0.20
 
 def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     """The causes that bound the steps of `table`, the largest cause first."""
+    verdict = _judge_steps(table, outline)
+    return replace(verdict, attempt=table.attempt, is_of_last_attempt=table.is_of_last_attempt)
+
+
+def _judge_steps(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
     first, last = 0, 0
     if table.steps:
         first, last = table.steps[0], table.steps[-1]

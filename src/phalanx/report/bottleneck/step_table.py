@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -64,6 +64,8 @@ class StepTable:
     """The last step that the first of these ranks recorded."""
     num_covered: int
     """Steps that the rows are of: more than rows where these are means of windows."""
+    is_of_last_attempt: bool = True
+    """False where later attempts have too few steps, or none."""
 
     @property
     def steps_per_row(self) -> float:
@@ -86,26 +88,46 @@ class StepTable:
 
 
 def read_step_table(run_dir: Path, tails: Mapping[int, RankTail] | None = None) -> StepTable | None:
-    """The newest steps of a run's last attempt; None where no rank has recorded any.
+    """The newest steps of a run's newest attempt with MIN_ROWS of them; of the newest with any
+    where none has so many, and None where no rank has recorded a step.
 
     Reads the ends of the files alone, so that a long run costs no more than a short one. Ranks
     whose file cannot be read are left out. Where ranks wrote sums of steps, a row is the mean of
     such a window. `tails`: those of the last attempt by rank, where they were read already.
     """
-    paths = _find_newest_files(run_dir / "events")
-    if not paths:
-        return None
-    attempt = max(number for _, number in paths)
-    of_attempt = {rank: path for (rank, number), path in paths.items() if number == attempt}
-    tails = _read_tails(attempt, of_attempt, tails)
+    paths = _find_event_files(run_dir / "events")
+    short: StepTable | None = None
+    for attempt in sorted(paths, reverse=True):
+        is_last = attempt == max(paths)
+        table = _read_steps_of_attempt(attempt, paths[attempt], tails if is_last else None)
+        if table is None:
+            continue
+        table = replace(table, is_of_last_attempt=is_last)
+        if table.num_steps >= MIN_ROWS:
+            return table
+        short = short or table
+    return short
+
+
+def name_attempt_of_steps(attempt: int, is_last: bool) -> str:
+    """ "the last attempt", or which one where that has too few steps."""
+    if is_last:
+        return "the last attempt"
+    return f"attempt {attempt:,} (the last one has too few)"
+
+
+def _read_steps_of_attempt(
+    attempt: int, paths: Mapping[int, Path], tails: Mapping[int, RankTail] | None
+) -> StepTable | None:
+    tails = _read_tails(attempt, paths, tails)
     if not tails:
         return None
     has_windows = any(tail.windows for tail in tails.values())
     windows = align_windows(attempt, tails) if has_windows else None
     if windows is not None and windows.num_steps >= MIN_ROWS:
         return windows
-    first_step = find_first_step(of_attempt[min(of_attempt)]) or 0
-    steps = _align_steps(attempt, tails, first_step, count_steps_per_rank(len(of_attempt)))
+    first_step = find_first_step(paths[min(paths)]) or 0
+    steps = _align_steps(attempt, tails, first_step, count_steps_per_rank(len(paths)))
     if windows is None or (steps is not None and steps.num_steps > windows.num_steps):
         return steps
     return windows
@@ -128,14 +150,14 @@ def _read_tails(
     return tails
 
 
-def _find_newest_files(directory: Path) -> dict[tuple[int, int], Path]:
-    """Event files by (rank, attempt)."""
-    paths: dict[tuple[int, int], Path] = {}
+def _find_event_files(directory: Path) -> dict[int, dict[int, Path]]:
+    """By attempt the event files of its ranks, by rank."""
+    paths: dict[int, dict[int, Path]] = {}
     try:
         for path in directory.iterdir():
             match = RANK_FILE_PATTERN.fullmatch(path.name)
             if match is not None:
-                paths[int(match[1]), int(match[2])] = path
+                paths.setdefault(int(match[2]), {})[int(match[1])] = path
     except OSError:
         return {}
     return paths

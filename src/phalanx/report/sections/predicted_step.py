@@ -9,6 +9,7 @@ from statistics import fmean
 
 from phalanx.core.units import plural
 from phalanx.report import formats
+from phalanx.report.bottleneck.step_table import name_attempt_of_steps
 from phalanx.report.facts import RankPhaseSeconds, RunFacts
 from phalanx.report.markup import Html, build_table, build_tag
 
@@ -50,7 +51,7 @@ def render_predicted_step(facts: RunFacts) -> Html | None:
     # The first steps allocate and compile, and earlier attempts may have had another layout.
     ranks = facts.newest_ranks or facts.ranks
     planned = formats.dict_or_empty(facts.plan.get("layout"))
-    if not formats.is_same_layout(dict(facts.layout), planned):
+    if not formats.is_same_layout(_find_layout_of_steps(facts), planned):
         return None
     if not ranks or not (math.isfinite(total_s) and total_s > 0):
         return None
@@ -82,9 +83,21 @@ def render_predicted_step(facts: RunFacts) -> Html | None:
 
 
 def _name_steps(facts: RunFacts) -> str:
-    if facts.newest_ranks:
-        return "the newest of the last attempt, without its first ones"
+    verdict = facts.bottleneck
+    if facts.newest_ranks and verdict is not None:
+        attempt = name_attempt_of_steps(verdict.attempt, verdict.is_of_last_attempt)
+        return f"the newest of {attempt}, without its first ones"
     return "the first ones included"
+
+
+def _find_layout_of_steps(facts: RunFacts) -> dict[str, int]:
+    """The layout with which the attempt began whose steps are shown."""
+    verdict = facts.bottleneck
+    for attempt in facts.attempts:
+        is_shown = verdict is not None and attempt.number == verdict.attempt
+        if is_shown and attempt.started is not None:
+            return dict(attempt.started.layout)
+    return dict(facts.layout)
 
 
 def _measure(part: _Part, ranks: Sequence[RankPhaseSeconds]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.report import formats
-from phalanx.report.bottleneck.step_table import MIN_ROWS
+from phalanx.report.bottleneck.step_table import MIN_ROWS, name_attempt_of_steps
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.heat import draw_heat_axis, draw_heat_cells
@@ -86,8 +86,9 @@ def _draw_map(times: SelfTimeMap) -> Html:
     first, last = times.first_step, times.steps[-1][1]
     names = [name for _, _, name in EXCESS_LEVELS]
     classes = {name: f"h{level}" for _, level, name in EXCESS_LEVELS}
+    attempt = name_attempt_of_steps(times.attempt, times.is_of_last_attempt)
     note = (
-        f"Across: steps {first:,} to {last:,} of the last attempt, its first ones left out. Own"
+        f"Across: steps {first:,} to {last:,} of {attempt}, its first ones left out. Own"
         " time is a step without the phases collective and pipeline, in which ranks wait for"
         f" others; colour: how much longer than the median of {_name_peers(times)}, as a share of a"
         " step."
