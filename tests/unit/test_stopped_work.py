@@ -135,6 +135,23 @@ def test_a_directory_in_use_is_left_to_whoever_uses_it(selection: Selection) -> 
         first.stays = False
 
 
+def test_rows_of_a_job_that_asked_for_another_type_are_not_taken_over(
+    selection: Selection,
+) -> None:
+    """It is judged alike; its rows say of that type that nobody judged it."""
+    job = Job.model_validate({"precision": {"compute": "bf16"}})
+    narrow = select_layout_cases(job, "ddp,zero1", ranks=2, steps=6, shrink=True, types="float64")
+    assert narrow.job == selection.job
+    with open_resumable_verify_work(narrow, resume=True) as work:
+        keep_row(work, build_row_without_comparison(narrow, 0))
+    with open_resumable_verify_work(selection, resume=True) as work:
+        assert work.earlier_rows == ()
+        work.stays = False
+    with open_resumable_verify_work(narrow, resume=True) as work:
+        assert len(work.earlier_rows) == 1
+        work.stays = False
+
+
 def test_rows_of_another_torch_are_not_taken_over(
     selection: Selection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

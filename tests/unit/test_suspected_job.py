@@ -131,6 +131,14 @@ def test_on_gpus_a_run_is_judged_on_no_more_ranks_than_there_are(tmp_path: Path)
     assert load_reduced_job_of_run(tmp_path, cluster=replace(CPU, num_devices=2)).num_ranks == 8
 
 
+def test_the_job_of_a_run_on_gpus_says_so_on_any_machine(tmp_path: Path) -> None:
+    plan = write_run(tmp_path, "parallel.ranks=2")
+    assert load_reduced_job_of_run(tmp_path, cluster=CPU).job.cluster.device == "auto"
+    on_gpus = plan.to_json() | {"device": "cuda"}
+    (tmp_path / "plan.json").write_text(json.dumps(on_gpus))
+    assert load_reduced_job_of_run(tmp_path, cluster=CPU).job.cluster.device == "cuda"
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run is there"):
         load_reduced_job_of_run(tmp_path)

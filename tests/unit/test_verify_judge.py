@@ -983,12 +983,14 @@ def test_a_row_of_json_says_all_that_nobody_judged(capsys: pytest.CaptureFixture
     selection = select_layout_cases(Job(), ["ddp"], ranks=2, steps=2, shrink=None)
     assert len(selection.not_judged) > len(selection.left_out)
     printer = VerifyRowPrinter(as_json=True)
+    printer.print_changes(["2 blocks in place of 8"])
     printer.print_selection(selection)
     judged = Row("ddp", {}, "small", "float64", True, {}, 1e-5, not_judged=("dropout",))
     printer.print_row(judged)
     printer.print_row(replace(judged, ok=None, not_judged=(), refused="no blocks"))
     of_judged, of_refused = map(json.loads, capsys.readouterr().out.splitlines())
     assert of_judged["not_judged"][0] == "dropout"
+    assert "changed 2 blocks in place of 8" in of_judged["notes"]
     for line in selection.not_judged:
         assert line.removeprefix("not judged: ") in of_judged["not_judged"]
     assert of_refused["not_judged"] == []

@@ -50,3 +50,18 @@ def test_a_batch_that_the_stated_axes_share_is_judged(overrides: tuple[str, ...]
     (case,) = select(*overrides, H100).cases
     assert case.plan is not None
     assert case.plan.world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        ((H100, "parallel.ranks=1"), True),
+        (("cluster.device=cuda",), True),
+        (("cluster.device=cpu",), False),
+    ],
+)
+def test_of_a_job_for_gpus_ranks_on_cpus_do_not_judge_what_gpus_do(
+    overrides: tuple[str, ...], is_said: bool
+) -> None:
+    line = "what GPUs compute and send otherwise than CPUs do"
+    assert (line in "".join(select(*overrides).not_judged)) == is_said

@@ -58,6 +58,7 @@ class VerifyRowPrinter:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
+        self._changes: tuple[str, ...] = ()
         self._shared_notes: tuple[str, ...] = ()
         self._shared_not_judged: tuple[str, ...] = ()
         self._refused: list[Row] = []
@@ -65,8 +66,15 @@ class VerifyRowPrinter:
         self._settings_printed: tuple[str, ...] = ()
         self._already_printed: set[tuple[str, str]] = set()
 
+    def print_changes(self, changes: Sequence[str]) -> None:
+        """Print what is judged otherwise than a run had it; as JSON it is a note of each row."""
+        self._changes = tuple(f"changed {change}" for change in changes)
+        if not self._as_json:
+            for line in self._changes:
+                print(line)
+
     def print_selection(self, selection: Selection) -> None:
-        self._shared_notes = (*selection.notes, *selection.not_judged)
+        self._shared_notes = (*self._changes, *selection.notes, *selection.not_judged)
         self._shared_not_judged = tuple(
             line.removeprefix("not judged: ") for line in selection.not_judged
         )

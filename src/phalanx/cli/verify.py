@@ -27,6 +27,7 @@ from phalanx.verify.row import MAX_SEQ_LEN, NUM_STEPS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phalanx.cli._verify_table import VerifyRowPrinter
     from phalanx.job.schema import Job
     from phalanx.run.suspected_job import ReducedRunJob
     from phalanx.verify.result import VerifyResult
@@ -91,7 +92,7 @@ def print_verification(arguments: Sequence[str], options: VerifyOptions) -> int:
         print_errors_as_json(options.as_json),
         ProgressLine("judging", line_s=VERIFY_PROGRESS_INTERVAL_S) as line,
     ):
-        job, options = _load_judged_job(arguments, options)
+        job, options = _load_judged_job(arguments, options, printer)
 
         def print_row(row: Row) -> None:
             line.hide()
@@ -117,8 +118,11 @@ def print_verification(arguments: Sequence[str], options: VerifyOptions) -> int:
     return result.exit_code
 
 
-def _load_judged_job(arguments: Sequence[str], options: VerifyOptions) -> tuple[Job, VerifyOptions]:
-    """The job of `arguments`, or of the run that --job names, and the options that hold for it."""
+def _load_judged_job(
+    arguments: Sequence[str], options: VerifyOptions, printer: VerifyRowPrinter
+) -> tuple[Job, VerifyOptions]:
+    """The job of `arguments`, or of the run that --job names, and the options that hold for it;
+    `printer` says what of a run is judged otherwise."""
     if options.run is None:
         from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
         from phalanx.job.load import load_job
@@ -126,6 +130,7 @@ def _load_judged_job(arguments: Sequence[str], options: VerifyOptions) -> tuple[
         job_file, overrides = split_job_file_and_overrides(arguments)
         return load_job(job_file, build_overrides_of_model(options.model, overrides)), options
     suspected = _load_job_of_suspected_run(options.run, arguments, options)
+    printer.print_changes(suspected.changes)
     shrink = options.shrink
     # As little as the machine allows, whatever layouts are asked for.
     if shrink is None:
@@ -141,7 +146,7 @@ def _load_judged_job(arguments: Sequence[str], options: VerifyOptions) -> tuple[
 def _load_job_of_suspected_run(
     run_dir: Path, arguments: Sequence[str], options: VerifyOptions
 ) -> ReducedRunJob:
-    """The job of a run with the overrides of `arguments`; says what is judged otherwise."""
+    """The job of a run with the overrides of `arguments`."""
     from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.core.errors import UsageError
     from phalanx.run.suspected_job import load_reduced_job_of_run
@@ -151,11 +156,7 @@ def _load_job_of_suspected_run(
         raise UsageError("--model and --job name two models", fix="give one of them")
     _, overrides = split_job_file_and_overrides(arguments, allow_file=False)
     cluster = describe_verify_cluster(options.device)
-    suspected = load_reduced_job_of_run(run_dir, overrides, cluster=cluster)
-    if not options.as_json:
-        for change in suspected.changes:
-            print(f"changed {change}")
-    return suspected
+    return load_reduced_job_of_run(run_dir, overrides, cluster=cluster)
 
 
 def _print_verdict(result: VerifyResult, arguments: Sequence[str], options: VerifyOptions) -> None:

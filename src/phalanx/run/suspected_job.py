@@ -89,6 +89,9 @@ def load_reduced_job_of_run(
             f" {_describe_degree_changes(degrees, fewer)}"
         )
     body = job.to_json()
+    if job.cluster.device == "auto" and plan.device == "cuda":
+        # What the run's machine had, which this one may lack.
+        body["cluster"]["device"] = plan.device
     is_cut_anew = fewer["pp"] != degrees["pp"]
     body["parallel"] |= _build_layout_keys_of_run(plan, fewer, is_cut_anew=is_cut_anew)
     if not is_cut_anew and load_job_json(run_dir / "job.json").model != job.model:

@@ -217,7 +217,8 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
     yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
     yield f"ddp{MANY_MICROBATCHES_SUFFIX}", {"dp_replicate": num_ranks, **JOINED_STEPS_OVERRIDE}
     yield f"ddp{ONE_MICROBATCH_SUFFIX}", {"dp_replicate": num_ranks, **ONE_MICROBATCH_OVERRIDE}
-    yield f"zero3{ONE_MICROBATCH_SUFFIX}", {**zero[3], **ONE_MICROBATCH_OVERRIDE}
+    for stage in (1, 3):
+        yield f"zero{stage}{ONE_MICROBATCH_SUFFIX}", {**zero[stage], **ONE_MICROBATCH_OVERRIDE}
     yield (
         "ddp-unused-offload-optimizer",
         {"dp_replicate": num_ranks, "unused_parameters": "allow", "offload": "optimizer"},
@@ -238,9 +239,23 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
     for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
         axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": 3}
         accumulate = {"accumulate": "sharded", "keep_whole_below": 64}
-        yield f"hsdp{replicas}x{num_ranks // replicas}-accumulate", {**axes, **accumulate}
+        name = f"hsdp{replicas}x{num_ranks // replicas}"
+        yield f"{name}-accumulate", {**axes, **accumulate}
+        once = {"zero_stage": 2, **ONE_MICROBATCH_OVERRIDE}
+        yield f"{name}-zero2{ONE_MICROBATCH_SUFFIX}", {**axes, **once}
         # The first split alone: `_list_data_parallel_layouts` has all of them.
         break
+
+
+def list_axes_without_one_microbatch_row(plan: Plan) -> list[str]:
+    """The axes of the plan's layout that no row has whose steps are one microbatch: in these
+    ranks talk as in the last of several. None of a pipeline, whose microbatches are many."""
+    if plan.pipeline is not None:
+        return []
+    axes = [axis for axis in ("cp", "tp", "ep") if getattr(plan.layout, axis) > 1]
+    if plan.layout.dp_replicate > 1 and plan.parallel.zero_stage == 1:
+        axes.append("copies of the shards of ZeRO-1")
+    return axes
 
 
 def plan_layout_cases(

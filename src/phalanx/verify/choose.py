@@ -210,6 +210,7 @@ def select_layout_cases(
             job,
             with_a_plan,
             asked_seq_len=requested_job.data.seq_len,
+            device=device,
             lacks_three_axes="all" in layout_names and num_ranks % RANKS_OF_THREE_AXES > 0,
         )
     )

@@ -11,7 +11,7 @@ from phalanx.core.units import plural
 from phalanx.job.schema import Job
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.plan.plan import Plan
-from phalanx.verify.cases import MANY_MICROBATCHES
+from phalanx.verify.cases import MANY_MICROBATCHES, list_axes_without_one_microbatch_row
 from phalanx.verify.compressed_gradients import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow_dtype
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
@@ -112,6 +112,11 @@ def list_quantities_not_compared(
         not_judged.append(
             "saves and resumes in this layout: no row of the trainer has these axes together, with"
             " this ZeRO stage"
+        )
+    axes = list_axes_without_one_microbatch_row(plan)
+    if axes and plan.num_microbatches > 1:
+        not_judged.append(
+            f"steps of one microbatch in this layout: no row of one has {' or '.join(axes)}"
         )
     not_judged += _list_shared_arithmetic(plan, trace)
     not_judged += _list_what_ranks_here_lack(plan, device)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.units import plural
 from phalanx.job.schema import Job
+from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (
     DEFINITIONS,
+    ONE_MICROBATCH_SUFFIX,
     PLAIN,
     TRAINER_ROW_PREFIX,
     Case,
@@ -65,20 +68,29 @@ def describe_asked_layout(case: Case) -> str:
 
 
 def describe_parts_without_a_row(
-    job: Job, layout_names: Iterable[str], *, asked_seq_len: int, lacks_three_axes: bool = False
+    job: Job,
+    layout_names: Iterable[str],
+    *,
+    asked_seq_len: int,
+    device: str,
+    lacks_three_axes: bool = False,
 ) -> str:
-    """The parts of training that no row of these names looks at. `asked_seq_len`: of the job as it
-    was, which may have longer sequences than `job`, the judged one. `lacks_three_axes`: these are
-    all layouts of ranks that are too few for three axes."""
+    """The parts of training that no row of these names looks at, on ranks of `device`.
+    `asked_seq_len`: of the job as it was, which may have longer sequences than `job`, the judged
+    one. `lacks_three_axes`: these are all layouts of ranks that are too few for three axes."""
     names = set(layout_names)
     parts = ["which samples the data gives"]
     parts.append("forwards outside of training and evaluation (phalanx generate, call_then)")
+    if device == "cpu" and _trains_on_gpus(job):
+        parts.append("what GPUs compute and send otherwise than CPUs do (--device=cuda)")
     if job.train.deterministic is True:
         parts.append("that a run has the same bits when it is repeated (train.deterministic)")
     if lacks_three_axes:
         parts.append(f"three axes at a time (--ranks {RANKS_OF_THREE_AXES})")
     if asked_seq_len > job.data.seq_len:
         parts.append(f"tokens beyond the first {job.data.seq_len} of a sequence (--max-seq-len)")
+    if not any(name.endswith(ONE_MICROBATCH_SUFFIX) for name in names):
+        parts.append(f"steps of one microbatch (rows *{ONE_MICROBATCH_SUFFIX})")
     if not any(name.startswith(TRAINER_ROW_PREFIX) for name in names):
         parts.append(
             "the optimizer's definition, learning rates, and the trainer's skips, saves and resumes"
@@ -92,6 +104,19 @@ def describe_parts_without_a_row(
             f" sums in narrow types (row {DEFINITIONS})"
         )
     return f"not judged: {'; '.join(parts)}"
+
+
+def _trains_on_gpus(job: Job) -> bool:
+    """True where ranks of the job are to compute on GPUs: those that it names or describes, or else
+    this machine's."""
+    section = job.cluster
+    if section.device != "auto" or section.has_described_machine:
+        return section.device != "cpu"
+    try:
+        return detect_cluster().device == "cuda"
+    except EnvironmentProblem:
+        # There is a driver, though it does not say which GPUs it has.
+        return True
 
 
 def _describe_microbatch_counts(plans: Sequence[Plan]) -> str:

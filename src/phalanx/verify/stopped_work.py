@@ -118,8 +118,8 @@ def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterato
 
 
 def _hash_selection_and_code(selection: Selection) -> str | None:
-    """A name for this work: what is judged, and by which code; None if some of the code has no
-    source that could be looked at."""
+    """A name for this work: what is judged, what of the job as it was asked for is not, and by
+    which code; None if some of the code has no source that could be looked at."""
     job: Any = selection.job.to_json()
     sources = sorted(PHALANX_DIR.rglob("*.py"))
     for text in _iterate_strings(job):
@@ -131,11 +131,12 @@ def _hash_selection_and_code(selection: Selection) -> str | None:
     work = [
         (dtype, case.name, dict(case.parallel), case.other_name) for dtype, case in selection.work
     ]
+    asked_job = None if selection.asked_job is None else selection.asked_job.to_json()
     versions = [sys.version, *map(_find_package_version, VERSIONED_PACKAGES)]
+    # Rows say what of the asked job nobody judged, and those of the trainer read it.
+    of_rows = [job, asked_job, selection.left_out, work, selection.num_steps, selection.device]
     # Paths are part of it: rows hold for the code of one installation.
-    return digest(
-        [job, work, selection.num_steps, selection.device, versions, list_file_states(sources)]
-    )
+    return digest([*of_rows, versions, list_file_states(sources)])
 
 
 def _iterate_strings(value: Any) -> Iterator[str]:
