@@ -198,6 +198,8 @@ def test_tokens_per_second_are_a_step_time() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("a100-pcie-80gb", "a100-pcie"),
+        ("A100 PCI-E 80GB", "a100-pcie"),
+        ("H100 PCI-Express", "h100-pcie"),
         ("a100-sxm", "a100-sxm"),
         ("GB200 NVL72", "gb200"),
         ("Tesla V100-SXM2-32GB", "v100-sxm"),

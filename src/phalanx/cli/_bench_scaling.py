@@ -49,7 +49,7 @@ def run_and_print_scaling(
             line.update(index, total, instead=words)
 
         result = measure_scaling(request, on_run=show)
-    if result.stop_code is not None and not result.base_ranks:
+    if result.stop_code is not None and not result.points:
         print("stopped before the first run was done", file=sys.stderr)
         return result.stop_code
     if as_json:

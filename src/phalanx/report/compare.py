@@ -197,11 +197,18 @@ def _list_changed_keys(first: dict[str, Any], second: dict[str, Any]) -> list[st
         return []
     lines = []
     for difference in find_differences(first, second):
-        before, after = _show(difference.a), _show(difference.b)
         # A key that a job of another release has not, and null.
-        if difference.key not in _KEYS_OF_PLACE and before != after:
-            lines.append(f"{difference.key}: {before} -> {after}")
+        is_set = any(value not in (None, ABSENT) for value in (difference.a, difference.b))
+        if is_set and difference.key not in _KEYS_OF_PLACE:
+            lines.append(_describe_changed_key(difference.key, difference.a, difference.b))
     return lines
+
+
+def _describe_changed_key(key: str, first: Any, second: Any) -> str:
+    before, after = _show(first), _show(second)
+    if before == after:
+        return f"{key}: {before} in both, and different in what is too long to show"
+    return f"{key}: {before} -> {after}"
 
 
 def _show(value: Any) -> str:

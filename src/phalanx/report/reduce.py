@@ -16,8 +16,8 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.observe.words import describe_lost_events
-from phalanx.report.bottleneck.of_run import judge_step_table
-from phalanx.report.bottleneck.step_table import read_step_table
+from phalanx.report.bottleneck.of_run import find_size_of_attempt, judge_step_table
+from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.report.event_log import EventLog, read_event_log
 from phalanx.report.facts import RunAttempt, RunFacts, StepColumns, describe_skipped_steps
 from phalanx.report.formats import int_or_none
@@ -33,7 +33,7 @@ from phalanx.report.rank_phases import sum_newest_steps, sum_rank_phase_seconds
 from phalanx.report.reading_gaps import list_reading_gaps
 from phalanx.report.reliability import measure_reliability
 from phalanx.report.run_identity import identify_run
-from phalanx.report.self_time import build_self_time_map
+from phalanx.report.self_time import SelfTimeMap, build_self_time_map
 from phalanx.report.story import (
     find_run_status,
     order_story_events,
@@ -126,10 +126,18 @@ def collect_run_facts(run_dir: Path, log: EventLog | None = None) -> RunFacts:
             *list_ledger_warnings(rank_ledgers),
         ],
         reading_gaps=reading_gaps,
-        self_times=build_self_time_map(
-            table, identity.layout.get("pp", 1), identity.world_size or 0
-        ),
+        self_times=_build_self_time_map(run_dir, plan, table),
     )
+
+
+def _build_self_time_map(
+    run_dir: Path, plan: dict[str, Any], table: StepTable | None
+) -> SelfTimeMap | None:
+    """The map of `table`, by the layout that its attempt had."""
+    if table is None or not table.ranks:
+        return None
+    num_ranks, degrees = find_size_of_attempt(run_dir, plan, table)
+    return build_self_time_map(table, degrees.get("pp", 1), num_ranks)
 
 
 def _find_last_step(steps: StepColumns, finished: events.RunFinished | None) -> int:

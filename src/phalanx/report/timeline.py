@@ -122,14 +122,19 @@ class TimelineBuilder:
         self._spans_of_lead: dict[int, _AttemptLifetime] = {}
         self._restarted: set[_Place] = set()
         self._resumed: set[_Place] = set()
-        # What its command said of its duration, and when.
+        # What its command said of its duration, and when; the lead rank says it where no
+        # supervisor is.
         self._said_wall_s: dict[_Place, tuple[float, float]] = {}
+        self._said_by_lead: dict[int, tuple[float, float]] = {}
 
     def add_event(self, envelope: Envelope) -> None:
         """Steps, too: the last of them may be the last sign of life."""
         if envelope.rank >= 0:
             # Its place is known once all resumes are.
             self._spans_of_lead.setdefault(envelope.attempt, _AttemptLifetime()).add_event(envelope)
+            if isinstance(envelope.event, RunFinished):
+                said = envelope.event.wall_s, envelope.monotonic_s
+                self._said_by_lead[envelope.attempt] = said
             return
         place = self._counter.locate_event(envelope)
         self._spans_of_supervisor.setdefault(place, _AttemptLifetime()).add_event(envelope)
@@ -146,6 +151,9 @@ class TimelineBuilder:
         for attempt, span in self._spans_of_lead.items():
             place = self._counter.find_stretch(attempt), attempt
             spans_of_run[place] = span.join(spans_of_run.get(place))
+        for attempt, said in self._said_by_lead.items():
+            place = self._counter.find_stretch(attempt), attempt
+            self._said_wall_s.setdefault(place, said)
         groups = self._group_places_by_command(spans_of_run)
         for before, after in itertools.pairwise(groups):
             is_silent = self._said_wall_s.keys().isdisjoint(before)

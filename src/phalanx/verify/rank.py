@@ -99,6 +99,9 @@ FILLED_IN_PARTS = (
     " the module as one process builds it"
 )
 READ_IN_PLACE = "shards read in place in every second step, and sent as messages in the others"
+READ_IN_PLACE_BESIDE_GLOO = (
+    "shards read in place in steps 1 and 3, and sent as messages in the others"
+)
 OVER_GLOO = f"collectives over gloo in step {GLOO_STEP}, and through shared memory in the others"
 FIRST_OVER_GLOO = (
     f"step {GLOO_STEP}, the first that differs, is the one over gloo, and it may be that way alone"
@@ -328,6 +331,7 @@ def _build_judged_row(
     if plan.parallel.compress != "none":
         errors = {**errors, **result.apart}
     goes_over_gloo = computation.shares_memory and is_gloo_judged(reference)
+    reading = READ_IN_PLACE_BESIDE_GLOO if goes_over_gloo else READ_IN_PLACE
     notes = result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed)
     if goes_over_gloo and verdict.first is not None and verdict.first.step == GLOO_STEP - 1:
         notes = (*notes, FIRST_OVER_GLOO)
@@ -345,7 +349,7 @@ def _build_judged_row(
         notes=notes,
         judged=(
             *list_compared_quantities(plan, reference, optimizer),
-            *((READ_IN_PLACE,) if computation.is_read_in_place else ()),
+            *((reading,) if computation.is_read_in_place else ()),
             *((OVER_GLOO,) if goes_over_gloo else ()),
             *((FILLED_IN_PARTS,) if result.is_filled_in_parts else ()),
             *((REDUCTIONS_JUDGED,) if are_reduction_types_judged(plan, case.dtype) else ()),

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ from phalanx.verify.trainer_cases import (
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
     REFUSED_STEP,
+    UNMASKED_STEP,
     choose_row_loss_scaling,
     choose_step_factors,
 )
@@ -119,14 +121,22 @@ class _ReferenceWriter:
         (self.directory / FACTS_FILE_NAME).write_text(json.dumps(run.to_json()))
 
     def _choose_max_norm(self) -> float | None:
-        """A norm that half of the steps exceed; None where the job clips nothing."""
+        """A norm that half of the steps exceed, and UNMASKED_STEP in any case; None where the job
+        clips nothing."""
         if self.job.optim.clip_norm is None:
             return None
-        norms: list[float] = []
-        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
-            if not step.skipped:
-                norms.append(step.grad_norm)
-        return _median_norm(norms)
+        norms = {
+            step.step: step.grad_norm
+            for step in self._train_by_definition(self._build_reference_module(), max_norm=None)
+            if not step.skipped
+        }
+        limit = _median_norm([*norms.values()])
+        unmasked = norms.get(UNMASKED_STEP, math.inf)
+        smaller = [norm for norm in norms.values() if norm < unmasked]
+        # Where nothing is smaller, it is another step that must stay below the norm.
+        if unmasked > limit or not smaller:
+            return limit
+        return (max(smaller) + unmasked) / 2
 
     def _locate_step_file(self, step: int) -> Path:
         return self.directory / f"step-{step}.safetensors"

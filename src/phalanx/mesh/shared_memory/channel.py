@@ -143,7 +143,7 @@ class GroupChannel:
         self._num_posted = self._num_ended = 0
         self._error: Exception | None = None
         # When this rank last asked whether others are alive, and how much had ended then.
-        self._asked_s, self._num_ended_when_asked = 0.0, 0
+        self._looked_s, self._num_ended_when_asked = 0.0, 0
         self._blocker: Blocker | None = None
         # (line, sequence, ranks): what the first open collective waits for.
         self._awaited: tuple[int, int, Sequence[int]] = (POSTED, 0, ())
@@ -267,15 +267,19 @@ class GroupChannel:
     def find_error(self, operation: Operation) -> Exception | None:
         """What has ended this group's operations: also that a rank has died or left which
         `operation` waits for, for callers that only ask whether it is done."""
-        if self._error is None and time.monotonic() >= self._asked_s + _SLEEP_S:
+        now_s = time.monotonic()
+        # By operation: one that waits for a slow rank must not hide one that waits for a dead one.
+        if self._error is None and now_s >= operation.asked_s + _SLEEP_S:
+            operation.asked_s = now_s
             self._fail_if_lost(operation)
         return self._error
 
     def look_for_lost(self) -> None:
         """Find out whether ranks that the oldest collective waits for are there, unless something
         has ended since the last look: for a thread that looks now and then."""
-        if self._error is not None or time.monotonic() < self._asked_s + _SLEEP_S:
+        if self._error is not None or time.monotonic() < self._looked_s + _SLEEP_S:
             return
+        self._looked_s = time.monotonic()
         with self.lock:
             oldest = None
             if self._pending:
@@ -284,7 +288,6 @@ class GroupChannel:
                 oldest = self._queued[0][0]
             num_ended, self._num_ended_when_asked = self._num_ended_when_asked, self._num_ended
             if oldest is None or num_ended != self._num_ended:
-                self._asked_s = time.monotonic()
                 return
         self._fail_if_lost(oldest)
 
@@ -295,7 +298,6 @@ class GroupChannel:
 
     def _require_present(self, operation: Operation) -> None:
         """Raise DistBackendError if a rank that `operation` still waits for has died or left."""
-        self._asked_s = time.monotonic()
         with self.lock:
             lost = self._find_lost(operation)
             if lost is None:

@@ -45,6 +45,8 @@ class Operation:
     finish: Callable[[], None] = do_nothing
     is_done: bool = False
     blocker: Blocker | None = None
+    asked_s: float = 0.0
+    """When (monotonic) it was last asked whether those it waits for are there."""
     _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
     def end(self) -> None:

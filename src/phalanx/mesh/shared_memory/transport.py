@@ -467,15 +467,23 @@ class _Helper:
         self._has_open = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
 
     def look_after(self) -> None:
         """Something that was posted is open."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="phalanx-shared-memory", daemon=True
-            )
-            self._thread.start()
+            self._start_once()
         self._has_open.set()
+
+    def _start_once(self) -> None:
+        # The thread of saves posts beside that of training.
+        with self._start_lock:
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=self._run, name="phalanx-shared-memory", daemon=True
+                )
+                thread.start()
+                self._thread = thread
 
     def stop(self) -> None:
         self._stopped.set()

@@ -82,7 +82,7 @@ def _is_better_variant_match(
     name: str, text: str, memory_gb: float | None, other: Accelerator | None
 ) -> bool:
     """True if the variant `name` fits a text better than `other`, of the same model."""
-    if "pcie" in text.lower():
+    if re.search(r"pci[^a-z0-9]*e", text.lower()):
         return "pcie" in name
     if "pcie" in name:
         return False

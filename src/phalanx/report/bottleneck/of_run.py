@@ -85,7 +85,7 @@ def _draw_roofline(
 
 
 def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOutline:
-    num_ranks, degrees = _find_size_of_attempt(run_dir, plan, table)
+    num_ranks, degrees = find_size_of_attempt(run_dir, plan, table)
     first, last = (table.steps[0], table.steps[-1]) if table.steps else (0, 0)
     evaluations = [
         event
@@ -127,7 +127,7 @@ def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOu
     )
 
 
-def _find_size_of_attempt(
+def find_size_of_attempt(
     run_dir: Path, plan: dict[str, Any], table: StepTable
 ) -> tuple[int, dict[str, int]]:
     """The number of ranks and the degrees by axis with which the attempt began, which may be fewer
