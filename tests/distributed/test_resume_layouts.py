@@ -23,6 +23,7 @@ from checkpoints import (
     save_state,
 )
 from models import shape
+from phalanx.checkpoint.reading.listing import list_checkpoints
 from phalanx.core.digest import hash_to_stable_64_bits
 from phalanx.core.errors import CheckpointError
 from phalanx.data.ledger import check_sample_records
@@ -285,6 +286,33 @@ def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> No
             # Its own bytes, and for each of three large tensors in each file not more than a chunk
             # at either end.
             assert sum(read.values()) <= own_bytes + 3 * len(read) * 2 * CHUNK_BYTES, (rank, writer)
+
+
+def continue_over(rank: int, root: Path) -> list[str]:
+    """What is said of a checkpoint of ranks that share memory, restored over this, over gloo, and
+    over gloo at another layout."""
+    said = []
+    plan, other = plan_for(2, dp_shard=2), plan_for(2, dp_replicate=2)
+    with open_mesh(plan.layout, device="cpu", collectives="shared") as mesh:
+        save_state(large_state(mesh, plan), root)
+        state = large_state(mesh, plan)
+        restore_state(state, newest(root))
+        said.append(state.other_collectives)
+    for each_plan in (plan, other):
+        with open_mesh(each_plan.layout, device="cpu", collectives="gloo") as mesh:
+            state = large_state(mesh, each_plan)
+            restore_state(state, newest(root))
+            said.append(state.other_collectives)
+    return said
+
+
+def test_a_checkpoint_says_what_its_ranks_exchanged_tensors_through(tmp_path: Path) -> None:
+    """And a resume through something else that its steps may round otherwise."""
+    for same, through_gloo, elsewhere in run_ranks(2, continue_over, tmp_path):
+        assert (same, elsewhere) == ("", "")
+        assert "through shared memory, and these do through gloo" in through_gloo
+    (entry,) = list_checkpoints(str(tmp_path)).entries
+    assert entry.collectives == "shared memory"
 
 
 # Optimizers of users: state that is made at the first step, numbers beside it, numbers of groups

@@ -58,6 +58,9 @@ class ThreadRank:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    def describe_collectives(self) -> str:
+        return "threads" if self.world_size > 1 else ""
+
     def gather_json(self, value: Any) -> list[Any]:
         self.board.said[self.rank] = json.dumps(value)
         self.board.barrier.wait(DEADLINE_S)

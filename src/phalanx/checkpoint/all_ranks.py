@@ -43,6 +43,9 @@ class CollectiveGroup(Protocol):
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""
 
+    def describe_collectives(self) -> str:
+        """What the ranks exchange tensors through, in words; empty of one rank."""
+
 
 @dataclass
 class LocalAndGatheredResults:

@@ -93,7 +93,9 @@ class Manifest:
 
     `facts` is the part of a TrainState besides tensors (step, tokens, cursor, seed). `epoch` is the
     number of the job's fencing token: it counts the jobs that have had the run, this one included;
-    0 if they are not counted.
+    0 if they are not counted. `collectives`: what the ranks exchanged tensors through ("gloo",
+    "nccl", "shared memory"); empty of one rank, and of a checkpoint from before it was written
+    down.
     """
 
     step: int
@@ -104,6 +106,7 @@ class Manifest:
     aliases: dict[str, str]
     files: dict[str, FileSizeAndChecksums]
     epoch: int = 0
+    collectives: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
@@ -264,6 +267,7 @@ def _parse_manifest(body: Mapping[str, Any]) -> Manifest:
         require_valid_aliases(require_json_object(body["aliases"]), tensors),
         files,
         require_non_negative_int64(body.get("epoch", 0)),
+        require_bounded_text(body.get("collectives", "")),
     )
 
 

@@ -33,7 +33,10 @@ def _describe_checkpoint(entry: ListedCheckpoint) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_unix_s))
     layout = " ".join(f"{axis}={degree}" for axis, degree in entry.layout.items() if degree > 1)
     size = format_bytes(entry.num_bytes)
-    return f"{when}  {size:>10} in {entry.num_files} files  written by {layout or 'one rank'}"
+    line = f"{when}  {size:>10} in {entry.num_files} files  written by {layout or 'one rank'}"
+    if entry.collectives:
+        line += f" through {entry.collectives}"
+    return line
 
 
 def print_checkpoint_verdict(result: CheckpointVerification) -> None:

@@ -218,7 +218,7 @@ class Mesh:
         if self.device_mesh is None:
             return ""
         transport = current_transport()
-        if self.device.type != "cpu" or transport is None:
+        if self.device.type != "cpu" or transport is None or transport.is_paused:
             return str(dist.get_backend())
         if transport.shares_memory(dist.group.WORLD):
             return "shared memory"

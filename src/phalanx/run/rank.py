@@ -434,6 +434,9 @@ def _emit_start_warnings(
     emit_note_on_batch_size_change(run.job, run.plan, state, bus, run.roll_backs or RollBacks())
     if state.other_cpu:
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
+    # Trees of additions are the same, whatever carries what is added.
+    if state.other_collectives and not run.plan.is_layout_free:
+        bus.emit(Note("other_collectives", {"why": state.other_collectives}))
     if state.lost_reduction:
         bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
     if code_differences:

@@ -68,6 +68,9 @@ class TrainState:
     other_cpu: str = ""
     """The reason why steps after `restore` may round otherwise than on the machine before; empty if
     the CPUs are of one kind."""
+    other_collectives: str = ""
+    """The reason why steps after `restore` may round otherwise at the same layout: ranks exchange
+    tensors through something else; empty if they do not, or the layout is another one."""
     data_digest: str = ""
     """Digest of the data that it is trained on; empty if it is not known."""
 
@@ -238,18 +241,19 @@ class TrainState:
             return self._drop_compression_state_of_other_layout(manifest, shards)
 
         try:
-            facts = load_checkpoint_into_shards(
+            manifest = load_checkpoint_into_shards(
                 folder, shards, group=self.model.mesh, phases=phases, require=require
-            ).facts
+            )
         except CheckpointError:
             # The state stays as it was: the caller may try the checkpoint before.
             for undo in undos:
                 undo()
             raise
         # Only now that all is read, on all ranks: a checkpoint that is refused changes nothing.
-        self.finish_restoring(facts, restores)
+        self.finish_restoring(manifest.facts, restores)
         self.saved_step = self.step
-        self.other_cpu = self._explain_other_cpu_kind(facts.get(CPU_KIND_FACT))
+        self.other_cpu = self._explain_other_cpu_kind(manifest.facts.get(CPU_KIND_FACT))
+        self.other_collectives = self._explain_other_collectives(manifest)
 
     def finish_restoring(self, facts: Mapping[str, Any], restores: Sequence[RestoreState]) -> None:
         """Continue from `facts`, now that the tensors are those of that step; `restores` set the
@@ -274,6 +278,19 @@ class TrainState:
         return (
             f"the checkpoint was written on {then}, and this is {now}: the weights are equal, "
             "but the steps from here may round otherwise than an uninterrupted run's"
+        )
+
+    def _explain_other_collectives(self, manifest: Manifest) -> str:
+        """The reason why steps after a checkpoint may round otherwise at the layout that wrote it;
+        empty if tensors are exchanged through the same, or the checkpoint does not say."""
+        mesh = self.model.mesh
+        then, now = manifest.collectives, mesh.describe_collectives()
+        if not then or then == now or manifest.layout != mesh.layout.to_json():
+            return ""
+        return (
+            f"the checkpoint was written by ranks that exchange tensors through {then}, and these"
+            f" do through {now}: the weights are equal, but the steps from here may round"
+            " otherwise than an uninterrupted run's"
         )
 
     def _drop_compression_state_of_other_layout(

@@ -28,7 +28,8 @@ class ListedCheckpoint:
     known.
 
     `layout`: degrees by axis of the ranks that wrote it. `epoch` counts the jobs that have had the
-    run, this one included.
+    run, this one included. `collectives`: what those ranks exchanged tensors through; empty where
+    that is not written down.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ListedCheckpoint:
     layout: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    collectives: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """An object of `phalanx checkpoint ls --json`."""
@@ -123,6 +125,7 @@ def _read_listed_checkpoint(folder: CheckpointFolder) -> ListedCheckpoint:
         layout=manifest.layout,
         facts=manifest.facts,
         epoch=manifest.epoch,
+        collectives=manifest.collectives,
     )
 
 

@@ -318,6 +318,7 @@ def _assemble_manifest(
         aliases,
         files,
         number,
+        group.describe_collectives(),
     )
 
 

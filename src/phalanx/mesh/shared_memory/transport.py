@@ -164,6 +164,11 @@ class SharedMemoryTransport:
         finally:
             self._reads_in_place = before
 
+    @property
+    def is_paused(self) -> bool:
+        """True while all calls are left to gloo."""
+        return self._is_paused
+
     def reads_in_place(self, group: dist.ProcessGroup) -> bool:
         """True if ranks of `group` read each other's tensors where they lie."""
         return self.shows_tensors and self.shares_memory(group)
