@@ -38,6 +38,14 @@ def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path
     collectives = {row.kind for row in profile.sections["comm"].rows}
     # On a machine so busy that nothing else came about, one of them did.
     assert collectives & {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert profile.sections["comm"].collectives == "shared memory"
+    words = ("--quick", "--device=cpu", "--ranks=2", "--collectives=gloo")
+    again = bench(tmp_path, "comm", *words)
+    assert again.code == 0, again.err
+    assert "through gloo" in again.out
+    both = load_profile(Path(facts["path"])).sections
+    assert both["comm_gloo"].collectives == "gloo"
+    assert both["comm"] == profile.sections["comm"]
     assert not storage.exists()
     assert not storage.parent.exists()
 
@@ -63,6 +71,7 @@ def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
     [
         (["all", "--device=tpu"], "--device is auto, cpu or cuda, not 'tpu'"),
         (["gemm", "--ranks=0"], "--ranks"),
+        (["comm", "--collectives=nccl"], "auto or gloo, not 'nccl'"),
         (["nothing"], "no verb"),
     ],
 )

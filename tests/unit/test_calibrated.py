@@ -13,7 +13,7 @@ from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.profiles import MachineProfile
+from phalanx.plan.profiles import MachineProfile, ProfileSection
 from phalanx.plan.timing.step_time import STEP_TERMS
 
 SMALL = (
@@ -157,6 +157,43 @@ def test_more_microbatches_fill_a_pipeline() -> None:
         time = estimate_step_from_profile(pipeline, make_profile())
         shares.append(time.terms["bubble"] / time.total_s)
     assert shares[0] > shares[1] > 0
+
+
+def through(what: str, comm_per_s: float = 2e9) -> ProfileSection:
+    section = make_profile(comm_per_s=comm_per_s).sections["comm"]
+    return replace(section, collectives=what)
+
+
+def test_a_plan_uses_the_collectives_that_its_job_has() -> None:
+    """Shared memory's for auto, gloo's for gloo; what nobody measured is not predicted."""
+    auto, gloo = (
+        plan_of("parallel.ranks=2"),
+        plan_of("parallel.ranks=2", "parallel.collectives=gloo"),
+    )
+    usual = make_profile().with_sections({"comm": through("shared memory", 8e9)})
+    both = usual.with_sections({"comm_gloo": through("gloo", 1e8)})
+    expected = [make_profile(comm_per_s=per_s) for per_s in (8e9, 1e8)]
+    for plan, reference in zip((auto, gloo), expected, strict=True):
+        step = estimate_step_from_profile(plan, both)
+        assert step == estimate_step_from_profile(plan, reference)
+    with pytest.raises(LayoutError, match=r"no all_reduce through gloo.*--collectives gloo"):
+        estimate_step_from_profile(gloo, usual)
+    # Where ranks cannot share memory, the usual ones are gloo's; and older files do not say.
+    for what in ("gloo", ""):
+        estimate_step_from_profile(gloo, make_profile().with_sections({"comm": through(what)}))
+
+
+def test_tensor_parallel_gathers_take_twice_as_long_through_gloo_alone() -> None:
+    plan = plan_of("parallel.tp=2")
+    times = {
+        what: estimate_step_from_profile(
+            plan, make_profile().with_sections({"comm": through(what)})
+        ).terms["tp"]
+        for what in ("", "gloo", "shared memory")
+    }
+    assert times[""] == times["gloo"]
+    # What is reduced and not gathered takes as long through both.
+    assert 1.8 < times["gloo"] / times["shared memory"] < 2
 
 
 def test_a_profile_without_an_operation_is_refused_with_what_to_do() -> None:

@@ -53,6 +53,9 @@ def test_a_plan_has_every_key_of_the_section_and_leaves_none_open() -> None:
         ({"ranks": 2, "pp": 2, "stage_blocks": (1, 3)}, "stage_blocks", (1, 3), "as the job says"),
         ({}, "schedule", "", "there is no pipeline"),
         ({"ranks": 2, "cp": 2}, "cp_load_balance", "zigzag", "the default"),
+        ({}, "collectives", "auto", "shared memory between ranks of one host"),
+        ({"ranks": 1}, "collectives", "auto", "one rank has nobody to talk to"),
+        ({"collectives": "gloo"}, "collectives", "gloo", "as the job says"),
         (
             {"ranks": 2, "cp": 2, "cp_attention": "ulysses"},
             "cp_load_balance",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,6 +31,9 @@ from phalanx.launch.supervisor import supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (
+    COMM_SECTION,
+    GLOO,
+    GLOO_COMM_SECTION,
     PROCESSOR,
     PROFILE_SECTIONS,
     MachineProfile,
@@ -71,6 +74,8 @@ class BenchRequest:
     is_quick: bool = False
     seconds: float | None = None
     """About how long ranks measure in all, in place of the usual time."""
+    collectives: str = "auto"
+    """"auto" or "gloo", as a job's parallel.collectives means them."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,12 @@ def bench_machine(
         raise UsageError(
             f"no section {min(unknown)!r}", fix=f"one of {', '.join(PROFILE_SECTIONS)}"
         )
+    if request.collectives not in ("auto", GLOO):
+        raise UsageError(f"collectives go through auto or gloo, not {request.collectives!r:.60}")
     with raising_on_stop_signals():
         cluster = detect_cluster(request.device)
+    if request.collectives == GLOO and cluster.device != "cpu":
+        raise UsageError("collectives of GPUs go through NCCL", fix="add --device cpu")
     if cluster.device != "cpu" and (request.ranks or 0) > cluster.num_devices:
         raise UsageError(f"{request.ranks} ranks, and there are {cluster.num_devices} GPUs")
     if request.sections == ("comm",) and not list_group_sizes(cluster, request.ranks):
@@ -201,13 +210,17 @@ class _BenchRun:
         if outcome.status in ("interrupted", "preempted"):
             return {}, outcome.exit_code
         sections = {}
-        for name in ("gemm", "comm"):
+        for name in ("gemm", COMM_SECTION):
             of_section = [row for item, row in rows if item.section == name]
             num_skipped = sum(item.section == name for item in skipped)
-            if of_section:
-                sections[name] = self._build_profile_section(
-                    of_section, num_skipped, reader.busy_share
-                )
+            if not of_section:
+                continue
+            section = self._build_profile_section(of_section, num_skipped, reader.busy_share)
+            if name == COMM_SECTION:
+                section = replace(section, collectives=reader.collectives)
+            sections[name] = section
+        if self._request.collectives == GLOO and COMM_SECTION in sections:
+            sections[GLOO_COMM_SECTION] = sections.pop(COMM_SECTION)
         return sections, None
 
     def _run_ranks(self, scratch: ScratchDirectory, tick: Callable[[], None]) -> RunOutcome:
@@ -217,7 +230,12 @@ class _BenchRun:
             planned_s = limits_s.get(item.section, PATIENCE_S)
             limits_s[item.section] = planned_s + PATIENCE * item.budget_s
         payload = BenchPayload(
-            run_dir, self._num_ranks, self._cluster.device, limits_s, self._items
+            run_dir,
+            self._num_ranks,
+            self._cluster.device,
+            limits_s,
+            self._items,
+            self._request.collectives,
         )
         spec = LaunchSpec(
             entry="phalanx.bench.rank:main",

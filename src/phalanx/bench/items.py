@@ -51,6 +51,7 @@ class BenchPayload(JsonRecord):
     device: str
     limits_s: dict[str, float]
     items: tuple[BenchItem, ...]
+    collectives: str = "auto"
 
 
 def list_group_sizes(cluster: Cluster, requested: int | None = None) -> tuple[int, ...]:

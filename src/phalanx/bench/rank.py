@@ -13,7 +13,7 @@ from phalanx.bench.collectives import build_collective_call
 from phalanx.bench.cpu_usage import CpuUsage
 from phalanx.bench.items import BenchItem, BenchPayload
 from phalanx.bench.kernels import TimedCall, build_timed_call
-from phalanx.bench.rows import BUSY_SHARE_KEY, ROWS_FILE, SKIPPED_ROW_LINE
+from phalanx.bench.rows import BUSY_SHARE_KEY, COLLECTIVES_KEY, ROWS_FILE, SKIPPED_ROW_LINE
 from phalanx.bench.stopwatch import RepeatedTime, time_exact_repeats, time_repeatedly
 from phalanx.core.errors import ExitCode
 from phalanx.core.typed_json import JsonObject
@@ -28,7 +28,8 @@ LEAST_TOGETHER, MOST_TOGETHER = 3, 200
 def main(document: JsonObject, link: RankLink) -> int:
     """Measure the items of a BenchPayload, of which `document` is the JSON, as one rank."""
     payload = BenchPayload.from_json(document)
-    with open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh:
+    layout, choice = Layout(dp_replicate=payload.num_ranks), payload.collectives
+    with open_mesh(layout, device=payload.device, collectives=choice) as mesh:
         RankBench(payload, mesh).measure_items()
     return ExitCode.OK
 
@@ -65,7 +66,12 @@ class RankBench:
             )
         own_s = sum(self._mesh.gather_json(usage.own_cpu_seconds()))
         self._append_line_on_rank_0(
-            json.dumps({BUSY_SHARE_KEY: usage.compute_share_of_others(own_s)})
+            json.dumps(
+                {
+                    BUSY_SHARE_KEY: usage.compute_share_of_others(own_s),
+                    COLLECTIVES_KEY: self._mesh.describe_collectives(),
+                }
+            )
         )
 
     def _is_time_up(self, section: str, group: dist.ProcessGroup | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.plan.profiles import (
+    GLOO_COMM_SECTION,
     MAX_QUIET_BUSY_SHARE,
     PROCESSOR,
     FittedRate,
@@ -31,9 +32,10 @@ def describe_profile(profile: MachineProfile, wall_s: float) -> Iterator[str]:
     writers = {
         "gemm": _describe_compute_section,
         "comm": _describe_comm_section,
+        GLOO_COMM_SECTION: _describe_comm_section,
         "storage": _describe_storage_section,
     }
-    for name in ("gemm", "comm", "storage"):
+    for name in ("gemm", "comm", GLOO_COMM_SECTION, "storage"):
         section = profile.sections.get(name)
         if section is None:
             continue
@@ -87,6 +89,8 @@ def _describe_crowd_slowdowns(fits: Sequence[FittedRate]) -> Iterator[str]:
 
 def _describe_comm_section(section: ProfileSection) -> Iterator[str]:
     yield "collectives     ranks x threads     bytes per s    latency   off: median   worst"
+    if section.collectives:
+        yield f"  through {section.collectives}"
     for fit in section.fits:
         if "per_s" in fit.values and fit.mode != PROCESSOR:
             yield (

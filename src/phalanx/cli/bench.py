@@ -45,6 +45,14 @@ Seconds = Annotated[
         "--seconds", min=1, metavar="S", help="Measure ranks for about S seconds; default 54."
     ),
 ]
+Collectives = Annotated[
+    str,
+    typer.Option(
+        "--collectives",
+        metavar="HOW",
+        help="auto, as training does; or gloo, for jobs with parallel.collectives=gloo.",
+    ),
+]
 RUNS_DIRECTORY = Path("runs")
 
 
@@ -92,18 +100,20 @@ def comm_command(
     quick: Quick = False,
     device: Device = "auto",
     ranks: Ranks = None,
+    collectives: Collectives = "auto",
     seconds: Seconds = None,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> int:
     """Measure collectives between the ranks of this machine, and products beside them.
 
-    Latency and bandwidth of all-reduce, all-gather, reduce-scatter, all-to-all and send.
+    Latency and bandwidth of all-reduce, all-gather, reduce-scatter, all-to-all and send. Those
+    through gloo stand beside the usual ones in the profile, for plans of jobs that ask for gloo.
     """
     from phalanx.bench.drive import BenchRequest
     from phalanx.cli._bench import run_and_print_bench
 
-    request = BenchRequest(("comm",), device, ranks, RUNS_DIRECTORY, quick, seconds)
+    request = BenchRequest(("comm",), device, ranks, RUNS_DIRECTORY, quick, seconds, collectives)
     return run_and_print_bench(request, out, as_json=as_json)
 
 

@@ -212,3 +212,14 @@ def choose_cp_load_balance(job: Job) -> Choice[str]:
     if job.parallel.cp_attention == "ulysses":
         return Choice("none", "ulysses computes on whole sequences, in any order of their parts")
     return Choice(job.parallel.cp_load_balance, REASON_DEFAULT)
+
+
+def choose_collectives(job: Job, device: str, num_ranks: int) -> Choice[str]:
+    """What the ranks exchange tensors through; "auto" is decided where they meet."""
+    if num_ranks == 1:
+        why = "one rank has nobody to talk to"
+    elif device != "cpu":
+        why = "GPUs go through NCCL, whatever this says"
+    else:
+        why = "shared memory between ranks of one host, gloo between hosts"
+    return Choice(job.parallel.collectives, why)

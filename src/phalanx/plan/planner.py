@@ -23,6 +23,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
 from phalanx.plan.degree_checks import check_model_parallel_degrees
 from phalanx.plan.degrees import (
+    choose_collectives,
     choose_cp_load_balance,
     choose_dp_replicate,
     choose_dp_shard,
@@ -305,6 +306,7 @@ def _resolve_parallel(
         "dp_shard": choose_dp_shard(chosen.layout, chosen.zero_stage),
         "zero_stage": Choice(chosen.zero_stage, why_stage),
         "cp_load_balance": choose_cp_load_balance(job),
+        "collectives": choose_collectives(job, evaluator.device, ranks.value),
     }
     pipeline = evaluator.build_pipeline_with_memory(chosen)
     return resolve_parallel(

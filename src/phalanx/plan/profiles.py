@@ -22,7 +22,11 @@ PROFILE_SCHEMA = "phalanx.profile/1"
 PROFILE_FOLDER = "~/.cache/phalanx/profiles"
 PROCESSOR = "processor"
 """The mode of fits of a collective's processor seconds, and the basis of a busy machine's fits."""
-PROFILE_SECTIONS = ("gemm", "comm", "storage")
+COMM_SECTION = "comm"
+PROFILE_SECTIONS = ("gemm", COMM_SECTION, "storage")
+GLOO_COMM_SECTION = "comm_gloo"
+"""The section of collectives that were asked to go through gloo, where they else do not."""
+GLOO, SHARED_MEMORY = "gloo", "shared memory"
 MATMUL_CONSTANTS = frozenset(("overhead_s", "flops_per_s", "rows_half", "cols_half", "inner_half"))
 MAX_CONSTANT = 1e30  # no machine moves or computes as much in a second
 
@@ -79,6 +83,8 @@ class ProfileSection(JsonRecord):
     `busy_share`: of the machine's processor time, what other programs used meanwhile (0 to 1).
     `basis`: "wall", or "processor": what fits are of (`phalanx.bench.sections`).
     `num_skipped`: operations that were left out because time was up.
+    `collectives`: what ranks exchanged tensors through ("shared memory", "gloo", "nccl"); empty
+    where they did not, and in files from before it was written down.
     """
 
     measured_at: str  # ISO 8601, UTC
@@ -88,6 +94,7 @@ class ProfileSection(JsonRecord):
     basis: str
     fits: tuple[FittedRate, ...]
     rows: tuple[TimedOperation, ...]
+    collectives: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,23 @@ class MachineProfile(JsonRecord):
             ):
                 nearest = fit
         return nearest
+
+    @property
+    def collectives(self) -> str:
+        """What the collectives of this profile went through; empty where it does not say."""
+        section = self.sections.get(COMM_SECTION)
+        return "" if section is None else section.collectives
+
+    def choose_collectives(self, choice: str) -> MachineProfile:
+        """This profile with the collectives that ranks use under parallel.collectives = `choice`;
+        without their fits where those were not measured. What no file says may be either."""
+        sections = dict(self.sections)
+        over_gloo = sections.pop(GLOO_COMM_SECTION, None)
+        usual = sections.get(COMM_SECTION)
+        if choice == GLOO and usual is not None and usual.collectives.startswith(SHARED_MEMORY):
+            unmeasured = replace(usual, fits=(), rows=(), collectives=GLOO)
+            sections[COMM_SECTION] = over_gloo or unmeasured
+        return replace(self, sections=sections)
 
     def with_sections(self, sections: Mapping[str, ProfileSection]) -> MachineProfile:
         """This profile with `sections` in place of its own of the same names."""

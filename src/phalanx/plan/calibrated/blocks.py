@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.job.work import AttentionWork, BlockWork, Matmul
-from phalanx.plan.calibrated.rates import NATIVE_GATHER_SLOWDOWN, MeasuredRates
+from phalanx.plan.calibrated.rates import MeasuredRates
 
 FP32_BYTES = 4.0
 # Bytes that casting one element to a narrower type, or back, reads and writes.
@@ -241,7 +241,7 @@ def _estimate_tp_message_seconds(
     regions = 2.0
     if batch.sequence_parallel:
         gather_s = _estimate_sequence_gather_s(block, rates, batch, element_bytes)
-        scatter_s = NATIVE_GATHER_SLOWDOWN * rates.collective_s(
+        scatter_s = rates.tensor_gather_slowdown * rates.collective_s(
             "reduce_scatter", num_bytes, batch.tp
         )
         once_s = regions * (gather_s + scatter_s)
@@ -267,7 +267,7 @@ def _estimate_sequence_gather_s(
 ) -> float:
     """Seconds in which ranks of tp gather what enters one region."""
     num_bytes = batch.tokens * block.residual_features / 2 * element_bytes
-    return NATIVE_GATHER_SLOWDOWN * rates.collective_s("all_gather", num_bytes, batch.tp)
+    return rates.tensor_gather_slowdown * rates.collective_s("all_gather", num_bytes, batch.tp)
 
 
 def _estimate_cp_message_seconds(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.profiles import (
+    GLOO,
     PROCESSOR,
     FittedRate,
     MachineProfile,
@@ -14,9 +15,9 @@ from phalanx.plan.profiles import (
     evaluate_matmul_fit,
 )
 
-# What FSDP and tensor parallelism call where phalanx has no faster way around gloo's own gather and
-# scatter (docs/benchmarks.md, "Collectives"): these take twice as long as those that are measured.
-NATIVE_GATHER_SLOWDOWN = 2.0
+# What tensor parallelism calls where phalanx has no faster way around gloo's own gather and scatter
+# (docs/benchmarks.md, "Collectives"): these take twice as long as those that are measured.
+GLOO_GATHER_SLOWDOWN = 2.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,18 @@ class MeasuredRates:
             mode = PROCESSOR
         fit = self.profile.find_rate(kind, mode, dtype="fp32", num_ranks=size)
         if fit is None:
+            if self.profile.collectives == GLOO:
+                kind, fix = f"{kind} through gloo", "run phalanx bench comm --collectives gloo"
+                raise self._build_missing_fit_error(kind, fix)
             raise self._build_missing_fit_error(kind)
         return evaluate_linear_fit(fit.values, num_bytes)
+
+    @property
+    def tensor_gather_slowdown(self) -> float:
+        """How many times as long as those that are measured gathers and scatters of tensor
+        parallelism take: as long through shared memory and NCCL, which have them as one call."""
+        is_gloo = self.profile.collectives in ("", GLOO) and self.profile.device == "cpu"
+        return GLOO_GATHER_SLOWDOWN if is_gloo else 1.0
 
     def hidden_all_reduce_share(self, size: int) -> float:
         """The part of an all-reduce that products beside it hide, 0 to 1."""
@@ -150,11 +161,13 @@ class MeasuredRates:
             raise self._build_missing_fit_error(" ".join(filter(None, (kind, mode, dtype))))
         return fit
 
-    def _build_missing_fit_error(self, name: str) -> LayoutError:
+    def _build_missing_fit_error(
+        self, name: str, fix: str = "run phalanx bench all on a quiet machine"
+    ) -> LayoutError:
         return LayoutError(
             f"the profile of this machine has no {name}",
             why="that was not measured, or there was no time for it",
-            fix="run phalanx bench all on a quiet machine",
+            fix=fix,
         )
 
 

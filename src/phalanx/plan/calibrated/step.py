@@ -63,7 +63,7 @@ class _CalibratedStepEstimator:
     def estimate(self) -> StepTime:
         plan = self.plan
         rates = MeasuredRates(
-            self.profile,
+            self.profile.choose_collectives(plan.parallel.collectives),
             plan.world_size,
             is_low=plan.precision in ("bf16", "fp16"),
             is_compiled=plan.compile,
