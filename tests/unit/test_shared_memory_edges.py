@@ -26,7 +26,7 @@ from phalanx.mesh.reduce_ops import ReduceOps
 from phalanx.mesh.shared_memory import channel as channel_module
 from phalanx.mesh.shared_memory import futex, opening, segments
 from phalanx.mesh.shared_memory import transport as transport_module
-from phalanx.mesh.shared_memory.arena import OwnArena
+from phalanx.mesh.shared_memory.arena import OwnArena, open_arena_of_process
 from phalanx.mesh.shared_memory.board import (
     CONSUMED,
     NUM_SLOTS,
@@ -37,6 +37,7 @@ from phalanx.mesh.shared_memory.board import (
     reserve_directory,
     say_left,
 )
+from phalanx.mesh.shared_memory.file_map import FileMap
 from phalanx.mesh.shared_memory.in_place import GatheredTensor, GatherInPlace
 from phalanx.mesh.shared_memory.operations import Collective, CollectivesDifferError, Operation
 from phalanx.mesh.shared_memory.peers import Peer
@@ -686,6 +687,34 @@ def test_a_rank_without_lines_for_tensors_says_so_to_all(
     assert no_room == own.no_room
     assert no_room.needed_bytes == 800
     assert "no more can be listed" in no_room.why
+
+
+def count_uses(inode: int) -> tuple[int, int]:
+    """How many descriptors this process has of a file, and how many maps."""
+    descriptors = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptors.append(os.stat(f"/proc/self/fd/{each}").st_ino)
+    maps = [int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return descriptors.count(inode), maps.count(inode)
+
+
+def test_a_tensor_of_another_rank_takes_no_descriptor_and_goes_with_its_last_view() -> None:
+    """Else eight ranks of 120 buckets had all the files that a process may usually open."""
+    arena = OwnArena(ARENA_BYTES)
+    inode = os.fstat(arena.descriptor).st_ino
+    assert count_uses(inode) == (1, 1)
+    mapped = open_arena_of_process(os.getpid(), arena.descriptor, ARENA_BYTES)
+    assert count_uses(inode) == (1, 2)
+    arena.bytes[100] = 5
+    values = torch.from_numpy(mapped.view(100, 4))
+    del mapped
+    assert values.tolist() == [5, 0, 0, 0]
+    del values
+    assert count_uses(inode) == (1, 1)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        FileMap(-1, 4096)
+    arena.close()
 
 
 # Two sandboxes on a host, or on two, whose processes have the same numbers

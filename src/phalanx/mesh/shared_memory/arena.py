@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.core.forked_copy import ForkedCopyGuard
+from phalanx.mesh.shared_memory.file_map import FileMap
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,12 +41,12 @@ class MappedArena:
     """The arena of one rank, mapped into this process."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self._map = mmap.mmap(descriptor, num_bytes)
+        self._map = FileMap(descriptor, num_bytes)
         # It is no part of a core dump: that would be as long as the whole file.
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.num_bytes = num_bytes
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self.memory = memoryview(self._map)
+        self.bytes: Bytes = np.frombuffer(self._map.values, np.uint8)
+        self.memory = memoryview(self._map.values).cast("B")
         self.words = self.memory.cast("I")
         self.address = int(self.bytes.ctypes.data)
 
