@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ ROOT, PID = Path(__file__).parents[1], os.getpid()
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 
 import marks
-from commands import nursery
+from commands import nursery, read_processor_seconds
 from warm import fork_module, fork_phalanx, source_of_phalanx
 
 # Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our
@@ -56,6 +57,9 @@ class WarmPopen(subprocess.Popen):
 
 
 POPEN, subprocess.Popen = subprocess.Popen, WarmPopen
+# Processor seconds so far whenever a file of tests ended, and those of each file.
+_counted_s: list[float] = []
+_spent_s: defaultdict[Path, float] = defaultdict(float)
 
 
 @pytest.fixture
@@ -90,9 +94,24 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Count the processor seconds of each file of tests, when its last test ends."""
+    if not _counted_s:
+        _counted_s.append(read_processor_seconds())
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            _counted_s.append(read_processor_seconds())
+            _spent_s[item.path] += _counted_s[-1] - _counted_s[-2]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long each directory of tests took, and the slowest files, to see where `make test`
-    grows and how to share it out."""
+    """Say how long each directory of tests took, and the slowest files, by the clock and by the
+    processors, to see where `make test` grows and how to share it out."""
     seconds: defaultdict[Path, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -108,3 +127,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     files = sorted(seconds, key=lambda file: seconds[file], reverse=True)[:40]
     slowest = (f"{file.name} {seconds[file]:.0f}" for file in files)
     terminalreporter.write_line(f"seconds of the slowest files: {', '.join(slowest)}")
+    busiest = sorted(_spent_s, key=lambda file: _spent_s[file], reverse=True)[:60]
+    told = (f"{file.name} {_spent_s[file]:.0f}" for file in busiest)
+    terminalreporter.write_line(
+        f"processor seconds, {sum(_spent_s.values()):.0f} in all: {', '.join(told)}"
+    )

@@ -75,12 +75,28 @@ class Done:
         return lines[0]
 
 
+_nursery_pids: list[int] = []
+
+
 @functools.cache
 def nursery(kind: str = "ranks") -> warm.Nursery:
     """The one of these tests: of ranks, which has imported torch, or of commands."""
     found = warm.Nursery(kind)
+    _nursery_pids.append(found.pid)
     atexit.register(found.end)
     return found
+
+
+def read_processor_seconds() -> float:
+    """Processor seconds that this process has taken so far, the nurseries, and what they started:
+    of processes that nobody waits for, as long as they live."""
+    seconds = 0.0
+    for root in (os.getpid(), *_nursery_pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (each := psutil.Process(root), *each.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 def environment(**more: str | None) -> dict[str, str]:
