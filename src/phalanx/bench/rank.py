@@ -20,7 +20,7 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
-from phalanx.plan.profiles import TimedOperation
+from phalanx.plan.profiles import GLOO, TimedOperation
 
 LEAST_TOGETHER, MOST_TOGETHER = 3, 200
 
@@ -29,7 +29,9 @@ def main(document: JsonObject, link: RankLink) -> int:
     """Measure the items of a BenchPayload, of which `document` is the JSON, as one rank."""
     payload = BenchPayload.from_json(document)
     layout, choice = Layout(dp_replicate=payload.num_ranks), payload.collectives
-    with open_mesh(layout, device=payload.device, collectives=choice) as mesh:
+    with open_mesh(
+        layout, device=payload.device, collectives="gloo" if choice == GLOO else "auto"
+    ) as mesh:
         RankBench(payload, mesh).measure_items()
     return ExitCode.OK
 

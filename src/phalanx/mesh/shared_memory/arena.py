@@ -45,8 +45,8 @@ class MappedArena:
         # It is no part of a core dump: that would be as long as the whole file.
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.num_bytes = num_bytes
-        self.bytes: Bytes = np.frombuffer(self._map.values, np.uint8)
         self.memory = memoryview(self._map.values).cast("B")
+        self.bytes: Bytes = np.frombuffer(self.memory, np.uint8)
         self.words = self.memory.cast("I")
         self.address = int(self.bytes.ctypes.data)
 
