@@ -71,6 +71,8 @@ from phalanx.drills.verdicts import (
     find_named_ranks,
     find_verdicts,
 )
+from phalanx.job.load import load_job
+from phalanx.job.schema import Checkpoint, Observe
 from phalanx.launch.processor_watch import STARVED
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event
@@ -433,6 +435,70 @@ def test_runs_to_come_count_what_is_left_of_a_shared_one_and_its_undisturbed_run
     # One of three did not come to strike: its run, and one undisturbed of its own length.
     assert _count_runs_to_come([alone], {3}) == 2
     assert _count_runs_to_come([alone, alone], {1, 3}) == 2
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+README_JOB = (ROOT / "README.md").read_text().partition("```toml\n")[2].partition("```")[0]
+LONG_JOB = """
+train = { steps = 10_000, global_batch_size = 8 }
+data = { seq_len = 64 }
+optim = { schedule = "wsd", warmup_steps = 200, decay_fraction = 0.95 }
+eval = { every_steps = 1000, keep_best = true }
+resilience = { inject = ["kill:rank=1,step=9000"] }
+
+[checkpoint]
+every = "auto"
+mtbf_hours = 10
+every_minutes = 3
+keep_last = 2
+keep_every = 1000
+url = "s3://bucket/run"
+
+[observe]
+trace_steps = ["100:103"]
+profile_steps = [900]
+alert_webhook = "$HOOK"
+alert_command = ["page-me"]
+metrics_port = 9090
+"""
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 40])
+@pytest.mark.parametrize(
+    "text",
+    [
+        (ROOT / "examples/digits/job.toml").read_text(),
+        (ROOT / "examples/regression/job.toml").read_text(),
+        README_JOB,
+        LONG_JOB,
+    ],
+    ids=["digits", "regression", "README", "long"],
+)
+def test_a_job_whose_keys_follow_from_its_steps_is_drilled_in_a_few(
+    tmp_path: Path, text: str, num_steps: int
+) -> None:
+    """And it saves when the drill wants it to, in its own directory, and alerts nobody."""
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    job = load_drilled_job(str(path), (), num_steps=num_steps).job
+    assert job.train.steps == num_steps
+    every_steps = max(num_steps // 4, 1)
+    own = load_job(path).checkpoint
+    assert job.checkpoint == Checkpoint(
+        every_steps=every_steps, keep_last=own.keep_last, keep_every=own.keep_every
+    )
+    assert job.observe == Observe(sinks=())
+    assert job.eval.tokens == 0
+
+
+def test_what_is_said_beside_a_drilled_job_wins(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(LONG_JOB)
+    keys = ["eval.tokens=64", "eval.every_steps=20", "checkpoint.every_steps=5"]
+    job = load_drilled_job(str(path), keys, num_steps=40).job
+    assert (job.eval.tokens, job.eval.every_steps, job.checkpoint.every_steps) == (64, 20, 5)
 
 
 # --- bars -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from phalanx.drills.trials import DrillShape
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
+from phalanx.job.short_job import list_short_job_overrides
 from phalanx.plan.layout import Layout
 from phalanx.run.plan_job import plan_job
 
@@ -46,18 +47,9 @@ def load_drilled_job(
     `save_every_steps`: None for four saves in the run.
     """
     save_every = save_every_steps or max(num_steps // SAVES_PER_RUN, 1)
-    cut = [
-        f"train.steps={num_steps}",
-        f"optim.warmup_steps={max(num_steps // 10, 1)}",
-        f"checkpoint.every_steps={save_every}",
-        "checkpoint.at_end=true",
-        "eval.tokens=0",
-        "train.sample_tokens=0",
-        "observe.sinks=[]",
-        "resilience.inject=[]",
-    ]
+    short = (*list_short_job_overrides(num_steps), f"checkpoint.every_steps={save_every}")
     small = () if job_file else SMALL_JOB
-    arguments = [*small, *cut, *keys, *overrides]
+    arguments = [*small, *short, *keys, *overrides]
     file = (job_file,) if job_file else ()
     return DrilledJob(load_job(job_file, arguments), (*file, *arguments))
 
