@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.costs import AttentionHeads
 from phalanx.job.load import load_job
 from phalanx.job.param_holder import ParamHolder
@@ -28,7 +29,7 @@ from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.counts_by_degree import CountsByDegree
 from phalanx.plan.search.describe import format_search_result
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
-from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
+from phalanx.plan.search.finalists import FinalistPlanner, list_job_keys_of_row
 from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.overrides import passes_job_checks

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.profiles import make_profile
 
-from phalanx.core.errors import ExitCode, LayoutError, UsageError
-from phalanx.job.load import load_job
+from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError
+from phalanx.job.load import check_job, load_job
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import MemoryMeasured, StepFinished
@@ -481,8 +481,27 @@ def test_a_job_without_a_legal_layout_is_refused_with_the_reason() -> None:
         )
 
 
-def test_keys_of_a_layout_go_where_they_belong() -> None:
-    job: Job = autotune._copy_job_with_keys(
-        load_job(None, SMALL), {"tp": 2, "micro_batch_size": 4, "recompute": "full"}
-    )
-    assert (job.parallel.tp, job.train.micro_batch_size, job.train.recompute) == (2, 4, "full")
+def test_a_layout_is_run_as_a_short_copy_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its keys where they belong, and nothing that is of the job's whole run."""
+    trained: list[Job] = []
+
+    def train(job: Job, **_: object) -> None:
+        trained.append(check_job(job))
+        raise PhalanxError("ran")
+
+    monkeypatch.setattr(autotune, "train_job", train)
+    long = ["optim.warmup_steps=10", "observe.trace_steps=[100]", "eval.every_steps=20"]
+    saving = ["checkpoint.every=auto", "checkpoint.mtbf_hours=9", "resilience.min_ranks=2"]
+    job = load_job(None, [*SMALL, *long, *saving, 'resilience.inject=["kill:rank=0,step=4"]'])
+    keys = {"dp_replicate": 2, "micro_batch_size": 4, "recompute": "full"}
+    layout = autotune.TunedLayout("dp", keys, plan_of(), None)
+    tuned, _ = autotune._run_layout_for_some_steps(job, layout, tmp_path)
+    assert tuned.why_not == "ran"
+    (short,) = trained
+    assert (short.parallel.dp_replicate, short.train.micro_batch_size) == (2, 4)
+    assert (short.train.recompute, short.train.steps) == ("full", autotune.STEPS)
+    assert short.run.dir == str(tmp_path)
+    assert not short.resilience.inject
+    assert not short.checkpoint.has_interval

@@ -12,8 +12,11 @@ import pytest
 from phalanx.cli._app import run_command_line
 from phalanx.cli._bench_scaling import describe_scaling
 from phalanx.core.errors import LayoutError
+from phalanx.job.load import check_job
 from phalanx.job.schema import Job
 from phalanx.observe.events import StepFinished, wrap_event_in_envelope
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.planner import make_plan
 from phalanx.run import scaling
 from phalanx.run.scaling import ScalingPoint, ScalingResult, ScalingRun
 
@@ -99,6 +102,30 @@ def test_a_stop_leaves_what_had_run(
     body = json.loads(printed.out)
     assert [point["num_ranks"] for point in body["points"]] == [1, 2][:num_done]
     assert body["remarks"][0].startswith(f"stopped after {num_done} of 4 runs")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.every=auto", "checkpoint.mtbf_hours=10"],
+        ["optim.schedule=wsd", "optim.warmup_steps=30"],
+        ["parallel.ranks=4", "resilience.min_ranks=2"],
+    ],
+)
+def test_jobs_of_long_runs_are_measured(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that a few steps, or a few ranks, leave no room for are no reason to refuse the job."""
+    trained: list[int] = []
+
+    def train(job: Job, _: Path) -> Outcome:
+        plan = make_plan(check_job(job), cluster=Cluster("cpu", 4, 2**36), vocab_size=257)
+        trained.append(plan.world_size)
+        return succeed(trained[-1])
+
+    monkeypatch.setattr(scaling, "_train_on_ranks", train)
+    assert run_command_line(["bench", "scaling", *overrides, "--ranks", "1,2"]) == 0
+    assert trained == [1, 2, 1, 2]
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 
 from phalanx.core.terminal import print_coloured, print_document, should_use_colour
 from phalanx.core.units import format_seconds
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.findings import shorten_to_one_line
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.plan.search.describe import describe_layout
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import RankedLayout
 from phalanx.run.explain import ExplainedValue, build_explained_json, explain_job_values
 

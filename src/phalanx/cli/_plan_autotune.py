@@ -84,9 +84,6 @@ def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
 
 
 def _format_override(key: str, value: object) -> str:
-    from phalanx.run.autotune import TRAIN_KEYS
+    from phalanx.run.autotune import find_section_of_key
 
-    section = "parallel"
-    if key in TRAIN_KEYS:
-        section = "train"
-    return f"{section}.{key}={value}"
+    return f"{find_section_of_key(key)}.{key}={value}"

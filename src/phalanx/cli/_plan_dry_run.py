@@ -9,9 +9,9 @@ from phalanx.cli._json import print_json
 from phalanx.cli._plan_search import build_unknown_gpus_error, set_num_devices_of_job
 from phalanx.cli._progress import show_progress_of_module
 from phalanx.core.errors import LayoutError
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.schema import Job
 from phalanx.observe.screen import QuietStream
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
 from phalanx.run.search_job import can_predict_step_times, search_layouts_of_job
 from phalanx.verify.dry_run.describe import describe_dry_run

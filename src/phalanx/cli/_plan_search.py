@@ -177,8 +177,8 @@ def build_unknown_gpus_error(options_are: str) -> UsageError:
 
 def _set_num_devices(job: Job, num_devices: int) -> Job:
     """`job` on so many devices: whole nodes of those that it describes, or some of this machine."""
+    from phalanx.job.copies import apply_job_keys
     from phalanx.plan.described_cluster import choose_cluster_of_job
-    from phalanx.plan.search.finalists import apply_job_keys
 
     if not job.cluster.has_described_machine:
         return apply_job_keys(job, {"parallel.ranks": num_devices})

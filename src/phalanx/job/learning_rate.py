@@ -43,6 +43,13 @@ def count_warmup_steps(job: Job) -> int:
     return min(MAX_DEFAULT_WARMUP_STEPS, job.train.steps // 10)
 
 
+def count_decay_steps(job: Job) -> int:
+    """The steps at the end that a warm-up must leave free: those of the decay of "wsd", else 0."""
+    if job.optim.schedule != "wsd":
+        return 0
+    return int(job.optim.decay_fraction * job.train.steps)
+
+
 def find_scaling_rule(optim: Optim) -> str | None:
     """The rule by which lr follows the batch, "linear" or "sqrt"; None if it does not.
 

@@ -5,9 +5,8 @@ Torch-free: ranks are started and supervised as `phalanx train` does it.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
+from phalanx.job.copies import apply_job_keys, make_short_copy
 from phalanx.job.schema import Job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
 from phalanx.plan.plan import Plan
 from phalanx.plan.search.attempts import group_rows_by_family
-from phalanx.plan.search.finalists import (
-    apply_job_keys,
-    describe_layout_family,
-    list_job_keys_of_row,
-)
+from phalanx.plan.search.finalists import describe_layout_family, list_job_keys_of_row
 from phalanx.plan.search.screening import screen_layouts
 from phalanx.plan.search.task import build_search_task
 from phalanx.run.plan_job import plan_job
@@ -35,7 +31,12 @@ from phalanx.run.train_job import train_job
 STEPS = 8
 MAX_LAYOUTS_PER_FAMILY = 6
 """Of each family so many are planned, with different micro-batches."""
-TRAIN_KEYS = ("micro_batch_size", "recompute", "recompute_every")
+_TRAIN_KEYS = ("micro_batch_size", "recompute", "recompute_every")
+
+
+def find_section_of_key(key: str) -> str:
+    """The section that `key` of a TunedLayout is in."""
+    return "train" if key in _TRAIN_KEYS else "parallel"
 
 
 @dataclass(frozen=True)
@@ -202,30 +203,14 @@ def _list_layout_keys_to_try(job: Job) -> Iterator[dict[str, Any]]:
             yield list_job_keys_of_row(job, rows, row)
 
 
-def _copy_job_with_keys(job: Job, keys: Mapping[str, Any], **sections: Mapping[str, Any]) -> Job:
-    """The job with `keys` of [parallel], or of [train] where they are its, and more by section."""
-    body = job.to_json()
-    for key, value in keys.items():
-        section = "train" if key in TRAIN_KEYS else "parallel"
-        body[section][key] = value
-    for section, values in sections.items():
-        body[section] |= values
-    return Job.model_validate_json(json.dumps(body))
-
-
 def _run_layout_for_some_steps(
     job: Job, layout: TunedLayout, run_dir: Path
 ) -> tuple[TunedLayout, int | None]:
     """The layout with what its steps took, and the exit code of a stop."""
-    short = _copy_job_with_keys(
-        job,
-        layout.keys,
-        run={"dir": str(run_dir)},
-        train={"steps": STEPS, "sample_tokens": 0},
-        eval={"every_steps": None, "tokens": 256},
-        observe={"sinks": []},
-        checkpoint={"at_end": False, "every_steps": None, "every_minutes": None, "url": None},
-    )
+    keys = {f"{find_section_of_key(key)}.{key}": value for key, value in layout.keys.items()}
+    # A layout that goes on with fewer ranks would be another one.
+    keys |= {"run.dir": str(run_dir), "resilience.min_ranks": None}
+    short = apply_job_keys(make_short_copy(job, STEPS), keys)
     try:
         result = train_job(short, quiet=True)
         if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):

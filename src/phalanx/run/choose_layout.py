@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_seconds
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import NoFitError
@@ -18,7 +19,6 @@ from phalanx.plan.plan import Plan, compute_job_digest
 from phalanx.plan.planner import make_plan
 from phalanx.plan.predicted_time import predict_step_time
 from phalanx.plan.search.describe import describe_layout, describe_nearest_fit
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import search_layouts

@@ -13,9 +13,9 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes, plural
+from phalanx.job.copies import apply_job_keys
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.prepare import PreparedRun
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.core.errors import UsageError
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.schema import Job
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
 from phalanx.plan.advice.waterfall import list_memory_phases
@@ -18,7 +19,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.finalists import add_throughput, apply_job_keys
+from phalanx.plan.search.finalists import add_throughput
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import estimate_economics
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step

@@ -6,7 +6,6 @@ Torch-free: ranks are started and supervised as `phalanx train` does it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import ExitCode, PhalanxError, UsageError
 from phalanx.core.units import plural
+from phalanx.job.copies import apply_job_keys, make_short_copy
 from phalanx.job.schema import Job
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
@@ -223,7 +223,6 @@ def _train_in_turn(
 
 
 def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
-    body = request.job.to_json()
     batch = request.job.train.global_batch_size
     if not request.is_strong:
         # Each rank keeps what it has of the job's own plan.
@@ -235,32 +234,18 @@ def _copy_job_for_ranks(request: ScalingRequest, ranks: int) -> Job:
                 f" {plural(own_ranks, 'rank')} has no whole share for {ranks}",
                 fix="give a batch that they divide, or --strong",
             )
-    body["parallel"]["ranks"] = ranks
-    body["train"] |= {
-        "steps": request.num_steps,
-        "global_batch_size": batch,
-        "sample_tokens": 0,
+    keys = {
+        "parallel.ranks": ranks,
+        "train.global_batch_size": batch,
+        # A run that goes on with fewer ranks would be another point.
+        "resilience.min_ranks": None,
     }
-    if body["optim"]["warmup_steps"] is not None:
-        body["optim"]["warmup_steps"] = min(body["optim"]["warmup_steps"], request.num_steps)
-    body["eval"] |= {"every_steps": None, "tokens": 0, "keep_best": False}
-    body["observe"] |= {"sinks": [], "trace_steps": [], "profile_steps": []}
-    body["resilience"]["inject"] = []
-    body["checkpoint"] |= {
-        "at_end": False,
-        "every_steps": None,
-        "every_minutes": None,
-        "every": None,
-        "url": None,
-    }
-    return Job.model_validate_json(json.dumps(body))
+    return apply_job_keys(make_short_copy(request.job, request.num_steps), keys)
 
 
 def _train_on_ranks(job: Job, run_dir: Path) -> ScalingRun | str | int:
     """The seconds of the steps; the reason why the run failed; or the exit code of a stop."""
-    body = job.to_json()
-    body["run"]["dir"] = str(run_dir)
-    result = train_job(Job.model_validate_json(json.dumps(body)), quiet=True)
+    result = train_job(apply_job_keys(job, {"run.dir": str(run_dir)}), quiet=True)
     if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
         return int(result.exit_code)
     if result.exit_code != ExitCode.OK:

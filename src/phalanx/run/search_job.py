@@ -15,6 +15,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.core.files import write_bytes_atomically, write_json_atomically
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
@@ -23,7 +24,6 @@ from phalanx.job.user_dataset import is_given_unknown_samples
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.leaf_tree import require_layouts_may_be_searched
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.task import SearchTask, build_search_task

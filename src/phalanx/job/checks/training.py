@@ -7,7 +7,7 @@ import json
 from phalanx.core import registry
 from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding, shorten_to_one_line
-from phalanx.job.learning_rate import count_warmup_steps
+from phalanx.job.learning_rate import count_decay_steps, count_warmup_steps
 from phalanx.job.schema import Job
 
 # Schedule and optimizer
@@ -36,17 +36,17 @@ def check_warmup_fits_in_run(job: Job) -> list[Finding]:
     asked_by=("optim.warmup_steps", "optim.decay_fraction"),
 )
 def check_warmup_and_decay_fit_in_run(job: Job) -> list[Finding]:
-    steps, warmup, decay = job.train.steps, count_warmup_steps(job), job.optim.decay_fraction
+    steps, warmup, decay = job.train.steps, count_warmup_steps(job), count_decay_steps(job)
     # A warm-up longer than the run is told by `check_warmup_fits_in_run`.
-    if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
+    if warmup > steps or warmup + decay <= steps:
         return []
     problem = (
-        f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps}"
-        " steps of train.steps"
+        f"{warmup} steps of warm-up and {decay} of decay are more than the {steps} steps of"
+        " train.steps"
     )
     fix = (
         f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most"
-        f" {steps - int(decay * steps)}"
+        f" {steps - decay}"
     )
     return [make_finding("optim.decay_fraction", problem, fix)]
 

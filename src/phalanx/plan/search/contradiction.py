@@ -11,11 +11,12 @@ from typing import Any
 
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import plural
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.nearest import list_divisors
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.rules import TensorDegreeError, list_legal_tp_degrees
 from phalanx.plan.search.attempts import plan_best_of_families
-from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys
+from phalanx.plan.search.finalists import FinalistPlanner
 from phalanx.plan.search.overrides import (
     ABSENT,
     format_overrides,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import JobError, LayoutError
+from phalanx.job.copies import apply_job_keys
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import NoFitError
@@ -59,24 +59,6 @@ def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]
         if mode == "mixed":
             keys["train.recompute_every"] = recompute_every
     return keys
-
-
-def apply_job_keys(job: Job, keys: Mapping[str, Any]) -> Job:
-    """`job` with `keys` in place of what it says."""
-    body = json.loads(job.model_dump_json(exclude_unset=True))
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        body.setdefault(section, {})[name] = value
-    return Job.model_validate_json(json.dumps(body))
-
-
-def drop_job_keys(job: Job, *keys: str) -> Job:
-    """`job` without what it says of `keys`."""
-    body = json.loads(job.model_dump_json(exclude_unset=True))
-    for key in keys:
-        section, _, name = key.partition(".")
-        body.get(section, {}).pop(name, None)
-    return Job.model_validate_json(json.dumps(body))
 
 
 def describe_layout_family(layout: Layout, zero_stage: int, offload: str) -> str:

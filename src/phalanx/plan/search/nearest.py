@@ -10,15 +10,12 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
+from phalanx.job.copies import apply_job_keys, drop_job_keys
 from phalanx.job.schema import Job
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.search.attempts import plan_rows
-from phalanx.plan.search.finalists import (
-    FinalistPlanner,
-    apply_job_keys,
-    drop_job_keys,
-)
+from phalanx.plan.search.finalists import FinalistPlanner
 from phalanx.plan.search.overrides import (
     format_overrides,
     get_default_of_key,

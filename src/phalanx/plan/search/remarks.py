@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.job.copies import apply_job_keys, drop_job_keys
 from phalanx.plan.described_cluster import describe_untimed_topologies
 from phalanx.plan.host_memory import count_ranks_of_node
 from phalanx.plan.notes import describe_wide_products
@@ -15,7 +16,7 @@ from phalanx.plan.search.attempts import (
     group_rows_by_family,
     plan_rows,
 )
-from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, drop_job_keys
+from phalanx.plan.search.finalists import FinalistPlanner
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.screening import screen_layouts
 from phalanx.plan.search.task import SearchTask

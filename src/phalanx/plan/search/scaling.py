@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.copies import apply_job_keys
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.search.contradiction import explain_contradiction
-from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.search.task import SearchTask
