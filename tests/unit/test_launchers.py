@@ -4,14 +4,24 @@ and by which name."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from phalanx.core.errors import EnvironmentProblem, ExitCode
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.stores import open_store_of_run
+from phalanx.core.errors import EnvironmentProblem, ExitCode, JobError
+from phalanx.core.files import write_json_atomically
 from phalanx.core.launch_variables import LauncherRank
 from phalanx.core.launchers import find_rank_of_other_launcher, write_torch_variables_of_launcher
 from phalanx.core.nodelists import parse_slurm_node_list, parse_slurm_tasks_per_node
+from phalanx.job.load import load_job
+from phalanx.job.schema import Job
 from phalanx.launch.external import read_external_launch
+from phalanx.run.output import RunOutput
+from phalanx.run.resume import load_requeued_run
+from phalanx.run.training import TrainRequest, train_in_ranks_or_as_rank
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -284,3 +294,68 @@ def test_a_requeued_job_of_slurm_is_another_attempt() -> None:
     ranks = read_external_launch(SLURM | {"SLURM_RESTART_COUNT": "2"})
     assert ranks is not None
     assert ranks.rank_env.attempt == 2
+
+
+@pytest.fixture
+def begun_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainRequest:
+    """A command of one task of srun's, whose run has begun and saved step 10."""
+    for name, value in (SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    store = open_store_of_run(tmp_path, None)
+    manifest = Manifest(10, "", {}, {"step": 10}, {}, {}, {})
+    store.commit(store.begin_draft(10), manifest.to_bytes())
+    job = load_job(None, ["model.dim=64", f"run.dir={tmp_path}", "precision.compute=fp32"])
+    write_json_atomically(tmp_path / "job.json", job.to_json())
+    # As the job file says it: what the run chose then holds.
+    job = load_job(None, ["model.dim=64", f"run.dir={tmp_path}", "resilience.max_restarts=7"])
+    return TrainRequest.for_new_run(job)
+
+
+class PreparedError(Exception):
+    """All is known of the run that would be prepared."""
+
+
+def train_until_prepared(
+    request: TrainRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, bool]:
+    """The precision of the job that is trained, and whether its run goes on."""
+
+    def stop(job: Job, run_dir: Path, *, resume: bool, **_: object) -> NoReturn:
+        raise PreparedError(job.precision.compute, resume)
+
+    monkeypatch.setattr("phalanx.run.training.prepare_run", stop)
+    with pytest.raises(PreparedError) as caught:
+        train_in_ranks_or_as_rank(request, RunOutput(), guards_rank=False)
+    compute, resume = caught.value.args
+    return compute, resume
+
+
+def test_a_requeued_job_of_one_task_goes_on_with_its_run(
+    begun_run: TrainRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a job that is submitted for the first time does not."""
+    assert train_until_prepared(begun_run, monkeypatch) == ("auto", False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert train_until_prepared(begun_run, monkeypatch) == ("fp32", True)
+    said = capsys.readouterr().out
+    assert "SLURM_RESTART_COUNT is 2" in said
+    assert "after step 10" in said
+    resumed = load_requeued_run(begun_run.run_dir, begun_run.job)
+    assert [change.key for change in resumed.changes] == ["resilience.max_restarts"]
+
+
+def test_a_requeued_job_that_had_not_begun_begins(
+    begun_run: TrainRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (begun_run.run_dir / "job.json").unlink()
+    assert train_until_prepared(begun_run, monkeypatch) == ("auto", False)
+
+
+def test_a_requeued_job_does_not_go_on_with_the_run_of_another_model(
+    begun_run: TrainRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    job = load_job(None, ["model.dim=128", f"run.dir={begun_run.run_dir}"])
+    with pytest.raises(JobError, match=r"model\.dim: a resumed run keeps"):
+        train_in_ranks_or_as_rank(TrainRequest.for_new_run(job), RunOutput(), guards_rank=False)

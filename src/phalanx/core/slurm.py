@@ -21,6 +21,7 @@ from phalanx.core.units import plural
 
 # Above it are numbers of Slurm's own steps: batch script, salloc's shell, extern.
 MAX_RANK_STEP_ID = 0xFFFF0000
+REQUEUE_COUNT_VARIABLE = "SLURM_RESTART_COUNT"
 
 
 def read_rank_from_slurm(environ: Mapping[str, str]) -> LauncherRank | None:
@@ -65,8 +66,13 @@ def read_rank_from_slurm(environ: Mapping[str, str]) -> LauncherRank | None:
     # row.
     port = port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS
     words = f"{_describe_slurm_tasks(size, job, nodes)}; rank 0 at {address}:{port}"
-    attempt = read_integer_variable(environ, "SLURM_RESTART_COUNT") or 0
+    attempt = count_slurm_requeues(environ)
     return LauncherRank("Slurm", rank, size, local_rank, local_size, address, port, words, attempt)
+
+
+def count_slurm_requeues(environ: Mapping[str, str]) -> int:
+    """How often Slurm has started this job again, whatever it starts in it; 0 outside of Slurm."""
+    return read_integer_variable(environ, REQUEUE_COUNT_VARIABLE) or 0
 
 
 def _read_slurm_step_id(environ: Mapping[str, str]) -> int:

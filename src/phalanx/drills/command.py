@@ -17,11 +17,14 @@ import psutil
 
 from phalanx.core.files import open_regular_file, open_regular_file_for_append
 from phalanx.core.launchers import SUPERVISED_VARIABLE
+from phalanx.core.slurm import REQUEUE_COUNT_VARIABLE
 from phalanx.drills.load import LoadMeter
 
 PHALANX_COMMAND = (sys.executable, "-m", "phalanx")
 _POLL_S = 0.02
 _DEPARTURE_LIMIT_S = 15.0
+# Variables: a trial is no rank of ours, and begins anew where the drill's own job was requeued.
+_NOT_OF_A_TRIAL = (SUPERVISED_VARIABLE, REQUEUE_COUNT_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def run_phalanx(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={name: value for name, value in os.environ.items() if name != SUPERVISED_VARIABLE},
+            env={name: value for name, value in os.environ.items() if name not in _NOT_OF_A_TRIAL},
             # Ctrl-C is ours: a fault may be a signal, and the run must not get another one.
             start_new_session=True,
         )

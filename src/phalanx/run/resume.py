@@ -23,7 +23,7 @@ from phalanx.optim.schedule import learning_rate
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import resolve_precision
+from phalanx.plan.precision import replace_precision, resolve_precision
 from phalanx.plan.stored_plan import read_stored_plan_or_none
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
@@ -130,6 +130,23 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     if job.precision.compute == "auto" != was.precision.compute:
         # Asked for: what it means on this machine.
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
+    return _compare_with_run(run_dir, was, job)
+
+
+def load_requeued_run(run_dir: Path, job: Job) -> ResumedRun:
+    """The run in the directory `run_dir`, which `job` began and a scheduler starts again.
+
+    Raises JobError where it is another job's: for keys that a run keeps.
+    """
+    was = load_job_json(run_dir / "job.json", [f"run.dir={run_dir}"])
+    if job.precision.compute == "auto":
+        # The run has begun, in the precision it chose then.
+        job = replace_precision(job, was.precision.compute)
+    return _compare_with_run(run_dir, was, job)
+
+
+def _compare_with_run(run_dir: Path, was: Job, job: Job) -> ResumedRun:
+    """The run of the job `was`, continued with `job`. Raises JobError for keys that a run keeps."""
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
     step = _find_step_to_continue_from(
         open_store_of_run(run_dir, was.checkpoint.url), fallback=job.checkpoint.fallback

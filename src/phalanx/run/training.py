@@ -10,12 +10,14 @@ from pathlib import Path
 
 from phalanx.core.clocks import read_process_start_s
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.slurm import REQUEUE_COUNT_VARIABLE, count_slurm_requeues
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.external import ExternalLaunch, read_external_launch
 from phalanx.launch.guard import fork_under_guard
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.conclude import RunEnd
+from phalanx.run.directory import JOB_FILE
 from phalanx.run.external import train_as_rank
 from phalanx.run.finished import (
     conclude_without_training,
@@ -24,7 +26,7 @@ from phalanx.run.finished import (
 )
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import prepare_run
-from phalanx.run.resume import ResumedRun
+from phalanx.run.resume import ResumedRun, load_requeued_run
 from phalanx.run.stop_signals import raising_on_stop_signals
 from phalanx.run.supervised import train_in_supervised_ranks
 
@@ -65,6 +67,7 @@ def train_in_ranks_or_as_rank(
             return train_as_rank(
                 request.job, request.run_dir, ranks, request.resumed, output, began_s=began_s
             )
+        request = _continue_requeued_run(request, output)
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
         with prepare_run(
@@ -75,6 +78,21 @@ def train_in_ranks_or_as_rank(
             refuse_if_trained_beyond_last_step(run)
             output.say(*format_run_announcement(run, resumed=resumed))
             return train_in_supervised_ranks(run, output, began_s=began_s, resumed=resumed)
+
+
+def _continue_requeued_run(request: TrainRequest, output: RunOutput) -> TrainRequest:
+    """The request itself; where Slurm has started its job again, one that goes on with the run that
+    the job began."""
+    num_requeues = count_slurm_requeues(os.environ)
+    is_begun = (request.run_dir / JOB_FILE).is_file()
+    if not num_requeues or request.resumed is not None or not is_begun:
+        return request
+    resumed = load_requeued_run(request.run_dir, request.job)
+    output.say(
+        f"ranks   Slurm has requeued this job ({REQUEUE_COUNT_VARIABLE} is {num_requeues}), and its"
+        f" run goes on after step {resumed.step}"
+    )
+    return TrainRequest.for_resumed_run(resumed)
 
 
 def _train_as_guarded_rank(
