@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.drills.trials import DrillShape
+from phalanx.job.copies import list_short_copy_keys
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
-from phalanx.job.short_job import list_short_job_overrides
+from phalanx.job.toml import format_toml_value
 from phalanx.plan.layout import Layout
 from phalanx.run.plan_job import plan_job
 
@@ -46,12 +47,25 @@ def load_drilled_job(
 
     `save_every_steps`: None for four saves in the run.
     """
-    save_every = save_every_steps or max(num_steps // SAVES_PER_RUN, 1)
-    short = (*list_short_job_overrides(num_steps), f"checkpoint.every_steps={save_every}")
     small = () if job_file else SMALL_JOB
+    job = load_job(job_file, [*small, *overrides])
+    short = _list_short_job_overrides(job, num_steps, save_every_steps)
     arguments = [*small, *short, *keys, *overrides]
     file = (job_file,) if job_file else ()
     return DrilledJob(load_job(job_file, arguments), (*file, *arguments))
+
+
+def _list_short_job_overrides(job: Job, num_steps: int, save_every_steps: int | None) -> list[str]:
+    """Overrides that make a job one of `num_steps` steps, which saves on the way."""
+    short = list_short_copy_keys(job, num_steps)
+    # Most steps have the full rate: faults strike there.
+    warmup_steps = min(short["optim.warmup_steps"], max(num_steps // 10, 1))
+    drilled = {
+        "optim.warmup_steps": warmup_steps,
+        "checkpoint.every_steps": save_every_steps or max(num_steps // SAVES_PER_RUN, 1),
+        "checkpoint.at_end": True,
+    }
+    return [f"{key}={format_toml_value(value)}" for key, value in (short | drilled).items()]
 
 
 def measure_job(job: Job) -> DrillShape:
