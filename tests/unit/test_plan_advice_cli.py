@@ -51,6 +51,19 @@ def test_json_has_the_advice_and_rules_show_all(capsys: pytest.CaptureFixture[st
     assert "heuristics" in text
 
 
+def test_json_of_this_machines_plan_has_the_advice_where_rules_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = ["plan", "cluster.device=cpu", "parallel.ranks=2", "train.recompute=full", "--json"]
+    assert _app.run_command_line(here) == 0
+    assert "advice" not in json.loads(capsys.readouterr().out)
+    assert _app.run_command_line([*here, "--rules"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["schema"] == "phalanx.plan/1"
+    states = {rule["name"]: rule["state"] for rule in body["advice"]["rules"]}
+    assert states["recompute-where-needed"] == "fails"
+
+
 def test_a_term_is_explained_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run_command_line([*QUESTION, "--explain", "elementwise"]) == 0
     assert capsys.readouterr().out.startswith("elementwise: ")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import typing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli import _app
+from phalanx.cli._plan_options import OutOption
 from phalanx.job.load import load_job
 from phalanx.plan.accelerators import list_accelerators
 from phalanx.plan.described_cluster import list_instance_types
@@ -39,11 +41,13 @@ def test_out_writes_a_job_that_plans_as_the_answer_and_replaces_nothing(
     folder = tmp_path / "plan"
     assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 0
     written = [line for line in capsys.readouterr().out.splitlines() if line[:5] == "wrote"]
-    assert [Path(line.split()[1]).name for line in written] == [
-        "job.toml",
-        "page.html",
-        "plan.json",
-    ]
+    names = [Path(line.split()[1]).name for line in written]
+    assert names == ["job.toml", "page.html", "plan.json"]
+    # Each may stand in the way, and so each is told of.
+    page = (ROOT / "docs" / "plan.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `--out DIR`")]
+    help_text = typing.get_args(OutOption)[1].help
+    assert all(name in row and name in help_text for name in names)
     body = json.loads((folder / "plan.json").read_text())
     assert body["schema"] == "phalanx.plan-search/1"
     assert body["advice"]["rules"]

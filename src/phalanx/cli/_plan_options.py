@@ -92,7 +92,7 @@ OutOption = Annotated[
         "--out",
         metavar="DIR",
         parser=parse_path,
-        help="Write job.toml with the layout, and plan.json, there.",
+        help="Write job.toml with the layout, plan.json and page.html there.",
     ),
 ]
 ForceOption = Annotated[

@@ -269,22 +269,24 @@ def _print_planned(
     from phalanx.cli._json import print_json
     from phalanx.cli._plan_advice import print_plan_details, write_page
 
-    if as_json:
-        print_json("plan", planned.to_json(), indent=1)
-    else:
+    body = planned.to_json()
+    if not as_json:
         _print_plan(planned, arguments)
-    if page is None and not all_rules:
-        return
-    # Only now: it imports numpy.
-    from phalanx.run.plan_advice import advise_on_planned_job
+    if page is not None or all_rules:
+        # Only now: it imports numpy.
+        from phalanx.run.plan_advice import advise_on_planned_job
 
-    advised = advise_on_planned_job(planned)
-    if all_rules and not as_json:
-        print_plan_details(advised, all_rules=True)
-    if page is not None:
-        write_page(advised, page)
-        if not as_json:
-            print(f"wrote   {page}")
+        advised = advise_on_planned_job(planned)
+        if all_rules:
+            body["advice"] = advised.advice.to_json()
+        if all_rules and not as_json:
+            print_plan_details(advised, all_rules=True)
+        if page is not None:
+            write_page(advised, page)
+    if as_json:
+        print_json("plan", body, indent=1)
+    elif page is not None:
+        print(f"wrote   {page}")
 
 
 def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
