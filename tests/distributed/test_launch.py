@@ -63,7 +63,8 @@ class Run:
         *,
         on_tick: Callable[[], None] = lambda: None,
         num_ranks: int = 2,
-        preload: tuple[str, ...] = (),
+        # Every attempt has a store, whose process would import it anew.
+        preload: tuple[str, ...] = ("torch.distributed",),
         payload: dict[str, Any] | None = None,
         of_attempt: Callable[[], dict[str, Any]] = dict,
         **options: Any,
@@ -281,7 +282,9 @@ def test_a_rank_that_is_started_beside_others_is_asked_to_stop_and_not_ended(
     stands, and the kept rank no longer stands there."""
     monkeypatch.chdir(run.dir.parent)
     run.dir = Path("run")
-    outcome = run.supervise("is_asked_to_stop_as_it_starts", keeps_ranks=True)
+    outcome = run.supervise(
+        "is_asked_to_stop_as_it_starts", keeps_ranks=True, preload=("phalanx.train.stop",)
+    )
     assert (outcome.exit_code, outcome.attempts) == (75, 2), outcome.message
     assert run.marked() == ["asked-1-1"]
     logs = sorted(path.name for path in Path("run/logs").glob("rank-0000-*.log"))
