@@ -19,6 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import count_communicators
+from phalanx.plan.nvidia import Gpu
 from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
@@ -126,6 +127,25 @@ def test_70b_on_eight_gpus_is_told_what_fits_and_each_change_is_planned():
     assert fits["more ranks"].num_ranks > task.num_ranks
     assert all(fit.ranked.memory.fits for fit in fits.values())
     assert min(fit.slowdown for fit in fits.values()) == 1
+
+
+@pytest.mark.parametrize(("preset", "num_ranks"), [("llama3-8b", 1), ("llama3-70b", 4)])
+def test_more_ranks_than_this_machine_has_gpus_are_those_of_more_machines(
+    preset: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its own GPUs have is a key that the command takes."""
+    gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, f"GPU-{i}", (9, 0)) for i in range(4)]
+    monkeypatch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda: gpus)
+    task = open_task(preset, f"parallel.ranks={num_ranks}", seq_len=2048, batch=32)
+    (fit,) = [fit for fit in find_nearest_fits(task) if fit.axis == "more ranks"]
+    if num_ranks == 1:
+        assert fit.change.startswith("parallel.ranks=2 ")
+        assert "machines" not in fit.words
+        result = search(preset, *fit.change.split(), seq_len=2048, batch=32)
+        assert result.winner == fit.ranked
+    else:
+        assert fit.change == ""
+        assert fit.words.endswith("each, on 4 machines like this one, which has 4 GPUs")
 
 
 def test_what_the_job_fixes_stays_and_what_it_opens_is_named_where_nothing_fits():

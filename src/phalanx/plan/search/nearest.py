@@ -144,11 +144,25 @@ def _build_more_devices_change(task: SearchTask, times: int) -> _Change:
     keys = {"parallel.ranks": num_ranks}
     if task.job.cluster.nodes is not None:
         keys["cluster.nodes"] = cluster.num_nodes
+    words = f"{plural(num_ranks, 'rank')} with as much memory each"
+    if task.cluster.device == "cuda" and not _has_devices(task, num_ranks):
+        gpus = plural(_count_present_devices(task), "GPU")
+        words += f", on {cluster.num_nodes} machines like this one, which has {gpus}"
     return _Change(
         "more ranks",
         replace(task, job=apply_job_keys(job, keys), cluster=cluster, num_ranks=num_ranks),
-        f"{plural(num_ranks, 'rank')} with as much memory each",
+        words,
     )
+
+
+def _has_devices(task: SearchTask, num_ranks: int) -> bool:
+    """True where a key of the job can ask for so many ranks: of a cluster that it describes, or as
+    many as this machine has GPUs."""
+    return task.cluster.is_described or num_ranks <= _count_present_devices(task)
+
+
+def _count_present_devices(task: SearchTask) -> int:
+    return task.num_ranks + task.num_unused_devices
 
 
 def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | None:
@@ -174,7 +188,7 @@ def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | 
             host_bytes_per_node=num_ranks_of_node * ranked.memory.host_bytes,
             words=change.words,
         )
-        if change.words and not task.cluster.is_described:
+        if change.words and not _has_devices(task, change.task.num_ranks):
             return fit  # no key says that there is another machine
         fixed = _fix_open_keys(task, ranked)
         promised = _add_overrides(task, change, fit, apply_job_keys(change.task.job, fixed))
