@@ -190,6 +190,15 @@ def test_all_layouts_train_the_same_rows_and_gloo_is_a_suffix() -> None:
     assert 'optim.schedule="constant"' in compared.notes
 
 
+def test_what_a_comparison_leaves_out_of_a_job_does_not_refuse_it(tmp_path: Path) -> None:
+    """Weights that the job starts from are said to be left out; saves are not missed by anybody."""
+    auto = ("checkpoint.every=auto", "checkpoint.mtbf_hours=5")
+    compared = make_compared_job(make_job(f"model.init_from={tmp_path}", *auto), 2)
+    assert "model.init_from=null" in compared.notes
+    assert compared.job.model.init_from is None
+    assert compared.job.checkpoint.every is None
+
+
 def test_rows_are_added_to_rows_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with open_rows(path) as file:

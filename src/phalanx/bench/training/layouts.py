@@ -23,15 +23,23 @@ MAX_RANKS = 8
 COMPARED_PRECISIONS = ("fp32", "bf16")
 # What libraries do not have, or what is not training: keys, and what they are set to.
 CHANGED_KEYS: dict[str, dict[str, Any]] = {
+    # All begin with the same random weights.
+    "model": {"init_from": None},
     "train": {"compile": False, "recompute": "none", "offload_activations": False},
     "optim": {"schedule": "constant", "warmup_steps": 0, "lr_scaling": "none"},
-    "checkpoint": {"at_end": False, "every_steps": None, "every_minutes": None, "every": None},
+    "checkpoint": {
+        "at_end": False,
+        "every_steps": None,
+        "every_minutes": None,
+        "every": None,
+        "mtbf_hours": None,
+    },
     "eval": {"every_steps": None, "tokens": 0, "keep_best": False},
     "observe": {"sinks": [], "trace_steps": [], "profile_steps": []},
     "resilience": {"inject": []},
 }
 # Only these are said: of the others nobody expects anything in a comparison.
-_SAID_SECTIONS = ("train", "optim")
+_SAID_SECTIONS = ("model", "train", "optim")
 # Without a warm-up larger rates let differences of rounding grow tenfold every few steps, and then
 # equal losses would show nothing.
 MAX_LEARNING_RATE = 1e-4
