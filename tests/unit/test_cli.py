@@ -350,6 +350,22 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Pa
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
 
 
+def test_keys_of_a_cluster_that_play_no_part_in_a_run_are_named_before_the_start(
+    tmp_path: Path,
+) -> None:
+    """`phalanx plan` refuses them, for which they would be the question."""
+    source = write_text(tmp_path / "text") / "abc.py"
+    keys = [*TINY, f"data.source={source}", "parallel.ranks=1", "cluster.memory_gib=8"]
+    for more in ([], ["cluster.nodes=2", "cluster.gpus_per_node=8"]):
+        run_dir = tmp_path / f"run-{len(more)}"
+        job = load_job(None, [*keys, *more, "cluster.device=cpu", f"run.dir={run_dir}"])
+        with prepare_run(job, run_dir, resume=False, num_ranks=None) as run:
+            said = [line for line in format_run_announcement(run) if line.startswith("cluster")]
+        if more:
+            assert said[0].startswith("cluster cluster.nodes and cluster.gpus_per_node play no")
+        assert len(said) == bool(more)
+
+
 def test_a_refusal_takes_no_checkpoints_along_where_events_were_lost(tmp_path: Path) -> None:
     """The run of a refusal before its first step is removed. Without the events of its steps a run
     that has trained must not be taken for one."""

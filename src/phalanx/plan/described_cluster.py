@@ -120,18 +120,24 @@ def _add_stated_figures(cluster: Cluster, section: ClusterSection) -> Cluster:
     )
 
 
-def require_cluster_keys_have_effect(job: Job) -> None:
-    """Raises LayoutError for keys of [cluster] that a plan for this machine does not read, in a job
-    that names no GPUs to plan for."""
+def list_cluster_keys_without_effect(job: Job) -> list[str]:
+    """The keys of [cluster] that nothing reads which is for this machine, in a job that names no
+    GPUs to plan for."""
     given = [key for key in KEYS_OF_MACHINES if getattr(job.cluster, key)]
     if job.cluster.has_described_machine or not given:
-        return
+        return []
     cluster, read = detect_cluster(job.cluster.device), set()
     if cluster.device == "cuda":
         read.add("host_memory_gib")
     if cluster.accelerator is not None:
         read.update(KEYS_OF_COST)
-    unread = [f"cluster.{key}" for key in given if key not in read]
+    return [f"cluster.{key}" for key in given if key not in read]
+
+
+def require_cluster_keys_have_effect(job: Job) -> None:
+    """Raises LayoutError for the keys of `list_cluster_keys_without_effect`: a plan would answer
+    another question."""
+    unread = list_cluster_keys_without_effect(job)
     if unread:
         raise LayoutError(
             f"without the name of a GPU the plan is for this machine, and {' and '.join(unread)}"

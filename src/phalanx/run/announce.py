@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.data.corpus import Corpus, CorpusComponent
+from phalanx.plan.described_cluster import list_cluster_keys_without_effect
 from phalanx.plan.explain import describe_plan
 from phalanx.run.data_counts import describe_num_held_out
 from phalanx.run.elastic_layout import explain_no_smaller_layout
@@ -24,6 +25,7 @@ def format_run_announcement(
         lines.append(f"ranks   {ranks}")
     else:
         lines += _list_notes_on_min_ranks(run)
+    lines += _list_notes_on_cluster(run)
     for line in (*_describe_training_sources(run.corpus), *run.unverified):
         lines.append(f"data    {line}")
     lines += run.init_lines
@@ -41,6 +43,16 @@ def _list_notes_on_min_ranks(run: PreparedRun) -> list[str]:
         return []
     why = explain_no_smaller_layout(layout, min_ranks)
     return [f"ranks   the run ends if one does not come back: {why}"] if why else []
+
+
+def _list_notes_on_cluster(run: PreparedRun) -> list[str]:
+    """A line where keys of [cluster] say of machines what a run takes as it finds it. `phalanx
+    plan` refuses them, and a run does what it would without them."""
+    unread = list_cluster_keys_without_effect(run.job)
+    if not unread:
+        return []
+    verb = "plays" if len(unread) == 1 else "play"
+    return [f"cluster {' and '.join(unread)} {verb} no part: ranks run on the machines found here"]
 
 
 def _describe_training_sources(corpus: Corpus) -> list[str]:
