@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class PreparedRun:
     store: Store
     replan: Callable[[Job], Plan]
     """The plan of the run's job with other keys of its layout. Raises LayoutError."""
+    chosen_keys: Mapping[str, Any]
+    """The keys that a search chose where the job left its layout open, which `plan` has."""
     unverified: tuple[str, ...] = ()
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
@@ -97,7 +99,9 @@ def prepare_run(
         directory.hold() as lock,
         hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
     ):
-        job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, store, resume=resume)
+        job, plan, corpus, chosen_keys, unverified = _prepare_data_and_plan(
+            basis, run_dir, store, resume=resume
+        )
         raise_open_file_limit()
         if num_ranks is None:
             # What ranks on several machines need has not been measured.
@@ -124,6 +128,7 @@ def prepare_run(
                 lock,
                 store,
                 replan,
+                chosen_keys,
                 unverified=tuple(unverified),
                 init_lines=tuple(init_lines),
             )
@@ -177,11 +182,11 @@ def _collect_plan_inputs_and_refuse_early(
 
 def _prepare_data_and_plan(
     basis: _PlanInputs, run_dir: Path, store: Store, *, resume: bool
-) -> tuple[Job, Plan, Corpus, list[str]]:
+) -> tuple[Job, Plan, Corpus, Mapping[str, Any], list[str]]:
     """Prepare the data in the run directory, and plan.
 
-    Returns the job in the precision that was chosen, its plan, the corpus, and lines about tokens
-    that were not verified.
+    Returns the job in the precision that was chosen, its plan, the corpus, the keys that a search
+    chose, and lines about tokens that were not verified.
     """
     job, tokens = basis.job, basis.tokens
     data_dir = run_dir / DATA_FOLDER
@@ -227,7 +232,7 @@ def _prepare_data_and_plan(
     job = replace_precision(job, plan.precision)
     warn_of_mixed_rows = find_mixed_rows_warnings(job, plan, ask=not resume)
     plan = replace(plan, warnings=(*plan.warnings, *warn_of_mixed_rows))
-    return job, plan, corpus, unverified
+    return job, plan, corpus, chosen.keys, unverified
 
 
 def _estimate_open_files(job: Job, plan: Plan) -> int:
