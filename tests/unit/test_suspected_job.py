@@ -95,9 +95,27 @@ def test_a_run_is_judged_with_the_blocks_that_its_stages_had(tmp_path: Path) -> 
     assert load().parallel.stage_blocks == (1, 5)
     # They are said of no other number of blocks.
     assert load("model.num_layers=4").parallel.stage_blocks == ()
+    blocks = "parallel.stage_blocks=[1,3]"
+    assert load("model.num_layers=4", blocks).parallel.stage_blocks == (1, 3)
+    with pytest.raises(UsageError, match=r"parallel\.stage_blocks has no effect"):
+        load("parallel.stage_blocks=[2,4]")
     (case,) = select_layout_cases(load(), "asked", ranks=2, steps=1, shrink=True).cases
     assert case.plan is not None, case.refused
     assert sum(case.plan.parallel.stage_blocks) < 6
+
+
+@pytest.mark.parametrize(
+    "key", ["parallel.tp=2", "parallel.ranks=4", "parallel.zero_stage=3", "parallel.schedule=gpipe"]
+)
+def test_keys_of_another_layout_are_refused_beside_a_run(key: str) -> None:
+    """Its own layout won over them without a word."""
+    with pytest.raises(UsageError) as refused:
+        load_reduced_job_of_run(RUN, ["optim.lr=1e-3", key])
+    assert str(refused.value).startswith(f"{key}: {key.partition('=')[0]} has no effect")
+    assert f"phalanx verify {RUN / 'job.json'} --layouts NAMES" in str(refused.value)
+    others = ["optim.lr=1e-3", "parallel.bucket_mb=1.0"]
+    job = load_reduced_job_of_run(RUN, others, cluster=replace(CPU, memory_bytes=2**40)).job
+    assert (job.optim.lr, job.parallel.bucket_mb) == (1e-3, 1)
 
 
 def test_what_does_not_fit_the_machine_is_made_smaller_and_said() -> None:

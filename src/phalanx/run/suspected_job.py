@@ -16,6 +16,7 @@ from phalanx.core.errors import UsageError
 from phalanx.core.units import format_bytes
 from phalanx.job.load import load_job_json
 from phalanx.job.model import build_model_shape
+from phalanx.job.overrides import parse_overrides
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
@@ -23,6 +24,11 @@ from phalanx.plan.stored_plan import read_stored_plan
 
 AXES_IN_HALVING_ORDER = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """In the order in which degrees are halved: replicas are the most alike."""
+LAYOUT_KEYS = frozenset(
+    {"ranks", *AXES_IN_HALVING_ORDER, "ep", "zero_stage", "schedule", "schedule_file"}
+    | {"stages_per_rank", "stage_blocks"}
+)
+"""Keys of [parallel] that are the run's, whatever else is given."""
 RANKS_PER_CORE = 4
 MIN_STARTED_RANKS = 8
 """This many ranks are started on any machine."""
@@ -61,7 +67,8 @@ def load_reduced_job_of_run(
     """The job of the run in `run_dir` with `overrides` on top.
 
     `cluster`: the devices that judge; by default this machine's CPU. Raises UsageError where there
-    is no run, or one that was never planned, StoredPlanError for a plan that no run wrote so.
+    is no run, or one that was never planned, and for overrides that name a layout; StoredPlanError
+    for a plan that no run wrote so.
     """
     if not (run_dir / "job.json").is_file():
         raise UsageError(
@@ -74,6 +81,7 @@ def load_reduced_job_of_run(
             fix=f"judge its job in layouts that you name: phalanx verify {run_dir / 'job.json'}"
             " --layouts NAMES",
         )
+    _refuse_layout_keys(overrides, run_dir)
     job = load_job_json(run_dir / "job.json", overrides)
     plan = read_stored_plan(run_dir / "plan.json")
     cluster = cluster or detect_cluster("cpu")
@@ -123,6 +131,25 @@ def load_reduced_job_of_run(
     return ReducedRunJob(
         Job.from_json(body), num_ranks, tuple(changes), needs_small_widths, max_seq_len
     )
+
+
+def _refuse_layout_keys(overrides: Sequence[str], run_dir: Path) -> None:
+    """Raise UsageError for overrides that name another layout than the run's, which is judged.
+    Blocks of stages may be said of another model, of which the run says nothing."""
+    given = parse_overrides(overrides)[0]
+    changes_model = any(override.path[0] == "model" for override in given)
+    for override in given:
+        section, name = map(str, override.path[:2])
+        if section != "parallel" or name not in LAYOUT_KEYS:
+            continue
+        if name == "stage_blocks" and changes_model:
+            continue
+        raise UsageError(
+            f"parallel.{name} has no effect: a run is judged at the layout that it had",
+            where=overrides[override.index],
+            fix="leave it out, or judge its job in another layout: phalanx verify"
+            f" {run_dir / 'job.json'} --layouts NAMES",
+        )
 
 
 def _choose_max_seq_len(
