@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +24,10 @@ from phalanx.observe.alerts.alert import Alert
 from phalanx.observe.alerts.detector import MIN_INTERVAL_S, AlertDetector
 from phalanx.observe.alerts.sender import MAX_WAITING_ALERTS, AlertSender
 from phalanx.observe.alerts.targets import CommandTarget, WebhookTarget
-from phalanx.observe.events import Envelope, Event, StepFinished
+from phalanx.observe.events import Envelope, Event, StepFinished, wrap_event_in_envelope
+from phalanx.run.observer.process import Observer
 from phalanx.run.observer.requirements import require_observer_can_start, resolve_webhook
+from phalanx.run.observer.settings import ObserverSettings
 from webhook_receiver import PATIENCE_S, WebhookReceiver, receiving_webhooks
 
 ALERT = Alert("restart", "rank 1 failed", 1.7e9, 2, 7)
@@ -147,6 +151,38 @@ def test_what_may_come_with_every_step_is_told_once_a_minute_and_counted() -> No
     assert find(detector, failed, MIN_INTERVAL_S + 1) is not None, "another kind does not wait"
 
 
+def test_what_was_held_back_is_told_when_its_minute_is_over_and_at_the_end() -> None:
+    detector = AlertDetector()
+    for number in range(4):
+        skipped = events.StepSkipped(number, "nonfinite_gradients", math.nan, 0, 8)
+        assert (find(detector, skipped, float(number)) is None) == (number > 0)
+    assert detector.take_held_alerts(MIN_INTERVAL_S - 1) == []
+    (late,) = detector.take_held_alerts(MIN_INTERVAL_S + 1)
+    # The first was sent on its own, this one is the last of three.
+    assert (late.kind, late.step, late.num_repeated) == ("step_skipped", 3, 2)
+    assert detector.take_held_alerts(3 * MIN_INTERVAL_S) == []
+    # It is a message like any other: the next one waits for its minute.
+    again = events.StepSkipped(9, "nonfinite_gradients", math.nan, 0, 8)
+    assert find(detector, again, MIN_INTERVAL_S + 2) is None
+    (last,) = detector.take_held_alerts()
+    assert (last.step, last.num_repeated) == (9, 0)
+
+
+def test_another_check_or_another_rank_is_no_repetition() -> None:
+    detector = AlertDetector()
+    failed = events.InvariantChecked(4, "memory_unchanged", False, num_failed=1)
+    other = replace(failed, name="replicas_equal")
+    assert find(detector, failed) is not None
+    assert find(detector, other) is not None
+    on_rank_1 = find(detector, failed, rank=1)
+    assert on_rank_1 is not None
+    assert on_rank_1.rank == 1
+    assert find(detector, failed, 1.0, rank=1) is None
+    slow = events.RankSlow(2, 50, 40, 1.8, 0.1, "backward", 3.0, 1.0, 1.0)
+    assert find(detector, slow, rank=-1) is not None
+    assert find(detector, replace(slow, slow_rank=3), rank=-1) is not None
+
+
 def test_attempts_of_before_alert_nobody_but_say_what_is_ordinary() -> None:
     detector = AlertDetector(attempt_from=1)
     assert find(detector, events.StepSkipped(1, "nonfinite_gradients", math.nan, 0, 8)) is None
@@ -158,6 +194,31 @@ def test_attempts_of_before_alert_nobody_but_say_what_is_ordinary() -> None:
     assert (spike.kind, spike.step) == ("loss_spike", 41)
     assert spike.facts["median_loss"] == pytest.approx(2.01)
     json.dumps(dict(spike.facts), allow_nan=False)
+
+
+def test_the_end_of_a_run_tells_what_was_held_back(
+    receiver: WebhookReceiver, tmp_path: Path
+) -> None:
+    """The observer's process, in this one: its input has ended."""
+    events_dir = tmp_path / "events"
+    events_dir.mkdir()
+    said: list[Event] = [
+        events.StepSkipped(number, "nonfinite_gradients", math.nan, 0, 8) for number in (1, 2, 3)
+    ]
+    said.append(events.RunFinished("finished", 0, 3, 60.0))
+    with open(events_dir / "rank-0000-attempt-00.jsonl", "w") as file:
+        for number, event in enumerate(said):
+            envelope = wrap_event_in_envelope(event, rank=0, attempt=0, seq=number)
+            file.write(envelope.to_line() + "\n")
+    settings = ObserverSettings(tmp_path, 0, "127.0.0.1", None, receiver.url, (), 300.0)
+    observer = Observer(settings, io.StringIO())
+    read, write = os.pipe()
+    os.close(write)
+    observer.observe_until_end_of_input(read)
+    observer.close()
+    os.close(read)
+    skipped = [body for body in receiver.bodies if body["kind"] == "step_skipped"]
+    assert [(body["step"], body["num_repeated"]) for body in skipped] == [(1, 0), (3, 1)]
 
 
 def test_a_failed_check_is_critical() -> None:
@@ -313,10 +374,15 @@ def test_one_target_that_hangs_does_not_keep_the_other_waiting_for_ever(
         ("hooks.example/x", "is no http:// or https:// URL"),
         ("$not a name", "is no name of a variable"),
         ("https://hooks.example/services/T0/B0/abcdef0123456789abcdef", "has a token in its path"),
+        (
+            "https://chat.example/bot1102:abcdef0123456789abcdef/send?to=1",
+            "has a token in its path",
+        ),
+        ("https://chat.example/bot1102%3Aabcdef0123456789abcdef", "has a token in its path"),
         ("https://user:correct-horse@hooks.example/", "password"),
     ],
     # Not the values: pytest puts them into the environment, whose secrets a job must not hold.
-    ids=["scheme", "no scheme", "no variable", "token", "password"],
+    ids=["scheme", "no scheme", "no variable", "token", "bot", "quoted", "password"],
 )
 def test_a_webhook_that_a_job_must_not_carry_is_refused(value: str, words: str) -> None:
     from phalanx.core.errors import JobError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from phalanx.core.url_secrets import looks_like_random_text
 
 VARIABLE_MARK = "$"  # begins the name of an environment variable in place of a URL
+# What no token has in it.
+_PATH_SEPARATORS = re.compile(r"[^A-Za-z0-9_\-.+=]+")
 _VARIABLE_PATTERN = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -28,4 +30,5 @@ def is_http_url(text: str) -> bool:
 def has_secret_in_path(url: str) -> bool:
     """True where a part of the path looks like a token: whoever has the URL of such a webhook may
     write to it."""
-    return any(looks_like_random_text(part) for part in urlsplit(url).path.split("/"))
+    # A token may stand beside a name, as in /bot123:TOKEN/sendMessage.
+    return any(map(looks_like_random_text, _PATH_SEPARATORS.split(unquote(urlsplit(url).path))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from phalanx.observe.events import Envelope
 from phalanx.observe.loss_spikes import LossSpikeDetector
 from phalanx.observe.words import describe_event
 
-MIN_INTERVAL_S = 60.0  # between two alerts of one kind that may come with every step
+MIN_INTERVAL_S = 60.0  # between two alerts of one series that may come with every step
 _REPEATED_KINDS: frozenset[AlertKind] = frozenset(
     ("rank_slow", "step_skipped", "loss_spike", "invariant_failed", "checkpoint_failed")
 )
 _ORDINARY_ENDS = ("finished", "preempted", "interrupted")
+# What repetitions are counted by: the kind, and what two alerts of it may be about.
+_Series = tuple[AlertKind, str, int | None]
 
 
 class AlertDetector:
@@ -30,8 +33,9 @@ class AlertDetector:
         self._failure = ""
         self._newest_attempt = -1
         self._starts = AttemptStarts()
-        self._sent_s: dict[AlertKind, float] = {}
-        self._num_held: dict[AlertKind, int] = {}
+        self._sent_s: dict[_Series, float] = {}
+        # The last one that was held back, and how many were.
+        self._held: dict[_Series, tuple[Alert, int]] = {}
 
     def find_alert(self, envelope: Envelope, now_s: float) -> Alert | None:
         """The alert that an event gives, if any. `now_s` (monotonic) is when it is read."""
@@ -41,6 +45,17 @@ class AlertDetector:
         if alert.kind in _REPEATED_KINDS:
             return self._hold_repetition(alert, now_s)
         return alert
+
+    def take_held_alerts(self, now_s: float = math.inf) -> list[Alert]:
+        """The alerts that were held back for as long as they are to be: of each series the last
+        one, which counts the others. Without `now_s` all of them, at the end of the run."""
+        due = [each for each in self._held if now_s - self._sent_s[each] >= MIN_INTERVAL_S]
+        alerts = []
+        for series in due:
+            alert, num_held = self._held.pop(series)
+            self._sent_s[series] = now_s
+            alerts.append(replace(alert, num_repeated=num_held - 1))
+        return alerts
 
     def _make_alert(self, envelope: Envelope) -> Alert | None:
         event = envelope.event
@@ -110,14 +125,22 @@ class AlertDetector:
         return Alert(kind, text, envelope.time_unix_s, envelope.attempt, int(step), rank, 0, facts)
 
     def _hold_repetition(self, alert: Alert, now_s: float) -> Alert | None:
-        """The alert, unless one of its kind went out a moment ago: then it is counted for the
-        next."""
-        sent_s = self._sent_s.get(alert.kind)
-        if sent_s is not None and now_s - sent_s < MIN_INTERVAL_S:
-            self._num_held[alert.kind] = self._num_held.get(alert.kind, 0) + 1
+        """The alert, unless one of its series went out a moment ago: then it is held back."""
+        series = _find_series(alert)
+        _, num_held = self._held.get(series, (None, 0))
+        if now_s - self._sent_s.get(series, -math.inf) < MIN_INTERVAL_S:
+            self._held[series] = (alert, num_held + 1)
             return None
-        self._sent_s[alert.kind] = now_s
-        return replace(alert, num_repeated=self._num_held.pop(alert.kind, 0))
+        self._sent_s[series] = now_s
+        self._held.pop(series, None)
+        return replace(alert, num_repeated=num_held)
+
+
+def _find_series(alert: Alert) -> _Series:
+    """What an alert is a repetition of: another check that fails, or another rank, is none."""
+    if alert.kind == "invariant_failed":
+        return (alert.kind, str(alert.facts.get("name", "")), alert.rank)
+    return (alert.kind, "", alert.rank if alert.kind == "rank_slow" else None)
 
 
 def _convert_event_to_json(envelope: Envelope) -> dict[str, Any]:

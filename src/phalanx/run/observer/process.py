@@ -99,6 +99,7 @@ class Observer:
                 break
             last_words += data
         self._read_news()
+        self._queue_alerts(self._detector.take_held_alerts())
         if self._follower.metrics.is_live:
             # Nothing on record says how the run ended.
             text = describe_end_of_holder(last_words, self._follower.metrics.state)
@@ -119,6 +120,7 @@ class Observer:
 
     def _read_news(self) -> None:
         self._tell_of_alerts(self._follower.read_news())
+        self._queue_alerts(self._detector.take_held_alerts(time.monotonic()))
         if self._settings.has_alerts:
             hang = self._hang.find_alert(self._follower)
             if hang is not None:
@@ -131,6 +133,10 @@ class Observer:
             alert = self._detector.find_alert(envelope, time.monotonic())
             if alert is not None:
                 self._sender.queue_alert(alert)
+
+    def _queue_alerts(self, alerts: Iterable[Alert]) -> None:
+        for alert in alerts:
+            self._sender.queue_alert(alert)
 
     def _open_server_if_due(self) -> None:
         settings = self._settings
