@@ -298,14 +298,18 @@ class _HeadsToTokens(torch.autograd.Function):
 def _tokens_to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
     arrived = group.all_to_all(rows).movedim(0, 2).flatten(2, 3)
+    if group.chunks.is_in_sequence_order:
+        return arrived
     return arrived.index_select(
         2, group.chunks.indices_from_rank_order_to_sequence(arrived.shape[2], x_BHTE.device)
     )
 
 
 def _heads_to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    ordered = x_BHTE.index_select(
-        2, group.chunks.positions_in_rank_order(x_BHTE.shape[2], x_BHTE.device)
-    )
+    ordered = x_BHTE
+    if not group.chunks.is_in_sequence_order:
+        ordered = x_BHTE.index_select(
+            2, group.chunks.positions_in_rank_order(x_BHTE.shape[2], x_BHTE.device)
+        )
     rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
     return group.all_to_all(rows).movedim(0, 1).flatten(1, 2)

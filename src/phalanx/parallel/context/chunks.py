@@ -63,6 +63,11 @@ class SequenceChunksOfRanks:
         return (rank,)
 
     @property
+    def is_in_sequence_order(self) -> bool:
+        """True if the tokens of rank 0, rank 1, ... follow each other in the sequence."""
+        return self.balance != "zigzag"
+
+    @property
     def rank_of_last_token(self) -> int:
         """The rank that has the last token, as its last one."""
         if self.balance == "zigzag":

@@ -146,7 +146,7 @@ def find_evaluation(study: StepStudy) -> None:
                     f"{study.outline.num_evaluations} evaluations between these steps take"
                     f" {format_percent(share, 1)} of the time",
                 ),
-                "evaluate less often (eval.every_steps) or on fewer samples",
+                "evaluate less often (eval.every_steps) or on fewer samples (eval.tokens)",
                 phase="evaluate",
                 is_upper_bound=True,
             )
