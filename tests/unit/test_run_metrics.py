@@ -18,12 +18,13 @@ import pytest
 
 from commands import DEADLINE_S
 from phalanx.cli._app import run_command_line
-from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.launch import hang_kinds, rank_failure
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.observe.loss_spikes import MIN_STEPS, LossSpikeDetector
 from phalanx.report import facts
+from phalanx.report.prometheus import exposition
 from phalanx.report.prometheus.dashboard import build_dashboard
 from phalanx.report.prometheus.dashboard_panels import DASHBOARD_ROWS
 from phalanx.report.prometheus.definitions import (
@@ -36,7 +37,7 @@ from phalanx.report.prometheus.exposition import build_metrics_json, render_metr
 from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_server
 from phalanx.report.prometheus.run_metrics import RunMetrics
 from phalanx.report.prometheus.values import MetricSnapshot
-from phalanx.run.observer.follower import RunFollower
+from phalanx.run.observer.follower import MetricsPublisher, RunFollower
 
 prometheus_parser = pytest.importorskip("prometheus_client.parser")
 openmetrics_parser = pytest.importorskip("prometheus_client.openmetrics.parser")
@@ -478,6 +479,7 @@ def test_the_endpoint_answers_a_scraper_and_nobody_else(server: MetricsServer) -
     assert parse_text(answer.body.decode())["phalanx_step", (("run", "run"),)] == 4
     assert server.wait_until_scraped(0.0)
     assert ask(server, "POST").status == 405
+    assert ask(server, "HEAD").status == 405
     assert ask(server, path="/metrics/../etc/passwd").status == 404
     assert ask(server, path="/").body.count(b"/metrics") == 1
     assert ask(server, Host="evil.example").status == 421
@@ -494,6 +496,74 @@ def test_the_endpoint_speaks_openmetrics_where_it_is_asked_to(server: MetricsSer
     assert text.endswith("# EOF\n")
     names = {f.name for f in openmetrics_parser.text_string_to_metric_families(text)}
     assert {"phalanx_steps", "phalanx_run", "phalanx_step_seconds"} <= names
+
+
+def test_an_error_of_the_exporter_is_a_failed_scrape_and_said(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("axis")
+
+    server.publish(golden_snapshot())
+    with monkeypatch.context() as patch:
+        patch.setattr(exposition, "_build_family", fail)
+        answer = ask(server)
+    assert answer.status == 500
+    assert b"KeyError: 'axis'" in answer.body
+    assert capsys.readouterr().err == "phalanx: the metrics cannot be rendered: KeyError: 'axis'\n"
+    assert not server.wait_until_scraped(0.0)
+    assert ask(server).status == 200
+
+
+def test_files_that_cannot_be_read_are_a_failed_scrape_and_no_run_without_facts(
+    server: MetricsServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(GOLDEN, run_dir)
+    file = run_dir / "events" / "rank-0000-attempt-00.jsonl"
+    file.rename(tmp_path / "kept")
+    # As on a disk that fails.
+    file.symlink_to("/proc/self/mem")
+    assert run_command_line(["metrics", str(run_dir), "--once"]) == ExitCode.RESOURCES
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{file.name} cannot be read (Input/output error, and without it" in printed.err
+    said: list[str] = []
+    follower = RunFollower(run_dir)
+    publisher = MetricsPublisher(server, follower, said.append)
+    follower.read_all()
+    for _ in range(2):
+        follower.read_news()
+        publisher.publish()
+    answer = ask(server)
+    assert answer.status == 500
+    assert len(said) == 1
+    assert said[0].encode() in answer.body
+    file.unlink()
+    (tmp_path / "kept").rename(file)
+    follower.read_news()
+    publisher.publish()
+    assert parse_text(ask(server).body.decode())["phalanx_step", (("run", "run"),)] == 4
+    # What it was is not what it is.
+    shutil.rmtree(run_dir)
+    follower.read_news()
+    publisher.publish()
+    assert ask(server).status == 500
+    assert said[-1].endswith(
+        "events cannot be read (No such file or directory, and without it"
+        " the metrics would be wrong)"
+    )
+
+
+def test_an_error_of_a_snapshot_ends_no_observer(server: MetricsServer) -> None:
+    class Broken(RunFollower):
+        def build_snapshot(self) -> MetricSnapshot:
+            raise ZeroDivisionError("mean")
+
+    said: list[str] = []
+    MetricsPublisher(server, Broken(GOLDEN), said.append).publish()
+    assert said == ["the metrics have an error: ZeroDivisionError: mean"]
+    assert ask(server).status == 500
 
 
 def test_a_port_that_is_taken_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,18 +114,24 @@ def _serve(follower: RunFollower, host: str, port: int) -> None:
     import time
 
     from phalanx.report.prometheus.http_server import open_metrics_server
+    from phalanx.run.observer.follower import MetricsPublisher
 
     server = open_metrics_server(host, port)
+    publisher = MetricsPublisher(server, follower, _say_failure)
     server.start()
     try:
         print(f"metrics of {follower.run_name} at {server.url}; Ctrl-C ends it", flush=True)
         follower.read_all()
         while True:
             follower.read_news()
-            server.publish(follower.build_snapshot())
+            publisher.publish()
             time.sleep(1.0)
     except KeyboardInterrupt:
         # How it is ended, and no failure.
         print()
     finally:
         server.close()
+
+
+def _say_failure(reason: str) -> None:
+    print(f"phalanx: {reason}", file=sys.stderr, flush=True)

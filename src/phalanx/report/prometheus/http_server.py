@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from phalanx.report.prometheus.values import MetricSnapshot
 
 METRICS_PATH = "/metrics"
 _REQUEST_TIMEOUT_S = 10.0  # a client that sends nothing is left
+_SERVER_ERROR = "500 Internal Server Error"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -27,7 +29,8 @@ class MetricsServer:
     """Serves snapshots on a port, each scrape in a thread of its own.
 
     Until the first snapshot is published it answers 503: counters that begin too low would look as
-    if the run had been started again.
+    if the run had been started again. Where there is none to answer with it answers 500: a page
+    without values would look like a run without facts.
     """
 
     def __init__(self, server: WSGIServer, host: str) -> None:
@@ -35,6 +38,7 @@ class MetricsServer:
         self._server = server
         self._render = build_metrics_app(lambda: self._snapshot)
         self._snapshot: MetricSnapshot | None = None
+        self._failure = ""
         self._condition = threading.Condition()
         # Monotonic seconds of the last two scrapes.
         self._scraped_s: list[float] = []
@@ -75,7 +79,11 @@ class MetricsServer:
 
     def publish(self, snapshot: MetricSnapshot) -> None:
         """Answer with `snapshot` from now on."""
-        self._snapshot = snapshot
+        self._snapshot, self._failure = snapshot, ""
+
+    def publish_failure(self, reason: str) -> None:
+        """Answer 500 with `reason` until the next snapshot."""
+        self._failure = reason
 
     def wait_until_scraped(self, timeout_s: float) -> bool:
         """Wait until the newest snapshot has been served; False if it was not in time."""
@@ -97,10 +105,18 @@ class MetricsServer:
         if environ.get("PATH_INFO") == "/":
             start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
             return [_INDEX]
+        if self._failure:
+            return _send_text(start_response, _SERVER_ERROR, self._failure)
         served = self._snapshot
         if served is None:
             return _send_text(start_response, "503 Service Unavailable", "reading the run")
-        answer: Iterable[bytes] = self._render(environ, start_response)
+        try:
+            # It has all of the answer before it starts one.
+            answer: Iterable[bytes] = self._render(environ, start_response)
+        except Exception as error:
+            reason = f"the metrics cannot be rendered: {type(error).__name__}: {error}"
+            print(f"phalanx: {reason}", file=sys.stderr)
+            return _send_text(start_response, _SERVER_ERROR, reason)
         with self._condition:
             self._scraped_s = [*self._scraped_s, time.monotonic()][-2:]
             self._scraped_snapshot = served
@@ -109,7 +125,7 @@ class MetricsServer:
 
     def _find_refusal(self, environ: dict[str, Any]) -> str | None:
         """The status of a request that is not answered; None of one that is."""
-        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+        if environ.get("REQUEST_METHOD") != "GET":
             return "405 Method Not Allowed"
         if is_loopback(self.host) and not _names_loopback(environ.get("HTTP_HOST", "")):
             # A web page whose name was pointed at this machine must not read what it serves.
@@ -171,7 +187,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, *_: Any) -> None:
-        """A client that has gone is no news."""
+        """Say what went wrong. A client that has gone is no news."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            print(f"phalanx: a scrape failed: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class _ServerV6(_Server):

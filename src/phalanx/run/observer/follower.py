@@ -7,18 +7,21 @@ and attempts, under every launcher, and reading them costs training nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition, read_last_position
+from phalanx.core.errors import PhalanxError, ResourceError
 from phalanx.core.files import read_json
 from phalanx.launch.paths import BLACK_BOXES
 from phalanx.observe.events import Envelope
 from phalanx.observe.tail import EventTail
+from phalanx.report.prometheus.http_server import MetricsServer
 from phalanx.report.prometheus.run_metrics import RunMetrics
 from phalanx.report.prometheus.values import MetricSnapshot
+from phalanx.run.observer.event_files import EventFilesCheck
 
 # Without an event for so long, the black boxes are asked, as often: a step may take minutes.
 SILENCE_S = 10.0
@@ -36,6 +39,7 @@ class RunFollower:
         self.metrics = RunMetrics(self.run_name, _read_job(run_dir))
         self._progress_s = self._boxes_read_s = time.monotonic()
         self._box_progress_s: dict[int, float] = {}
+        self._files = EventFilesCheck(run_dir)
 
     @property
     def stalled_s(self) -> float:
@@ -48,12 +52,14 @@ class RunFollower:
             self.metrics.add_event(envelope)
             yield envelope
         self._progress_s = time.monotonic()
+        self._files.check(self._progress_s)
 
     def read_news(self) -> list[Envelope]:
         """Add what the run has written since the last call, and return its events, oldest
         first."""
         envelopes = self._tail.read_new_events()
         now_s = time.monotonic()
+        self._files.check(now_s)
         for envelope in envelopes:
             self.metrics.add_event(envelope)
         # What the supervisor says, of an alert that was not sent perhaps, is no progress.
@@ -72,6 +78,15 @@ class RunFollower:
         self._read_black_boxes(time.monotonic())
 
     def build_snapshot(self) -> MetricSnapshot:
+        """The metrics of what was read. Raises ResourceError where event files cannot be read:
+        without them a run looks like one in which nothing happened."""
+        if self._files.unreadable:
+            name, why = min(self._files.unreadable.items())
+            raise ResourceError(
+                f"{name} cannot be read",
+                where=str(self._run_dir),
+                why=f"{why}, and without it the metrics would be wrong",
+            )
         return self.metrics.build_snapshot(self._tail.num_unreadable)
 
     def _read_black_boxes(self, now_s: float) -> None:
@@ -88,6 +103,34 @@ class RunFollower:
                 unix_s = _find_unix_time(position)
                 if unix_s is not None:
                     self.metrics.note_progress(rank, unix_s)
+
+
+class MetricsPublisher:
+    """Publishes what a follower has read; `say` is told once why it cannot."""
+
+    def __init__(
+        self, server: MetricsServer, follower: RunFollower, say: Callable[[str], None]
+    ) -> None:
+        self._server, self._follower, self._say = server, follower, say
+        self._failure = ""
+
+    def publish(self) -> None:
+        """Let the server answer with the metrics of now, or, where there are none, with the
+        reason."""
+        try:
+            snapshot, failure = self._follower.build_snapshot(), ""
+        except PhalanxError as error:
+            snapshot, failure = None, str(error)
+        # A mistake of ours: training and alerts go on.
+        except Exception as error:
+            snapshot, failure = None, f"the metrics have an error: {type(error).__name__}: {error}"
+        if snapshot is None:
+            self._server.publish_failure(failure)
+        else:
+            self._server.publish(snapshot)
+        if failure and failure != self._failure:
+            self._say(failure)
+        self._failure = failure
 
 
 def _read_position(path: Path) -> LastPosition | None:

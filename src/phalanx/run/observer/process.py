@@ -28,7 +28,7 @@ from phalanx.observe.alerts.detector import AlertDetector
 from phalanx.observe.alerts.sender import AlertSender
 from phalanx.observe.events import Envelope
 from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_server
-from phalanx.run.observer.follower import SILENCE_S, RunFollower
+from phalanx.run.observer.follower import SILENCE_S, MetricsPublisher, RunFollower
 from phalanx.run.observer.hang_watch import HangWatch
 from phalanx.run.observer.requirements import list_alert_targets
 from phalanx.run.observer.settings import (
@@ -81,6 +81,7 @@ class Observer:
             settings.run_dir, list_alert_targets(settings, os.environ), self._say
         )
         self._server: MetricsServer | None = None
+        self._publisher: MetricsPublisher | None = None
         self._bind_until_s = time.monotonic() + BIND_TIMEOUT_S
 
     def observe_until_end_of_input(self, handle: int) -> None:
@@ -125,8 +126,8 @@ class Observer:
             hang = self._hang.find_alert(self._follower)
             if hang is not None:
                 self._sender.queue_alert(hang)
-        if self._server is not None:
-            self._server.publish(self._follower.build_snapshot())
+        if self._publisher is not None:
+            self._publisher.publish()
 
     def _tell_of_alerts(self, envelopes: Iterable[Envelope]) -> None:
         for envelope in envelopes:
@@ -150,6 +151,7 @@ class Observer:
                 self._bind_until_s = 0.0
                 self._say(str(error))
             return
+        self._publisher = MetricsPublisher(self._server, self._follower, self._say_failure)
         self._server.start()
         _write_target_file(settings.run_dir, self._server)
         self._say(f"metrics for Prometheus at {self._server.url}")
@@ -163,6 +165,11 @@ class Observer:
         if age_s > 2 * interval_s:
             return 0.0
         return min(1.5 * interval_s + READ_INTERVAL_S, MAX_LAST_SCRAPE_WAIT_S)
+
+    def _say_failure(self, reason: str) -> None:
+        # A run that is refused before its first step takes its directory away.
+        if self._settings.run_dir.exists():
+            self._say(f"metrics are not served now: {reason}")
 
     def _say(self, line: str) -> None:
         # Into the log, too: at the end of a run nobody may hear it any more.
