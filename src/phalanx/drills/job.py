@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.drills.trials import DrillShape
-from phalanx.job.copies import list_short_copy_keys
+from phalanx.job.copies import apply_job_keys, list_short_copy_keys
+from phalanx.job.learning_rate import count_decay_steps
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
@@ -58,10 +59,10 @@ def load_drilled_job(
 def _list_short_job_overrides(job: Job, num_steps: int, save_every_steps: int | None) -> list[str]:
     """Overrides that make a job one of `num_steps` steps, which saves on the way."""
     short = list_short_copy_keys(job, num_steps)
-    # Most steps have the full rate: faults strike there.
-    warmup_steps = min(short["optim.warmup_steps"], max(num_steps // 10, 1))
+    num_free_steps = num_steps - count_decay_steps(apply_job_keys(job, short))
     drilled = {
-        "optim.warmup_steps": warmup_steps,
+        # A tenth, however long the job's is: of forty steps and of a soak's many.
+        "optim.warmup_steps": min(max(num_steps // 10, 1), num_free_steps),
         "checkpoint.every_steps": save_every_steps or max(num_steps // SAVES_PER_RUN, 1),
         "checkpoint.at_end": True,
     }
