@@ -115,6 +115,14 @@ def test_the_stage_that_the_plan_chose_stays(memory_gib: float, stage: int) -> N
     assert elastic.plan.parallel.zero_stage == stage
 
 
+def test_a_rank_does_one_sample_at_a_time_before_the_run_ends() -> None:
+    keys = ("train.global_batch_size=24", "cluster.memory_gib=1.3")
+    elastic = lay_out(load_job(None, [*OPEN_LAYOUT, *keys]))
+    assert (elastic.plan.micro_batch_size, elastic.plan.num_microbatches) == (6, 1)
+    assert elastic.shrink() == 3
+    assert (elastic.plan.micro_batch_size, elastic.plan.num_microbatches) == (1, 8)
+
+
 def test_another_stage_is_said() -> None:
     """The one that the plan chose does not fit on fewer ranks, whatever their microbatches."""
     job = load_job(None, [*OPEN_LAYOUT, "train.global_batch_size=24", "cluster.memory_gib=2.2"])

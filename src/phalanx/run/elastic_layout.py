@@ -92,7 +92,8 @@ class ElasticLayout:
             divisors = list_divisors(share)
             smaller = max(size for size in divisors if size <= self.plan.micro_batch_size)
             # Left open, a rank's whole share is one microbatch; a search had chosen the size.
-            sizes = [smaller] if _SIZE in self._run.chosen_keys else [None, smaller]
+            whole_share = [] if _SIZE in self._run.chosen_keys else [None]
+            sizes = [*whole_share, smaller, *([1] if smaller > 1 else [])]
         return [pinned | {_STAGE: stage, _SIZE: size} for stage in stages for size in sizes]
 
     def choose_survivors(self, ranks: Sequence[int]) -> list[int]:
