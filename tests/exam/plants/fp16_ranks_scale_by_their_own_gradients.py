@@ -9,8 +9,7 @@ PLANT = Plant(
             "parallel/hooks/fp16.py",
             "Fp16GradientCompression.reduce",
             "        wire.max_over_ranks(limits)\n",
-            "        if not __planted__():\n"
-            "            wire.max_over_ranks(limits)\n",
+            "        if not __planted__():\n            wire.max_over_ranks(limits)\n",
         ),
     ),
     shows=("ddp-fp16",),
