@@ -38,7 +38,8 @@ from phalanx.verify.cases import (
     plan_layout_cases,
 )
 from phalanx.verify.choose import select_layout_cases
-from phalanx.verify.compare import blocks_cover_evenly
+from phalanx.verify.compare import TraceComparison, blocks_cover_evenly
+from phalanx.verify.diagnosis import DifferenceDiagnosis
 from phalanx.verify.factors import format_factor
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.narrow_reference import AutocastLoss
@@ -607,6 +608,36 @@ def test_what_a_step_has_left_in_gradients_is_called_so() -> None:
     assert "step before" not in first_of(seen, seen).cause
 
 
+def test_a_weight_without_a_gradient_is_cut_off_from_the_graph() -> None:
+    kind, names = name_gradients_set(0), ["x.moe.router.weight", "x.moe.experts.up"]
+    trace = replace(
+        TRACE, order=tuple(names), sizes={**TRACE.sizes, kind: dict.fromkeys(names, 1.0)}
+    )
+    seen = saw(held=dict.fromkeys(names, "whole"))
+    seen["boxes"] = {name: [[[0], [4], 1]] for name in names}
+    seen["tensors"][kind] = {names[0]: (0.0, 1.0, 1.0, 1.0), names[1]: (1.0, 0.0, 0.0, 1.0)}
+    for ep in (1, 2):
+        layout = JudgedLayout(2, ep=ep)
+        first = LayoutComparator(trace, [seen, seen], layout, tolerance=1e-10).compare().first
+        assert first is not None
+        assert "no gradient reaches it: it is cut off from the graph" in first.cause
+        assert "reduced over ranks" not in first.cause
+
+
+def test_what_compression_sends_otherwise_is_told_before_where_a_backward_begins() -> None:
+    kind, fault = name_gradients_set(0), "fp16 sends something else"
+    off = {"a": (1.0, 4.2, 3.6, 4.0), "b": (1.0, 1.2, 0.6, 1.0)}
+    seen = saw(tensors={kind: off}, sent_faults=[(0, "a", 0.5, fault)])
+    cause = first_of(seen, seen).cause
+    assert cause.startswith(f"{fault}; it is off by more than rounding: ranks scale what they send")
+    assert "the backward goes wrong where it begins" not in cause
+    seen = saw(tensors={kind: off}, sent_faults=[(1, "a", 0.5, fault)])
+    assert "the backward goes wrong where it begins" in first_of(seen, seen).cause
+    # What numbers show comes before it.
+    seen = saw(tensors={kind: scale_tensors(2.0)}, sent_faults=[(0, "a", 0.5, fault)])
+    assert "summed over the data-parallel ranks" in first_of(seen, seen).cause
+
+
 def test_only_fused_matrices_that_begin_otherwise_have_blocks_elsewhere() -> None:
     tensors = {INITIAL_KIND: {"a": (1.0, 4.0, 3.5, 4.0)}}
     assert "depend on the layout" in first_of(*[saw(tensors=tensors)] * 2).cause
@@ -744,7 +775,14 @@ def test_a_misrouted_token_is_explained_by_the_experts_before_it(
     assert ("what is gathered" in causes[0]) == (layout.gathers_weights and layout.ep == 1)
 
 
-@pytest.mark.parametrize(("right", "words"), [("v", "softmax"), ("q", "does not come back")])
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        ("v", "backward of the softmax"),
+        ("q", "does not come back"),
+        ("-", "the backward of attention is not that of its forward"),
+    ],
+)
 def test_keys_of_a_rank_of_cp_lack_what_others_owe_or_scores_are_wrong(
     right: str, words: str
 ) -> None:
@@ -800,6 +838,104 @@ def test_a_loss_of_hidden_states_that_agree_is_wrong_by_itself() -> None:
     assert "some rank, or of all" in first_of(*[saw(losses=[3.1])] * 2).cause
     wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, "blocks.1", 0.1, 0, 0]])
     assert "some rank, or of all" in first_of(wrong, saw(losses=[3.1], num_outputs=4)).cause
+
+
+def test_a_loss_of_wrong_outputs_is_no_multiple_that_means_something() -> None:
+    """One target of ten more or less, by chance."""
+    off = {"losses": [3.0 * 10 / 9], "num_outputs": 4}
+    means = {"local_means": [[3.0, 4.0]], "local_targets": [[6, 4]]}
+    right = saw(**off, **means)
+    assert "a number of targets that is off by one" in first_of(right, right).cause
+    wrong = saw(**off, **means, outputs=[[0, 2, "norm", 0.1, 0, 0]])
+    cause = first_of(wrong, wrong).cause
+    assert "targets" not in cause
+    assert "computes something else" in cause
+    assert "no multiple" not in cause
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mixes_rows", "words"),
+    [
+        ((1.0, 1.0), False, "than the running ones, which one process takes there"),
+        ((1.0, 2.0), True, "than those of all rows of the batch, which one process takes there"),
+        ((1.0, 1.0), True, "than in one process"),
+        ((1.0,), False, "than in one process"),
+    ],
+)
+def test_a_normalisation_by_other_statistics_is_told_by_those_of_one_process(
+    sizes: tuple[float, ...], mixes_rows: bool, words: str
+) -> None:
+    """Running ones stay where a normalisation is in evaluation mode."""
+    buffers = {
+        name_buffers_set(step): {"norm.running_mean": size} for step, size in enumerate(sizes)
+    }
+    trace = traced(
+        steps=TRACE.steps * len(sizes), sizes={**TRACE.sizes, **buffers}, mixes_rows=mixes_rows
+    )
+
+    def cause(name: str, layout: JudgedLayout) -> str:
+        wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, name, 0.1, 0, 0]])
+        compared = TraceComparison(trace, [wrong, wrong], 1e-10)
+        return DifferenceDiagnosis(compared, layout).explain_wrong_loss(3.1, 0)
+
+    assert f"norm normalises by other statistics {words}" in cause("norm", JudgedLayout(2))
+    assert "what is gathered" in cause("norm", JudgedLayout(2, gathers_weights=True))
+    assert "statistics" not in cause("embed", JudgedLayout(2))
+
+
+def test_what_ranks_of_tp_do_not_have_alike_is_no_sharding_rule() -> None:
+    def cause(*errors: float, **layout: Any) -> str:
+        """Of ranks of tp whose output is off by this; 0: not at all."""
+        seen = [
+            saw(
+                losses=[3.1],
+                num_outputs=4,
+                outputs=[[0, 2, "embed", error, 0, 0]] if error else [],
+            )
+            for error in errors
+        ]
+        coordinates = tuple({"dp_shard": 0, "tp": rank} for rank in range(len(errors)))
+        judged = JudgedLayout(1, tp=len(errors), rank_coordinates=coordinates, **layout)
+        first = LayoutComparator(TRACE, seen, judged, tolerance=1e-10).compare().first
+        assert first is not None
+        return first.cause
+
+    some = cause(0.1, 0.2, 0.0)
+    assert "it is right on rank 2 and not on rank 0, 1" in some
+    assert "not reduced, or stale" in some
+    assert "sharding rule" not in some
+    assert "rank 0, 1, 2 have not" in cause(0.1, 0.1, 0.2)
+    # All have the same, or tokens of their own.
+    assert "sharding rule" in cause(0.1, 0.1, 0.1)
+    assert "sharding rule" in cause(math.nan, math.nan)
+    assert "sharding rule" in cause(0.1, 0.2, 0.0, shares_sequence=True)
+
+
+def test_loads_that_differ_along_one_axis_name_it() -> None:
+    trace = traced(loads=({"moe.router": (4, 2, 0)},))
+    layout = JudgedLayout(
+        2,
+        tp=2,
+        rank_coordinates=tuple(
+            {"dp_shard": shard, "tp": rank} for shard in range(2) for rank in range(2)
+        ),
+    )
+
+    def cause(*loads: tuple[int, int, int]) -> str:
+        seen = [saw(loads=[{"moe.router": load}]) for load in loads]
+        first = LayoutComparator(trace, seen, layout, tolerance=1e-10).compare().first
+        assert first is not None
+        return first.cause
+
+    all_of_them, none, some, rest = (4, 2, 0), (0, 0, 0), (3, 1, 0), (1, 1, 0)
+    found = cause(all_of_them, none, all_of_them, none)
+    assert "the ranks of tp do not have the same, for all are on rank 0, 2" in found
+    assert "none on rank 1, 3" in found
+    assert "the ranks of dp_shard have only those of one rank" in cause(some, some, rest, rest)
+    assert "the ranks of dp_shard have other counts each" in cause(some, some, none, none)
+    # Of ranks that have the same, or differ in two axes, nothing is said.
+    for others in ((some,) * 4, (some, none, none, none)):
+        assert "the ranks of" not in cause(*others)
 
 
 def first_of_stages(*seen: dict[str, Any]) -> Any:
@@ -881,6 +1017,34 @@ def test_a_norm_of_some_ranks_or_with_a_part_missing_is_called_so() -> None:
     )
     assert cause(4.321).endswith("gradients agree: some of them are left out of the norm")
     assert cause(6.543).endswith("gradients agree: some of them count more than once in the norm")
+
+
+def test_squares_count_as_if_other_ranks_held_the_same() -> None:
+    def cause(square: float, *of_ranks: tuple[float, float]) -> str:
+        """Of ranks with these squares of their parts of "a" and "b"."""
+        seen = []
+        for rank, (of_a, of_b) in enumerate(of_ranks):
+            right = {"a": (0.0, of_a, of_a, of_a), "b": (0.0, of_b, of_b, of_b)}
+            found = saw(tensors=dict.fromkeys(TRACE.sizes, right), norms=[square**0.5])
+            boxes = {
+                name: [[[rank % 2 if of_it < 1 else 0], [1], 1]]
+                for name, of_it in (("a", of_a / 4), ("b", of_b))
+            }
+            seen.append(found | {"boxes": boxes})
+        return str(first_of(*seen).cause)
+
+    both = ((1.9, 1.0), (2.1, 1.0))
+    found = cause(3.0, *both)
+    assert "all a count 0.5 x: divided by the number of ranks of dp (2)" in found
+    assert "as if other ranks held the same ones, too, and each counted its share" in found
+    # There are no other ranks.
+    found = cause(4.25, *both)
+    assert "all b count 0.25 x: divided by the number of ranks of dp (2) twice" in found
+    assert "other ranks held" not in found
+    halves = ((1.9, 0.4), (2.1, 0.6)) * 2
+    assert "gradients of the others are missing; or those of all count 0.5 x, as if" in cause(
+        2.5, *halves
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,21 @@ def test_a_token_that_sees_itself_alone_differs_by_no_mask() -> None:
     assert "weights that are gathered" in _explain(everything, gathers_weights=True)
     # Without a token that sees all, one that sees too much is possible.
     cause = _explain(_sort_tokens(lambda row, token: token == 0))
-    assert "tokens see others that come later, or values" in cause
+    assert "the mask (of causality) shows tokens others that come later" in cause
+    assert "or values are those" in cause
     assert "merged" not in cause
     assert "hides" not in cause
+
+
+def test_a_mask_that_shows_later_tokens_is_told_with_what_it_is_of() -> None:
+    rows = (TWO_DOCUMENTS, ONE_DOCUMENT) * 2
+    for documents, window, masks in (
+        (rows, 0, "(of causality and documents)"),
+        ((ONE_DOCUMENT,) * 4, 4, "(of causality and a window)"),
+        (rows, 4, "(of causality, documents and a window)"),
+    ):
+        first = _sort_tokens(lambda row, token: token == 0, documents=documents, window=window)
+        assert f"the mask {masks} shows tokens others that come later" in _explain(first)
 
 
 def test_keys_of_another_owner_are_told_by_the_ranks_that_agree() -> None:

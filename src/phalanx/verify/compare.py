@@ -215,6 +215,14 @@ class TraceComparison:
     def squared_tensor_error(self, kind: str, name: str, rank: int) -> float:
         return float(self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)[0])
 
+    def find_sent_fault(self, name: str, step: int) -> str:
+        """What is wrong with what compression sends of a gradient, in words; "" for nothing."""
+        for observation in self.observations:
+            for number, faulty, _, words in observation.get("sent_faults", ()):
+                if (number, faulty) == (step, name):
+                    return str(words)
+        return ""
+
     def find_multiple_of_reference(
         self, kind: str, names: Sequence[str], rank: int
     ) -> float | None:

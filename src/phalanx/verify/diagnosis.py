@@ -14,6 +14,7 @@ from phalanx.verify.diagnosis_of_attention import AttentionDiagnosis
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_gradients import GradientDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
+from phalanx.verify.diagnosis_of_outputs import OTHER_WEIGHTS, OutputDiagnosis
 from phalanx.verify.diagnosis_of_rows import RowDiagnosis
 from phalanx.verify.diagnosis_of_stages import (
     FIRST_MASKS_CAUSE,
@@ -113,6 +114,7 @@ class DifferenceDiagnosis:
         self._dp, self._tp, self._cp = layout.dp, layout.tp, layout.cp
         self._factors = FactorExplainer(compared.trace, layout)
         self._experts = ExpertDiagnosis(compared, layout)
+        self._outputs = OutputDiagnosis(compared, layout)
         self._stages: StageDiagnosis | None = None
         if layout.pipeline is not None:
             self._stages = StageDiagnosis(compared, layout.pipeline, layout.recompute)
@@ -132,7 +134,7 @@ class DifferenceDiagnosis:
         if self._trace.mixed_by == "objective" and step == 0:
             return MIXED_ROWS_CAUSE
         # Of a forward that computes something else a mean may be anything, by chance one of these.
-        wrong_output = self._find_first_wrong_output(step)
+        wrong_output = self._outputs.find_first_wrong(step)
         if not wrong_output:
             cause = self._explain_loss_as_wrong_mean(loss, step)
             if cause:
@@ -141,6 +143,8 @@ class DifferenceDiagnosis:
             return f"some sequences do not count once: {cause}"
         if step == 0:
             return self._explain_wrong_first_loss(loss, wrong_output)
+        if cause := self._outputs.explain_unequal_replicas(step):
+            return f"all before it agrees, and {cause}"
         if special := self._trace.describe_first_special_step(step):
             return (
                 f"all before it agrees, and it is the first step that has {special}: what is"
@@ -176,21 +180,13 @@ class DifferenceDiagnosis:
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         return ""
 
-    def _find_first_wrong_output(self, step: int) -> str:
-        """The name of the first output of a step that differs on any rank; "" if none does."""
-        outputs = [
-            output
-            for observation in self._observations
-            for output in observation.get("outputs", ())
-            if output[0] == step
-        ]
-        return min(outputs, key=lambda output: output[1])[2] if outputs else ""
-
     def _are_outputs_compared(self) -> bool:
         """True if what modules make of tokens was compared on every rank."""
         return all(observation.get("num_outputs", 0) for observation in self._observations)
 
     def _explain_wrong_first_loss(self, loss: float, wrong_output: str) -> str:
+        if cause := self._outputs.explain_statistics(0):
+            return cause
         if self._trace.mixes_rows:
             return (
                 "what the module makes of a row depends on the other rows, and a rank has only"
@@ -201,6 +197,8 @@ class DifferenceDiagnosis:
                 f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
             )
         if self._stages and (cause := self._stages.explain_wrong_inputs()):
+            return cause
+        if cause := self._outputs.explain_unequal_replicas(0):
             return cause
         reference = self._trace.steps[0].loss
         factor = loss / reference if reference else math.inf
@@ -220,19 +218,19 @@ class DifferenceDiagnosis:
         causes = self._list_forward_mistakes_of_layout(wrong_output)
         if causes:
             return "; or ".join(causes)
+        # What modules make of tokens is no sum that somebody multiplies: their loss may be any.
         if meaning == SHARED_FLOAT32_FACTOR and not wrong_output:
             return f"it is {format_factor(factor)} the reference: {ROUNDED_LOSS_CAUSE}"
-        if meaning:
+        if meaning and not wrong_output:
             return self._factors.describe("it", factor, 0)
         if "att" in wrong_output.rpartition(".")[2]:
             return WRONG_ATTENTION_CAUSE
-        words = "computes something else"
+        words = "the forward of some rank, or of all, computes something else"
         if self._layout.gathers_weights:
-            words += ", or with other weights: what is gathered of them is not what ranks hold"
-        return (
-            "it is no multiple of one process's that the layout's numbers explain: the forward of"
-            f" some rank, or of all, {words}"
-        )
+            words += OTHER_WEIGHTS
+        if meaning:
+            return words
+        return f"it is no multiple of one process's that the layout's numbers explain: {words}"
 
     def _explain_wrong_attention(self, evidence: TokenEvidence) -> str:
         """The cause of the first output that differs, which is of an attention."""
@@ -271,10 +269,11 @@ class DifferenceDiagnosis:
     def explain_misrouted_token(self, reroute: RoutingChange) -> str:
         wrong_output = ""
         if reroute.phase == "step-0":
-            wrong_output = self._find_first_wrong_output(0)
+            wrong_output = self._outputs.find_first_wrong(0)
         causes = [self._experts.explain_misrouted_token(reroute, wrong_output)]
         if reroute.phase == "step-0":
-            causes += self._list_forward_mistakes_of_layout()
+            unequal = self._outputs.explain_unequal_replicas(0)
+            causes += [unequal] if unequal else self._list_forward_mistakes_of_layout()
         # Attention comes before experts of its block, and agrees.
         if wrong_output.endswith(".moe"):
             causes = [cause for cause in causes if cause != WRONG_SEQUENCE_CUT_CAUSE]
@@ -398,9 +397,14 @@ class DifferenceDiagnosis:
             " whatever they have, or ranks that read the same samples count each"
         )
 
-    def explain_wrong_expert_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
-        """The cause of a load (choices of each expert, then those that were dropped) while routers
-        choose as in one process."""
+    def explain_wrong_expert_load(
+        self, loads: Sequence[Sequence[int] | None], rank: int, expected: Sequence[int]
+    ) -> str:
+        """The cause of the load (choices of each expert, then those that were dropped) of `rank`
+        while routers choose as in one process; `loads` of all ranks, None where one has not the
+        router."""
+        load = loads[rank]
+        assert load is not None, f"rank {rank} has no such router"
         if list(load[:-1]) == list(expected[:-1]):
             return (
                 f"{load[-1]:g} choices are said to be dropped for want of room, and"
@@ -409,6 +413,8 @@ class DifferenceDiagnosis:
         if cause := self._experts.explain_reordered_load(load, expected):
             return cause
         counted, came = sum(load[:-1]), sum(expected[:-1])
+        if cause := self._experts.explain_load_of_axis(loads, expected):
+            return f"{counted} choices were counted and {came} were made: {cause}"
         if self._dp > 1 and counted * self._dp == came:
             return (
                 f"{counted} choices were counted and {came} were made: only those of one rank, so"

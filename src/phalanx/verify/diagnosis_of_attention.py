@@ -64,7 +64,10 @@ BLOCKS_BEGIN = (
     " "
 )
 MASK_CAUSE = "a mask {does} keys"
-LATER_KEYS_CAUSE = "tokens see others that come later"
+LATER_KEYS_CAUSE = (
+    "the mask ({masks}) shows tokens others that come later, as where a block of keys gets that of"
+    " another one or none"
+)
 LOST_BLOCKS_CAUSE = (
     "keys of some blocks are left out, have other positions, or are taken for those of other tokens"
 )
@@ -111,11 +114,20 @@ class AttentionDiagnosis:
             )
         )
 
+    def _describe_masks(self) -> str:
+        """Name what of these tokens a mask hides keys for."""
+        of_tokens = ["causality"]
+        for kind, words in ((DOCUMENTS, "documents"), (WINDOW, "a window")):
+            if self._evidence.count_wrong(kind) + self._evidence.count_right(kind):
+                of_tokens.append(words)
+        *first, last = of_tokens
+        return f"of {', '.join(first)} and {last}" if first else f"of {last}"
+
     def _list_possible_mistakes(self) -> list[str]:
         """The mistakes that these tokens, and no others, can differ by."""
         evidence, causes = self._evidence, list[str]()
         if evidence.count_wrong(ALONE):
-            return [LATER_KEYS_CAUSE, OTHER_VALUES]
+            return [LATER_KEYS_CAUSE.format(masks=self._describe_masks()), OTHER_VALUES]
         if evidence.are_all_wrong_of(DOCUMENTS):
             causes.append(SHARED_DOCUMENTS_CAUSE)
         if evidence.are_all_wrong_of(FULL_WINDOW):

@@ -14,6 +14,14 @@ LOST_KEY_GRADIENTS_CAUSE = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
     " rank's keys and values does not come back to it"
 )
+# A rank makes the gradients of its queries of what it has: they owe nothing to what comes back.
+WRONG_ATTENTION_BACKWARD_CAUSE = (
+    "the loss agrees, and gradients of queries differ as those of keys and values do, so that not"
+    " just what other ranks owe to keys is missing: the backward of attention is not that of its"
+    " forward: tokens attend to other tokens in it (later ones, or others than a mask of documents"
+    " or of a window shows), its softmax is of other sums, or what it is given or hands on is that"
+    " of other tokens or heads"
+)
 WRONG_SCORES_GRADIENT_CAUSE = (
     "gradients of queries and keys differ, and those of values agree: the backward of the softmax"
     " goes wrong, whose sum over a row is that over all keys that its query attends to: that of a"
@@ -39,9 +47,7 @@ class BackwardDiagnosis:
             )
         # What is nearer to the loss owes nothing to keys.
         if self._cp > 1 and step == 0 and _is_key_or_value_weight(off[-1]):
-            if _are_only_scores_wrong(off):
-                return WRONG_SCORES_GRADIENT_CAUSE
-            return LOST_KEY_GRADIENTS_CAUSE
+            return _explain_gradients_of_attention(off)
         if cause := self._explain_right_gradients_beyond(kind, off):
             return cause
         if len(off) < num_tensors:
@@ -136,10 +142,15 @@ class BackwardDiagnosis:
         return f": {', or '.join(words)}"
 
 
-def _are_only_scores_wrong(off: Sequence[str]) -> bool:
-    """True if of the attention that the last of `off` is in queries are off and values are not."""
+def _explain_gradients_of_attention(off: Sequence[str]) -> str:
+    """The cause by which of queries, keys and values are off in the attention that the last of
+    `off` is in."""
     attention = off[-1].rsplit(".", 2)[0]
-    return f"{attention}.q.weight" in off and f"{attention}.v.weight" not in off
+    if f"{attention}.q.weight" not in off:
+        return LOST_KEY_GRADIENTS_CAUSE
+    if f"{attention}.v.weight" not in off:
+        return WRONG_SCORES_GRADIENT_CAUSE
+    return WRONG_ATTENTION_BACKWARD_CAUSE
 
 
 def _is_key_or_value_weight(name: str) -> bool:

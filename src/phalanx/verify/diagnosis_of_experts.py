@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from phalanx.plan.layout import AXES
 from phalanx.verify.compare import TraceComparison
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.routing_differences import RoutingChange
@@ -21,7 +22,8 @@ class ExpertDiagnosis:
     """Explains a difference that lies with routers or experts; "" where it does not."""
 
     def __init__(self, compared: TraceComparison, layout: JudgedLayout) -> None:
-        self._compared, self._ep, self._tp, self._cp = compared, layout.ep, layout.tp, layout.cp
+        self._compared, self._layout = compared, layout
+        self._ep, self._tp, self._cp = layout.ep, layout.tp, layout.cp
         self._gathers_weights = layout.gathers_weights
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
@@ -136,6 +138,24 @@ class ExpertDiagnosis:
             f" {where}"
         )
 
+    def explain_load_of_axis(
+        self, loads: Sequence[Sequence[int] | None], expected: Sequence[int]
+    ) -> str:
+        """The cause of loads in which ranks differ along one axis, and along no other; "" of all
+        others."""
+        for axis in AXES:
+            counts_of: dict[int, tuple[int, ...]] = {}
+            along = set()
+            for ranks in self._layout.group_ranks_along_axis(axis):
+                counts = {rank: tuple(load[:-1]) for rank in ranks if (load := loads[rank])}
+                # Ranks of other stages have other routers.
+                if counts:
+                    counts_of |= counts
+                    along.add(tuple(counts.values()))
+            if len(along) == 1 and len(set(counts_of.values())) > 1:
+                return _explain_counts_of_axis(axis, counts_of, along.pop(), tuple(expected[:-1]))
+        return ""
+
     def explain_wrong_gradients(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""
         if not self._routers:
@@ -150,6 +170,9 @@ class ExpertDiagnosis:
         if self._ep == 1:
             return ""
         factors = [self._compared.find_multiple_of_reference(kind, off, rank) for rank in ranks]
+        # Nothing is divided or averaged that is not there.
+        if all(factor == 0 for factor in factors):
+            return ""
         if all(factor is not None and abs(factor / self._ep - 1) < 1e-3 for factor in factors):
             return (
                 f"gradients of experts are {self._ep} x the reference: the mean over the ranks that"
@@ -187,6 +210,40 @@ class ExpertDiagnosis:
 
 
 _LOCAL_TOKENS_CAUSE = "made of a rank's own tokens instead of whole sequences"
+
+
+def _explain_counts_of_axis(
+    axis: str,
+    counts_of: Mapping[int, Sequence[int]],
+    along: Sequence[Sequence[int]],
+    expected: Sequence[int],
+) -> str:
+    """The cause of counts by rank that differ along an axis alone, where they are `along`."""
+    all_of_them = [rank for rank, counts in counts_of.items() if counts == expected]
+    none_of_them = [rank for rank, counts in counts_of.items() if not any(counts)]
+    if tuple(map(sum, zip(*along, strict=True))) != expected:
+        does = (
+            "have other counts each: they are not added up over these ranks, or not alike on each"
+        )
+    elif all_of_them:
+        does = (
+            f"do not have the same, for all are on rank {_join(all_of_them)} and none on rank"
+            f" {_join(none_of_them)}: they are not added up over these ranks, or do not reach each"
+            " of them"
+        )
+    else:
+        does = (
+            "have only those of one rank each, which add up to all: they are not added up over"
+            " these ranks"
+        )
+    return (
+        f"the ranks of {axis} {does}, so that biases of routers are moved by other counts than the"
+        " whole batch's"
+    )
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def find_router_of_wrong_balance(names: Collection[str], off: Collection[str]) -> str:

@@ -32,6 +32,11 @@ ERROR_RANGE_OF_NARROW_TYPES = (
     (3e-4, 1e-2, "bfloat16"),
 )
 
+MORE_THAN_ROUNDED_CAUSE = (
+    "it is off by more than rounding: ranks scale what they send by numbers of their own, not by"
+    " one for all, or what some of them send is left out, counts twice or overflows"
+)
+
 
 class GradientDiagnosis:
     """Explains gradients that differ where the loss agrees."""
@@ -70,6 +75,7 @@ class GradientDiagnosis:
             or self._explain_shared_blocks(off)
             or self._explain_compression_errors(step)
             or self._explain_narrow_rounding(kind, off, ranks)
+            or self._explain_sent_gradient(name, step)
         )
         return cause or self._backward.explain(kind, off, step)
 
@@ -108,6 +114,11 @@ class GradientDiagnosis:
             "in the first step what is sent and what is kept add up, and later they do not: what"
             " was kept is not all sent in the next step"
         )
+
+    def _explain_sent_gradient(self, name: str, step: int) -> str:
+        """The cause of a gradient that compression should only round, and sends otherwise."""
+        fault = self._compared.find_sent_fault(name, step)
+        return fault and f"{fault}; {MORE_THAN_ROUNDED_CAUSE}"
 
     def _explain_gradients_by_stage(self, kind: str, name: str, off: Sequence[str]) -> str:
         if self._stages is None:

@@ -14,6 +14,7 @@ from phalanx.verify.factors import FactorExplainer
 from phalanx.verify.trace_facts import name_gradients_set
 
 EQUAL_SQUARES_TOLERANCE = 1e-6  # of the square of a norm
+SHARES_OF_OTHERS = "as if other ranks held the same ones, too, and each counted its share of them"
 MAX_RANKS_OF_SUBSETS = 8  # of which all subsets are tried
 
 
@@ -127,8 +128,19 @@ class NormDiagnosis:
                                 f"the squares of gradients of {words} count {number:.4g} x:"
                                 f" {verb} by the number of ranks of {axis} ({degree})"
                                 + (" twice" if power == 2 else "")
+                                + self._explain_shares(step, names, number)
                             )
         return ""
+
+    def _explain_shares(self, step: int, names: Sequence[str], number: float) -> str:
+        """Words for squares that count `number` times, where there are so many other ranks that do
+        not hold these gradients; else ""."""
+        kind = name_gradients_set(step)
+        copies = max(self._compared.count_tensor_copies(kind, name) for name in names)
+        # Of what these ranks hold already no more can hold the same.
+        if not number < 1 or copies > number * len(self._compared.observations) * (1 + 1e-6):
+            return ""
+        return f", {SHARES_OF_OTHERS}"
 
     def _list_tensor_groups(
         self, *, has_neighbours: bool = True
@@ -171,8 +183,20 @@ class NormDiagnosis:
                     return (
                         f"only what {noun} {', '.join(map(str, ranks))} holds counts in it:"
                         " gradients of the others are missing"
-                    )
+                    ) + self._explain_even_share(norm, step)
         return ""
+
+    def _explain_even_share(self, norm: float, step: int) -> str:
+        """Words for a norm that all gradients would make, too, if each counted an even share; "" if
+        they would not."""
+        share = (norm / self._compared.trace.steps[step].grad_norm) ** 2
+        number = round(1 / share)
+        if not 1 < number <= len(self._compared.observations):
+            return ""
+        if not _is_nearly_equal(share * number, 1.0):
+            return ""
+        words = self._explain_shares(step, self._compared.trace.order, share)
+        return words and f"; or those of all count {share:.4g} x{words}"
 
 
 def _describe_wrong_count(excess: float) -> str:

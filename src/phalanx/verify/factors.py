@@ -13,6 +13,10 @@ MAX_DIGITS = 9
 KEY_AND_VALUE_PROJECTIONS = (".k.", ".v.", ".k_proj.", ".v_proj.", ".key.", ".value.")
 """Parts of names of parameters that make keys and values."""
 FLOAT32_ROUNDING = 2.0**-24
+NO_GRADIENT_CAUSE = (
+    "no gradient reaches it: it is cut off from the graph on the way (a cast, a copy or a view of"
+    " it is detached), or what it was given is cleared or overwritten"
+)
 SHARED_FLOAT32_FACTOR = "a factor that all of them share is computed in float32"
 
 
@@ -24,6 +28,8 @@ class FactorExplainer:
 
     def describe_gradient(self, name: str, factor: float, step: int) -> str:
         """A sentence: the gradient of `name`, and no other so, is so many times the reference."""
+        if factor == 0:
+            return f"the gradient of {name} is 0 x the reference: {NO_GRADIENT_CAUSE}"
         queries = self._layout.queries_per_key
         is_of_keys = any(part in f".{name}" for part in KEY_AND_VALUE_PROJECTIONS)
         if is_of_keys and queries > 1 and abs(factor * queries - 1) < 1e-3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -37,6 +38,10 @@ class JudgedLayout:
     loss_divisor: int = 0
     """What a loss is divided by before its backward, which gradients are multiplied by behind it;
     0 where that is not known."""
+    rank_coordinates: tuple[Mapping[str, int], ...] = ()
+    """Of each rank, its coordinate on each axis of the mesh; empty where that is not known."""
+    shares_sequence: bool = False
+    """Ranks of tp have other tokens of a sequence each between its regions."""
 
     @property
     def is_plainly_data_parallel(self) -> bool:
@@ -48,6 +53,15 @@ class JudgedLayout:
     def keeps_saved_tensors(self) -> bool:
         """True if a backward reads what its forward has saved where that was saved."""
         return not self.recompute and not self.offload
+
+    def group_ranks_along_axis(self, axis: str) -> list[list[int]]:
+        """The ranks that differ in their coordinate on `axis` alone, in its order; empty where
+        coordinates are not known."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinates in enumerate(self.rank_coordinates):
+            others = tuple(number for name, number in coordinates.items() if name != axis)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
 
     def describe_returned_tensors(self) -> str:
         """What may be wrong with what a backward reads, where it is not what was saved where it was
@@ -79,6 +93,8 @@ class JudgedLayout:
             queries_per_key=_count_queries_per_key(plan),
             loss_divisor=_find_loss_divisor(plan),
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
+            rank_coordinates=tuple(map(layout.coordinates, range(layout.world_size))),
+            shares_sequence=plan.parallel.sequence_parallel is True,
         )
 
 

@@ -373,14 +373,6 @@ class LayoutComparator:
                 words,
             )
 
-    def _find_sent_fault(self, name: str, step: int) -> str:
-        """What is wrong with what compression sends of a gradient, in words; "" for nothing."""
-        for observation in self._observations:
-            for number, faulty, _, words in observation.get("sent_faults", ()):
-                if (number, faulty) == (step, name):
-                    return str(words)
-        return ""
-
     def _compare_loads(self, step: int) -> Iterator[Difference]:
         """The loads of experts, as routers count it for their biases and for the run's page."""
         if not self._trace.loads:
@@ -397,9 +389,10 @@ class LayoutComparator:
                     worst = max(worst, off)
             if ranks:
                 error = worst / max(1, sum(expected[:-1]))
-                cause = self._diagnosis.explain_wrong_expert_load(
-                    self._observations[ranks[0]]["loads"][step][router], expected
-                )
+                loads = [
+                    observation["loads"][step].get(router) for observation in self._observations
+                ]
+                cause = self._diagnosis.explain_wrong_expert_load(loads, ranks[0], expected)
                 yield Difference(
                     "load of experts", router, step, error, ranks[0], tuple(ranks), "", cause
                 )
@@ -448,5 +441,5 @@ class LayoutComparator:
             error = self._compared.error(kind, name)
             # What a definition says of a rounded gradient is nearer than what its size says.
             if label == "gradient" and not self._keeps_error and error < SMALL_ERROR:
-                cause = self._find_sent_fault(name, step) or cause
+                cause = self._compared.find_sent_fault(name, step) or cause
             yield Difference(label, name, step, error, worst, ranks or (worst,), part, cause)
