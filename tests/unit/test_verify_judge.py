@@ -624,6 +624,13 @@ def test_a_weight_without_a_gradient_is_cut_off_from_the_graph() -> None:
         assert "reduced over ranks" not in first.cause
 
 
+def test_a_first_step_is_special_beside_none() -> None:
+    usual, special = TRACE.steps[0], replace(TRACE.steps[0], special="no masked target")
+    of_step = traced(steps=(usual, special, special)).describe_first_special_step
+    assert list(map(of_step, range(3))) == ["", "no masked target", ""]
+    assert traced(steps=(special, special)).describe_first_special_step(0) == ""
+
+
 def test_what_compression_sends_otherwise_is_told_before_where_a_backward_begins() -> None:
     kind, fault = name_gradients_set(0), "fp16 sends something else"
     off = {"a": (1.0, 4.2, 3.6, 4.0), "b": (1.0, 1.2, 0.6, 1.0)}

@@ -176,9 +176,10 @@ class Trace:
         return len(self.steps)
 
     def describe_first_special_step(self, step: int) -> str:
-        """What of its targets the step has that no step before it has; "" for nothing."""
+        """What of its targets the step has that no step before it has; "" for nothing, and for a
+        step that none is before."""
         special = self.steps[step].special
-        if special in [before.special for before in self.steps[:step]]:
+        if step == 0 or special in [before.special for before in self.steps[:step]]:
             return ""
         return special
 
