@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import json
 import math
@@ -622,6 +623,11 @@ def test_a_weight_without_a_gradient_is_cut_off_from_the_graph() -> None:
         assert first is not None
         assert "no gradient reaches it: it is cut off from the graph" in first.cause
         assert "reduced over ranks" not in first.cause
+    other = copy.deepcopy(seen)
+    other["tensors"][kind][names[1]] = (0.5, 1.0, 0.75, 1.0)
+    first = LayoutComparator(trace, [seen, other], JudgedLayout(2), tolerance=1e-10).compare().first
+    assert first is not None
+    assert "no gradient reaches" not in first.cause
 
 
 def test_a_first_step_is_special_beside_none() -> None:
@@ -864,7 +870,7 @@ def test_a_loss_of_wrong_outputs_is_no_multiple_that_means_something() -> None:
     ("sizes", "mixes_rows", "words"),
     [
         ((1.0, 1.0), False, "than the running ones, which one process takes there"),
-        ((1.0, 2.0), True, "than those of all rows of the batch, which one process takes there"),
+        ((1.0, 2.0), True, "than those of all rows of a microbatch, which one process takes"),
         ((1.0, 1.0), True, "than in one process"),
         ((1.0,), False, "than in one process"),
     ],

@@ -17,9 +17,9 @@ OTHER_THAN_RUNNING_CAUSE = (
     " in evaluation mode): those of a batch, or of a rank's own rows"
 )
 OTHER_THAN_BATCH_CAUSE = (
-    "{name} normalises by other statistics than those of all rows of the batch, which one process"
-    " takes there: those of a rank's own rows without the other rows, or the running ones, or what"
-    " ranks have of them is put together otherwise"
+    "{name} normalises by other statistics than those of all rows of a microbatch, which one"
+    " process takes there: those of a rank's own rows without the other rows, or the running ones,"
+    " or what ranks have of them is put together otherwise"
 )
 OTHER_STATISTICS_CAUSE = (
     "{name} normalises by other statistics than in one process: those of the batch, of a rank's"
@@ -30,7 +30,6 @@ NOT_ALIKE_CAUSE = (
     " whole on each of them (a sum is missing, or some have parts that are not reduced, or stale),"
     " or some go on with it otherwise than the others"
 )
-
 OTHER_WEIGHTS = ", or with other weights: what is gathered of them is not what ranks hold"
 
 

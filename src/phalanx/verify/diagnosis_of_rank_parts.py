@@ -71,6 +71,9 @@ class RankPartDiagnosis:
                 ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
             )
         factor = self._compared.find_multiple_of_reference(kind, [name], ranks[0])
+        # Zeros on one rank are no weight that has no gradient.
+        if factor == 0 and not self._have_ranks_same_factor(kind, name, ranks):
+            return ""
         if factor is not None and abs(factor - 1) > 1e-3:
             return self._explain_factor_of_tp_copies(
                 name, factor
