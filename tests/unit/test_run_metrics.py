@@ -12,13 +12,16 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from commands import DEADLINE_S
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import EnvironmentProblem, ExitCode
+from phalanx.job.load import load_job
 from phalanx.launch import hang_kinds, rank_failure
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, Event, StepFinished
@@ -38,6 +41,7 @@ from phalanx.report.prometheus.http_server import MetricsServer, open_metrics_se
 from phalanx.report.prometheus.run_metrics import RunMetrics
 from phalanx.report.prometheus.values import MetricSnapshot
 from phalanx.run.observer.follower import MetricsPublisher, RunFollower
+from phalanx.train.invariants import RunInvariants
 
 prometheus_parser = pytest.importorskip("prometheus_client.parser")
 openmetrics_parser = pytest.importorskip("prometheus_client.openmetrics.parser")
@@ -656,3 +660,20 @@ def test_the_dashboard_is_whole() -> None:
         for query in panel.queries
     ]
     assert set(re.findall(r"phalanx_[a-z_]+", " ".join(expressions))) <= known
+
+
+def test_each_failure_of_a_ranks_memory_is_counted() -> None:
+    """A rank tells of each by itself, and no summary adds them up."""
+    story = Story()
+    story.start()
+    bus: Any = SimpleNamespace(emit=lambda event: story.tell(event, rank=1))
+    coordinates = dict.fromkeys(("pp", "cp", "tp"), 0)
+    mesh = SimpleNamespace(rank=1, world_size=2, coordinates=coordinates)
+    state: Any = SimpleNamespace(model=SimpleNamespace(module=nn.Linear(2, 2), mesh=mesh))
+    objective: Any = None
+    memory: Any = SimpleNamespace(find_changed_tensors=lambda: ["weight"], digested_step=4)
+    invariants = RunInvariants(load_job(None, []), state, bus, objective)
+    invariants._memory = memory
+    assert invariants.build_corruption_flags()[-2:] == (1.0, 1.0)
+    invariants.build_corruption_flags()
+    assert story.value("phalanx_invariant_failures_total", "memory_unchanged") == 2

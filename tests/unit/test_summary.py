@@ -16,6 +16,7 @@ from phalanx.observe.events import (
     Envelope,
     EvalFinished,
     Event,
+    InvariantChecked,
     MemoryMeasured,
     RankFailed,
     RestartScheduled,
@@ -372,3 +373,17 @@ def test_the_measured_step_is_that_of_the_newest_attempt_in_the_layout_of_the_pl
             assert f"{format_seconds(step_s)} measured" in line
         else:
             assert not measured
+
+
+def test_a_failed_check_of_any_rank_is_in_the_last_lines(tmp_path: Path) -> None:
+    """Each rank tells of its own memory, in its own file."""
+    for rank in (0, 1):
+        bus = Bus(rank=rank, run_dir=tmp_path)
+        if rank == 0:
+            bus.emit(RunStarted("r", "d", 1, 0, 2, "cpu", {}))
+        else:
+            bus.emit(InvariantChecked(6, "memory_unchanged", False, num_failed=1, ranks=[rank]))
+        bus.close()
+    (line,) = list_end_of_run_lines(collect_run_facts(tmp_path))
+    assert line.startswith("warning check failed: step 6: ")
+    assert line.endswith("on rank 1")

@@ -209,6 +209,26 @@ FIRES = {
             {"overrides": ("train.steps=1", "checkpoint.every_steps=2", "checkpoint.at_end=false")},
             ["in 1 step:", "nothing is saved"],
         ),
+        *(
+            (
+                {
+                    "overrides": (
+                        *(
+                            "train.steps=60",
+                            "checkpoint.every_steps=200",
+                            "checkpoint.at_end=false",
+                        ),
+                        *keys,
+                    )
+                },
+                [f"never comes in 60 steps: what saves is {key}"],
+            )
+            for key, *keys in (
+                ("checkpoint.every_minutes=5", "checkpoint.every_minutes=5"),
+                ("checkpoint.every=auto", "checkpoint.every=auto", "checkpoint.mtbf_hours=100"),
+                ("eval.keep_best", "eval.keep_best=true", "eval.every_steps=10"),
+            )
+        ),
     ],
     "fp32_on_gpu": [
         (

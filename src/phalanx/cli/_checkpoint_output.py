@@ -64,7 +64,7 @@ def print_exported_model(result: ExportResult) -> None:
     """Print the model and the files that were written, and how transformers opens them."""
     exported = result.exported
     size = format_bytes(exported.num_bytes)
-    print_line(f"from    {result.folder.url}, every byte verified")
+    print_line(f"from    {result.folder.url}, every byte of the weights verified")
     print_line(
         f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype},"
         f" {size}"

@@ -67,8 +67,13 @@ def _print_named_values(values: Iterable[tuple[str, float]]) -> None:
 def _describe_evaluated_data(data: EvaluationData) -> str:
     corpus = data.corpus
     if corpus.user is not None:
-        return f"{corpus.source}: {corpus.user.num_held_out:,} samples held out"
-    count = f"{corpus.source}: {corpus.splits[data.split].num_tokens:,} tokens"
+        count = f"{corpus.source}: {corpus.user.num_held_out:,} samples held out"
+    else:
+        count = f"{corpus.source}: {corpus.splits[data.split].num_tokens:,} tokens"
+        if data.split == "held_out":
+            count += " held out"
+    if data.max_tokens is not None:
+        return f"{count}, at most {data.max_tokens:,} of them"
     if data.split == "held_out":
-        return f"{count} held out"
+        return count
     return f"{count}, all of it"

@@ -8,7 +8,7 @@ its samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.order import count_held_out_targets
+from phalanx.data.order import count_held_out_targets, split_by_weights
 from phalanx.data.samples import Arrays, SampleSource, SampleSpec, SampleWindows
 from phalanx.data.tokens import Split, TokenSequence
 from phalanx.data.user_dataset import (
@@ -394,8 +394,3 @@ def _build_held_out_of_user_dataset(
         open_user_dataset(user.source, user.args, "held_out"), user.source, seed, shuffled=False
     )
     return {"": HeldOutSamples(samples, num_samples, *share.held_out_share)}
-
-
-def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` divided by weight, rounded down."""
-    return [int(total * weight / sum(weights)) for weight in weights]

@@ -7,6 +7,7 @@ one integer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,3 +152,8 @@ def count_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
     if max_tokens is None:
         return available
     return min(available, max_tokens)
+
+
+def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` divided by weight, rounded down."""
+    return [int(total * weight / sum(weights)) for weight in weights]

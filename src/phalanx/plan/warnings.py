@@ -288,15 +288,31 @@ def _warn_of_late_evaluation(job: Job, plan: Plan, data: DataFacts | None) -> st
 
 
 def _warn_of_missing_saves(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """The warning for an interval longer than the run; if nothing is saved at the end either,
-    nothing is saved at all."""
+    """The warning for an interval longer than the run, with what saves all the same; nothing does
+    where no other key asks for it."""
     interval, steps = job.checkpoint.every_steps, job.train.steps
     if interval is None or interval <= steps:
         return None
     outcome = "nothing is saved, checkpoint.at_end being false"
-    if job.checkpoint.at_end:
+    others = _list_saves_beside_every_steps(job)
+    if others:
+        outcome = f"what saves is {' and '.join(others)}"
+    elif job.checkpoint.at_end:
         outcome = "only the end is saved"
     return f"checkpoint.every_steps={interval} never comes in {plural(steps, 'step')}: {outcome}"
+
+
+def _list_saves_beside_every_steps(job: Job) -> list[str]:
+    """The keys by which the state is saved on the way, without checkpoint.every_steps."""
+    checkpoint = job.checkpoint
+    keys = []
+    if checkpoint.every_minutes is not None:
+        keys.append(f"checkpoint.every_minutes={checkpoint.every_minutes:g}")
+    if checkpoint.every is not None:
+        keys.append(f"checkpoint.every={checkpoint.every}")
+    if job.eval.keep_best:
+        keys.append("eval.keep_best")
+    return keys
 
 
 def _warn_of_fp32(job: Job, plan: Plan, data: DataFacts | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -25,7 +26,6 @@ from phalanx.observe.events import (
     Envelope,
     EvalFinished,
     Event,
-    InvariantChecked,
     MemoryMeasured,
     PipelineMeasured,
     RankFailed,
@@ -54,7 +54,7 @@ from phalanx.report.facts import (
     describe_skipped_steps,
 )
 from phalanx.report.formats import dict_or_empty, is_same_layout
-from phalanx.report.invariant_facts import InvariantLog
+from phalanx.report.invariant_facts import InvariantFacts
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -82,7 +82,7 @@ def list_end_of_run_lines(facts: RunFacts) -> list[str]:
     lines += _list_time_lines(envelopes, run_dir)
     lines += _list_bottleneck_lines(facts.bottleneck)
     lines += _list_memory_lines(facts)
-    lines += _list_invariant_lines(run_dir)
+    lines += _list_invariant_lines(facts.invariants)
     if sample is not None:
         # Tabs first, of which `printable` would make one blank each.
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
@@ -333,22 +333,8 @@ def _trains_own_module(run_dir: Path) -> bool:
     return isinstance(kind, str) and is_foreign(kind) and not is_hugging_face(kind)
 
 
-def _list_invariant_lines(run_dir: Path) -> list[str]:
+def _list_invariant_lines(facts: Sequence[InvariantFacts]) -> list[str]:
     """A line about the invariants of the run that held, and one for each that did not."""
-    log = InvariantLog()
-    plan = _read_json_object(run_dir / "plan.json")
-    layout, num_ranks = dict_or_empty(plan.get("layout")), plan.get("world_size", 1)
-    num_stages = layout.get("pp", 1)
-    if type(num_stages) is not int or type(num_ranks) is not int or not 0 < num_stages <= num_ranks:
-        num_stages = num_ranks = 1
-    # The first rank of each stage of a pipeline tells of its own layers.
-    for stage in range(num_stages):
-        rank = stage * (num_ranks // num_stages)
-        for envelope in read_recorded_events(run_dir, InvariantChecked, rank=rank):
-            log.add_event(envelope)
-    facts = log.list_invariant_facts()
-    if not facts:
-        return []
     names_held = [each.name.replace("_", " ") for each in facts if each.has_held]
     lines = []
     if names_held:

@@ -71,6 +71,7 @@ class RunInvariants:
         self._equal_step = -1
         self._corruption_flags = (0.0, 0.0)
         self._memory: MemoryChecks | None = None
+        self._num_memory_failures = 0
         self._evaluations: EvaluationChecks | None = None
         # A check is acted on two steps after it.
         self._own_losses = OwnLosses(job.observe.invariants_every + 4)
@@ -134,12 +135,13 @@ class RunInvariants:
         if not changed:
             return 0.0, 0.0
         rank = self._mesh.rank
+        self._num_memory_failures += 1
         self._bus.emit(
             InvariantChecked(
                 step=self._memory.digested_step,
                 name="memory_unchanged",
                 ok=False,
-                num_failed=1,
+                num_failed=self._num_memory_failures,
                 num_tensors=len(changed),
                 tensors=changed[:MAX_NAMED_PARAMETERS],
                 ranks=[rank],

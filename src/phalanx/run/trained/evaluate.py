@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.core.errors import CheckpointError, DataError, UsageError
 from phalanx.core.files import read_json
 from phalanx.data.corpus import Corpus, verify_corpus_checksums
+from phalanx.data.order import split_by_weights
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.data.tokenizer_files import collect_tokenizer_files
@@ -53,13 +54,15 @@ MAX_EXPONENT_OF_PERPLEXITY = 700.0
 class EvaluationData:
     """The corpus and the split of it that a model is evaluated on.
 
-    `is_of_run`: the run that trained the model evaluated on the same data. `remarks` say which
-    tokenizer made the tokens, and warn where the weights do not know them.
+    `is_of_run`: the run that trained the model evaluated on the same data. `max_tokens`: the most
+    tokens (samples of a user's own dataset) that are evaluated, where the split has more. `remarks`
+    say which tokenizer made the tokens, and warn where the weights do not know them.
     """
 
     corpus: Corpus
     split: Split
     is_of_run: bool
+    max_tokens: int | None = None
     remarks: ExtraReasonsAndWarnings = NO_EXTRA_REASONS_OR_WARNINGS
 
 
@@ -114,7 +117,7 @@ class EvaluationResult:
         if model.run_dir is not None:
             run = str(model.run_dir)
         if data.split == "train":
-            split = "all"
+            split = "all" if data.max_tokens is None else "part"
         if len(self.loss_by_source) > 1:
             loss_by_source = dict(self.loss_by_source)
         return {
@@ -123,6 +126,7 @@ class EvaluationResult:
             "run": run,
             "source": data.corpus.source,
             "split": split,
+            "max_tokens": data.max_tokens,
             "loss": self.loss,
             "unit": self.units.loss or None,
             "perplexity": self.perplexity,
@@ -148,6 +152,8 @@ def prepare_evaluation(model: TrainedModel, scratch: ScratchDirectory) -> Evalua
     data = _prepare_evaluation_corpus(model, scratch.directory)
     if data.split == "train" and not model.overridden_keys("eval.tokens"):
         model = _copy_model_with_eval_tokens(model, _compute_tokens_to_read_all(data.corpus))
+    if not _is_split_read_whole(data, model.job.eval.tokens):
+        data = replace(data, max_tokens=model.job.eval.tokens)
     return EvaluationTask(model, data, model.make_plan(vocab_size=data.corpus.vocab_size))
 
 
@@ -201,6 +207,19 @@ def _use_default_eval_tokens(model: TrainedModel) -> TrainedModel:
 def _copy_model_with_eval_tokens(model: TrainedModel, num_tokens: int) -> TrainedModel:
     evaluation = model.job.eval.model_copy(update={"tokens": num_tokens})
     return replace(model, job=model.job.model_copy(update={"eval": evaluation}))
+
+
+def _is_split_read_whole(data: EvaluationData, eval_tokens: int) -> bool:
+    """True if `eval_tokens` are enough for each token of the split that another one predicts, or
+    for each sample of a user's own dataset."""
+    corpus = data.corpus
+    if corpus.user is not None:
+        return eval_tokens >= corpus.user.num_held_out
+    budgets = split_by_weights(eval_tokens, corpus.weights)
+    return all(
+        component.splits[data.split].num_tokens - 1 <= budget
+        for component, budget in zip(corpus.components, budgets, strict=True)
+    )
 
 
 def _compute_tokens_to_read_all(corpus: Corpus) -> int:
