@@ -1,5 +1,5 @@
 # Two commands: `make train` and `make test`. Each sets up .venv by itself; nothing but python3 (3.11 or newer) and make
-# is needed before.
+# is needed before. `make test` also uses g++, with Python's headers, where it is there.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from commands import TINY, Done, environment, events, loss_curve, run, write_text
+from compilers import needs_cpp_compiler
 from phalanx.mesh.compiled.store import CodeStore
 from phalanx.observe.events import Note, RestartScheduled
+
+pytestmark = needs_cpp_compiler
 
 JOB = (
     *(key for key in TINY if not key.startswith("model.")),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from compilers import needs_cpp_compiler
 from models import EVERY_LAYOUT, decoder, global_batches, plan, replace_activations, share
 from phalanx.mesh.compilations import watching_compilations
 from phalanx.mesh.mesh import open_mesh
@@ -93,6 +94,7 @@ def test_a_compiled_block_that_is_recomputed_selectively() -> None:
 
 
 @pytest.mark.long
+@needs_cpp_compiler
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_compiled_blocks_in_every_layout(num_ranks: int) -> None:
     cases = [(layout, "none", False) for layout in EVERY_LAYOUT[num_ranks]]

@@ -18,6 +18,7 @@ from torch import nn
 
 import pipeline_zoo as zoo
 from bare_loop import Tensors, Trace, train_in_microbatches
+from compilers import needs_cpp_compiler
 from models import SEQ_LEN, VOCAB, fill
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
@@ -381,6 +382,7 @@ def test_models_of_every_style_and_every_recomputation(each_with_each: bool) -> 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@needs_cpp_compiler
 def test_compiled_blocks() -> None:
     """Also under a schedule that splits backwards, which compiled code does not do: a B in two
     halves is whole in I."""

@@ -29,6 +29,7 @@ from commands import (
     weights,
     write_text,
 )
+from compilers import needs_cpp_compiler
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json
@@ -333,6 +334,7 @@ def test_a_terminal_shows_the_run_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@needs_cpp_compiler
 def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> None:
     """Compiled kernels add in another order; anything more is a mistake.
 

@@ -15,6 +15,7 @@ import pytest
 
 import phalanx
 from commands import TINY, environment, finish, run, run_all, start, survivors, wait_until
+from compilers import needs_cpp_compiler
 from phalanx.core.errors import ExitCode
 from phalanx.plan.nvidia import list_visible_gpus
 from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
@@ -80,6 +81,7 @@ def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@needs_cpp_compiler
 def test_a_job_that_compiles_is_judged_compiled_and_what_is_not_judged_is_said(
     tmp_path: Path,
 ) -> None:

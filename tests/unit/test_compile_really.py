@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from compilers import needs_cpp_compiler
 from phalanx.mesh.compiled.store import CodeStore
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs_cpp_compiler]
 
 PROGRAM = """
 import os, sys, torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -136,10 +137,10 @@ def test_bash_takes_the_script(folder: Path) -> None:
         check=True,
     ).stdout
     lines = [
-        f"phalanx() {{ {sys.executable} -m phalanx; }}; export -f phalanx",
+        f"phalanx() {{ {shlex.quote(sys.executable)} -m phalanx; }}; export -f phalanx",
         script.replace(
             "_PHALANX_COMPLETE=complete_bash $1",
-            f"_PHALANX_COMPLETE=complete_bash {' '.join(COLD)}",
+            f"_PHALANX_COMPLETE=complete_bash {shlex.join(COLD)}",
         ),
         "COMP_WORDS=(phalanx train optim.schedule = w); COMP_CWORD=4",
         "_phalanx_completion phalanx",

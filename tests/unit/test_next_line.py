@@ -3,6 +3,7 @@ PATH."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,9 +26,12 @@ def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(
     assert format_next_command("report", "run") == "next    phalanx report run"
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", ["/venv/lib/phalanx/__main__.py", "train"])
-    assert (
-        format_next_command("report", "run") == f"next    {sys.executable} -m phalanx report run"
-    ), "python -m phalanx"
+    for python in ("/usr/bin/python3", "/my env/bin/python"):
+        monkeypatch.setattr(sys, "executable", python)
+        assert (
+            format_next_command("report", "run")
+            == f"next    {shlex.quote(python)} -m phalanx report run"
+        ), "python -m phalanx"
     monkeypatch.setenv("PATH", str(script.parent))
     assert format_next_command("report", "run") == "next    phalanx report run"
 

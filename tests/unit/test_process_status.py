@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from commands import wait_until
 from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BoxHeader, LastPosition
 from phalanx.core.process_stat import read_start_ticks, read_state_letter
+from phalanx.observe import process_status
 from phalanx.observe.process_status import read_process_statuses
 from phalanx.observe.rank_waits import RankState, WaitVerdict
 from phalanx.observe.where_words import describe_waits
@@ -72,3 +75,49 @@ def test_of_a_process_that_cannot_be_looked_at_nothing_is_known() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert state == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "throttled_share"),
+    [
+        ("0::/job\n", {"job/cpu.stat": "usage_usec 9\nthrottled_usec {usec}\n"}, 0.5),
+        # Without the controller of processors there are no such lines.
+        ("0::/job\n", {"job/cpu.stat": "usage_usec 9\n"}, None),
+        # Version 1, alone and beside a version 2 that has no controllers.
+        ("4:cpu,cpuacct:/job\n", {"cpu/job/cpu.stat": "throttled_time {usec}000\n"}, None),
+        ("4:cpu:/job\n0::/job\n", {"cpu/job/cpu.stat": "throttled_time {usec}000\n"}, None),
+        ("0::/job\n", {"job/cpu.stat": "throttled_usec \n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_throttling_is_what_cgroups_of_version_2_count(
+    cgroup: str,
+    files: dict[str, str],
+    throttled_share: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.15 of the 0.3 seconds for which the process is looked at."""
+    now_s = 100.0
+
+    def write(usec: int) -> None:
+        own = tmp_path / f"proc/{os.getpid()}/cgroup"
+        texts = {tmp_path / "sys/fs/cgroup" / name: text for name, text in files.items()}
+        for path, text in {own: cgroup, **texts}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.format(usec=usec))
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        write(1_150_000)
+
+    write(1_000_000)
+    monkeypatch.setattr(process_status, "Path", lambda name: tmp_path / name.lstrip("/"))
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr(process_status, "time", clock)
+    own = header(os.getpid(), read_boot_id())
+    status = read_process_statuses({0: own}, sample_s=0.3)[0]
+    assert status.throttled_share == (
+        None if throttled_share is None else pytest.approx(throttled_share)
+    )
