@@ -40,8 +40,9 @@ class AttemptPlanner(Protocol):
         """The newest checkpoint that can be read, or why none is named, in words."""
         ...
 
-    def go_back(self, roll_back: RollBack) -> None:
-        """Have the next attempt begin at a checkpoint that all ranks agreed to go back to."""
+    def go_back(self, roll_back: RollBack) -> int:
+        """Have the next attempt begin at a checkpoint that all ranks agreed to go back to. Returns
+        the epoch of the attempt that ended, 0 where attempts have none."""
         ...
 
     def lessen_memory(self) -> str:
@@ -106,8 +107,9 @@ class RepeatedAttempts:
     def describe_what_stands(self) -> str:
         return describe_checkpoint_that_stands(self.newest_step)
 
-    def go_back(self, roll_back: RollBack) -> None:
+    def go_back(self, roll_back: RollBack) -> int:
         """Change nothing: the ranks find the checkpoint themselves."""
+        return 0
 
     def lessen_memory(self) -> str:
         return ""

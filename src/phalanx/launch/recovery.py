@@ -228,7 +228,7 @@ class RecoveryPolicy:
         self._failed_starts = FailedStarts()
 
     def _go_back(self, roll_back: RollBack) -> StartAgain:
-        self._attempts.go_back(roll_back)
+        epoch = self._attempts.go_back(roll_back)
         # Whoever shows the run's events says it.
         self._bus.emit(
             RolledBack(
@@ -238,6 +238,7 @@ class RecoveryPolicy:
                 not_after_step=roll_back.not_after_step,
                 skip_to_sample=roll_back.skip_to_sample,
                 failed_rank=roll_back.rank,
+                epoch=epoch,
             )
         )
         return StartAgain(self._num_ranks, {})

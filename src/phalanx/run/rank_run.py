@@ -18,14 +18,17 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class RollBacks:
-    """The roll-backs of this run so far. `pending`: since the last one there is no checkpoint
-    yet."""
+    """The roll-backs of this run so far. `pending`: since the last one no checkpoint is known to
+    have been saved; events of one may be lost. `ended_epoch`: the number of the fencing token of
+    the attempt that the last one ended, 0 where that is not known."""
 
     done: tuple[RollBack, ...] = ()
     pending: bool = False
+    ended_epoch: int = 0
 
     def find_limit(self) -> int | None:
-        """The newest step whose checkpoint may be used; None: any may."""
+        """The newest step whose checkpoint may be used, unless it was saved since; None: any
+        may."""
         if self.pending and self.done:
             return self.done[-1].not_after_step
         return None

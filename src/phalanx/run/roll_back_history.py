@@ -17,8 +17,9 @@ class RollBackHistory:
     def __init__(self, run_dir: Path) -> None:
         self.current = _read_roll_backs(run_dir)
 
-    def add(self, roll_back: RollBack) -> None:
-        self.current = RollBacks((*self.current.done, roll_back), pending=True)
+    def add(self, roll_back: RollBack, ended_epoch: int) -> None:
+        """The attempt of fencing token `ended_epoch` ends by going back."""
+        self.current = RollBacks((*self.current.done, roll_back), True, ended_epoch)
 
     def note_checkpoint(self) -> None:
         """A checkpoint was saved: it is of after the last one."""
@@ -27,11 +28,11 @@ class RollBackHistory:
 
 def _read_roll_backs(run_dir: Path) -> RollBacks:
     roll_backs: list[RollBack] = []
-    rolled_back_s = 0.0
+    ended_attempt, ended_epoch = -1, 0
     for envelope in read_recorded_events(run_dir, RolledBack, rank=-1):
         event = envelope.event
         assert isinstance(event, RolledBack)
-        rolled_back_s = max(rolled_back_s, envelope.time_unix_s)
+        ended_attempt, ended_epoch = envelope.attempt, event.epoch
         roll_backs.append(
             RollBack(
                 kind=event.cause,
@@ -42,6 +43,8 @@ def _read_roll_backs(run_dir: Path) -> RollBacks:
                 rank=event.failed_rank,
             )
         )
+    # By attempt and not by time, because wall clocks are set back.
     saved = read_recorded_events(run_dir, CheckpointSaved) if roll_backs else iter(())
-    saved_s = max((envelope.time_unix_s for envelope in saved), default=0.0)
-    return RollBacks(tuple(roll_backs), pending=rolled_back_s > saved_s)
+    has_saved_since = any(envelope.attempt > ended_attempt for envelope in saved)
+    pending = bool(roll_backs) and not has_saved_since
+    return RollBacks(tuple(roll_backs), pending, ended_epoch)

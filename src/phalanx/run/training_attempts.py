@@ -102,8 +102,10 @@ class TrainingAttempts:
     def describe_what_stands(self) -> str:
         return self._checkpoints.describe_newest()
 
-    def go_back(self, roll_back: RollBack) -> None:
-        self._roll_backs.add(roll_back)
+    def go_back(self, roll_back: RollBack) -> int:
+        epoch = 0 if self._fence.token is None else self._fence.token.number
+        self._roll_backs.add(roll_back, epoch)
+        return epoch
 
     def lessen_memory(self) -> str:
         return self._elastic.lessen_memory()

@@ -31,6 +31,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.initial_weights import read_initial_weights
+from phalanx.run.left_checkpoints import remove_left_checkpoints
 from phalanx.run.rank_run import RollBacks
 from phalanx.train.held_state import HeldState, restore_from_held_states
 from phalanx.train.state import TrainState
@@ -75,7 +76,7 @@ def build_and_restore_state(
     `newest_saved_step` was.
     """
     roll_backs = roll_backs or RollBacks()
-    names = list_checkpoints_newest_first(storage, mesh, not_after_step=roll_backs.find_limit())
+    names = list_checkpoints_newest_first(storage, mesh, roll_backs=roll_backs, bus=bus)
     initial = None
     if not names:
         initial = read_initial_weights_on_all_ranks(mesh, storage.run_dir)
@@ -137,11 +138,16 @@ def build_training_state(
 
 
 def list_checkpoints_newest_first(
-    storage: RunStorage, mesh: Mesh, *, not_after_step: int | None = None
+    storage: RunStorage,
+    mesh: Mesh,
+    *,
+    roll_backs: RollBacks | None = None,
+    bus: Bus | None = None,
 ) -> list[str]:
     """Names of the run's checkpoints, the newest first.
 
-    Those after `not_after_step` are removed: the run has gone back to before them.
+    Those that the run has left behind with its `roll_backs` are removed, and those of which that is
+    not known are left out; the latter `bus` is told.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one.
     Raises RunLockedError if the store is another run's, and RunTakenError if another job has the
@@ -161,11 +167,11 @@ def list_checkpoints_newest_first(
         if mesh.rank == 0 and refusal is None:
             store.remove_leftovers()
             # After `remove_leftovers`, which may put a checkpoint back.
-            for folder in reversed(store.folders()):
-                if not_after_step is not None and folder.step > not_after_step:
-                    store.remove(folder)
-                else:
-                    names.append(folder.name)
+            folders = list(reversed(store.folders()))
+            if roll_backs is not None:
+                emit = (lambda event: None) if bus is None else bus.emit
+                folders = remove_left_checkpoints(store, folders, roll_backs, emit)
+            names = [folder.name for folder in folders]
         # Shared, and not raised: `run_on_all_ranks_or_raise` shares no error of this class.
         results.local = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
     names, refusal_parts = results.by_rank[0]

@@ -148,7 +148,8 @@ class RolledBack(Event):
 
     `cause`: "loss_spike" | "corruption" | "nonfinite_weights"; `failed_rank` holds what is
     corrupted, -1 where that is not known. `skip_to_sample`: the next sample that is read then, -1:
-    as the checkpoint says.
+    as the checkpoint says. `epoch`: that of the attempt that ended, as manifests of its
+    checkpoints have it; 0: not known.
     """
 
     step: int
@@ -157,6 +158,7 @@ class RolledBack(Event):
     not_after_step: int
     skip_to_sample: int
     failed_rank: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
