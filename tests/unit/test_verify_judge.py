@@ -642,7 +642,7 @@ def test_what_compression_sends_otherwise_is_told_before_where_a_backward_begins
     off = {"a": (1.0, 4.2, 3.6, 4.0), "b": (1.0, 1.2, 0.6, 1.0)}
     seen = saw(tensors={kind: off}, sent_faults=[(0, "a", 0.5, fault)])
     cause = first_of(seen, seen).cause
-    assert cause.startswith(f"{fault}; it is off by more than rounding: ranks scale what they send")
+    assert cause.startswith(f"{fault}, or rather, as it is off by more than rounding: ranks scale")
     assert "the backward goes wrong where it begins" not in cause
     seen = saw(tensors={kind: off}, sent_faults=[(1, "a", 0.5, fault)])
     assert "the backward goes wrong where it begins" in first_of(seen, seen).cause
@@ -792,7 +792,8 @@ def test_a_misrouted_token_is_explained_by_the_experts_before_it(
     ("right", "words"),
     [
         ("v", "backward of the softmax"),
-        ("q", "does not come back"),
+        ("q", "does not come back to it"),
+        ("qk", "does not come back to it, or the backward of attention goes wrong in values alone"),
         ("-", "the backward of attention is not that of its forward"),
     ],
 )
@@ -804,8 +805,7 @@ def test_keys_of_a_rank_of_cp_lack_what_others_owe_or_scores_are_wrong(
     trace = replace(TRACE, order=tuple(names), sizes=sizes)
     seen = saw()
     seen["tensors"][kind] = {
-        name: (0.0, 1.0, 1.0, 1.0) if f".{right}." in name else (0.2, 1.1, 0.95, 1.0)
-        for name in names
+        name: (0.0, 1.0, 1.0, 1.0) if name[2] in right else (0.2, 1.1, 0.95, 1.0) for name in names
     }
     seen["held"] |= dict.fromkeys(names, "whole")
     seen["boxes"] |= {name: [[[0], [4], 1]] for name in names}
@@ -813,6 +813,7 @@ def test_keys_of_a_rank_of_cp_lack_what_others_owe_or_scores_are_wrong(
     first = LayoutComparator(trace, [seen, seen], layout, tolerance=1e-10).compare().first
     assert first is not None
     assert words in first.cause
+    assert ("alone" in first.cause) == (right == "qk")
 
 
 def test_a_stage_that_loses_its_groups_part_of_the_rate_is_found() -> None:
@@ -850,7 +851,13 @@ def test_a_loss_of_hidden_states_that_agree_is_wrong_by_itself() -> None:
     assert "each token agrees" in first_of(*[saw(losses=[3.1], num_outputs=4)] * 2).cause
     assert "some rank, or of all" in first_of(*[saw(losses=[3.1])] * 2).cause
     wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, "blocks.1", 0.1, 0, 0]])
-    assert "some rank, or of all" in first_of(wrong, saw(losses=[3.1], num_outputs=4)).cause
+    assert "some rank, or of all" in first_of(wrong, wrong).cause
+    assert "some rank, or of all" in first_of(wrong, saw(losses=[3.1])).cause
+    cause = first_of(wrong, saw(losses=[3.1], num_outputs=4)).cause
+    assert "the forward of rank 0, and not of the others, computes something else" in cause
+    for name, is_attention in (("blocks.0.attention", True), ("blocks.0.attention_norm", False)):
+        wrong = saw(losses=[3.1], num_outputs=4, outputs=[[0, 2, name, 0.1, 0, 0]])
+        assert ("attention in blocks" in first_of(wrong, wrong).cause) == is_attention
 
 
 def test_a_loss_of_wrong_outputs_is_no_multiple_that_means_something() -> None:

@@ -223,9 +223,9 @@ class DifferenceDiagnosis:
             return f"it is {format_factor(factor)} the reference: {ROUNDED_LOSS_CAUSE}"
         if meaning and not wrong_output:
             return self._factors.describe("it", factor, 0)
-        if "att" in wrong_output.rpartition(".")[2]:
+        if _is_attention(wrong_output):
             return WRONG_ATTENTION_CAUSE
-        words = "the forward of some rank, or of all, computes something else"
+        words = f"the forward of {self._outputs.describe_wrong_ranks(0)} computes something else"
         if self._layout.gathers_weights:
             words += OTHER_WEIGHTS
         if meaning:
@@ -424,6 +424,12 @@ class DifferenceDiagnosis:
             f"{counted} choices were counted and {came} were made: the load is not that of the"
             " whole batch, for counts of some ranks or microbatches are missing, or counted twice"
         )
+
+
+def _is_attention(module: str) -> bool:
+    """True for a name like blocks.0.self_attn, and not for that of a norm before it."""
+    own_name = module.rpartition(".")[2]
+    return "att" in own_name and "norm" not in own_name
 
 
 def _average_or_nan(values: Sequence[float]) -> float:

@@ -28,6 +28,8 @@ WRONG_SCORES_GRADIENT_CAUSE = (
     " block of keys, or of another output"
 )
 
+KEYS_AND_VALUES = (("k", "keys"), ("v", "values"))
+
 
 class BackwardDiagnosis:
     """Explains gradients by the first tensor that the backward meets and that is wrong."""
@@ -147,7 +149,14 @@ def _explain_gradients_of_attention(off: Sequence[str]) -> str:
     `off` is in."""
     attention = off[-1].rsplit(".", 2)[0]
     if f"{attention}.q.weight" not in off:
-        return LOST_KEY_GRADIENTS_CAUSE
+        # What comes back is of both.
+        wrong = [word for part, word in KEYS_AND_VALUES if f"{attention}.{part}.weight" in off]
+        alone = (
+            f", or the backward of attention goes wrong in {wrong[0]} alone"
+            if len(wrong) == 1
+            else ""
+        )
+        return LOST_KEY_GRADIENTS_CAUSE + alone
     if f"{attention}.v.weight" not in off:
         return WRONG_SCORES_GRADIENT_CAUSE
     return WRONG_ATTENTION_BACKWARD_CAUSE

@@ -118,7 +118,7 @@ class GradientDiagnosis:
     def _explain_sent_gradient(self, name: str, step: int) -> str:
         """The cause of a gradient that compression should only round, and sends otherwise."""
         fault = self._compared.find_sent_fault(name, step)
-        return fault and f"{fault}; {MORE_THAN_ROUNDED_CAUSE}"
+        return fault and f"{fault}, or rather, as {MORE_THAN_ROUNDED_CAUSE}"
 
     def _explain_gradients_by_stage(self, kind: str, name: str, off: Sequence[str]) -> str:
         if self._stages is None:

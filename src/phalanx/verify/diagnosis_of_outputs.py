@@ -14,16 +14,16 @@ RUNNING_MEAN = "running_mean"
 """What normalisations with running statistics call the first of them."""
 OTHER_THAN_RUNNING_CAUSE = (
     "{name} normalises by other statistics than the running ones, which one process takes there (as"
-    " in evaluation mode): those of a batch, or of a rank's own rows"
+    " in evaluation mode): those of a batch, or of a rank's own rows; or with another eps"
 )
 OTHER_THAN_BATCH_CAUSE = (
     "{name} normalises by other statistics than those of all rows of a microbatch, which one"
     " process takes there: those of a rank's own rows without the other rows, or the running ones,"
-    " or what ranks have of them is put together otherwise"
+    " or what ranks have of them is put together otherwise; or with another eps"
 )
 OTHER_STATISTICS_CAUSE = (
     "{name} normalises by other statistics than in one process: those of the batch, of a rank's"
-    " own rows without the other rows, or the running ones"
+    " own rows without the other rows, or the running ones; or with another eps"
 )
 NOT_ALIKE_CAUSE = (
     "all ranks of tp are to have the same there, and {whose}: what they add up or gather is not"
@@ -42,6 +42,15 @@ class OutputDiagnosis:
     def find_first_wrong(self, step: int) -> str:
         """The name of the first output of a step that differs on any rank; "" if none does."""
         return self._find_first_wrong_by_rank(step)[0]
+
+    def describe_wrong_ranks(self, step: int) -> str:
+        """The ranks on which the first wrong output of a step differs, in words to be read after
+        "the forward of"."""
+        wrong = self._find_first_wrong_by_rank(step)[1]
+        others = [rank for rank in range(len(self._compared.observations)) if rank not in wrong]
+        if not wrong or not others or not all(map(self._has_compared, others)):
+            return "some rank, or of all,"
+        return f"rank {_join(wrong)}, and not of the others,"
 
     def explain_statistics(self, step: int) -> str:
         """The cause of an output of a normalisation that keeps running statistics."""
