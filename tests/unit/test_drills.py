@@ -3,14 +3,17 @@ go on."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -791,6 +794,37 @@ def test_a_campaign_that_cannot_be_written_is_refused_before_any_run(
     assert run_command_line(["drill", "kill", f"--campaign={campaign}", f"--out={out}"]) == 2
     assert f"{campaign} cannot be written (No such file or directory)" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for more in ([], ["--soak=1"]):
+        assert run_command_line(["drill", "kill", f"--out={tmp_path / 'file' / 'out'}", *more]) == 7
+        assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schema", ["drill", "drill-soak"])
+def test_a_disk_that_is_full_at_the_end_leaves_what_was_measured(
+    schema: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    soak = SimpleNamespace(to_json=lambda: {"passed": True}, is_passed=True)
+    monkeypatch.setattr("phalanx.drills.drive.run_drill", lambda *_, **__: make_result())
+    monkeypatch.setattr("phalanx.drills.soak.drive.run_soak", lambda *_, **__: soak)
+    monkeypatch.setattr("phalanx.drills.page.write_bytes_atomically", refuse)
+    monkeypatch.setattr("phalanx.core.files.write_json_atomically", refuse)
+    more = ["--soak=1"] if schema == "drill-soak" else []
+    assert run_command_line(["drill", "kill", f"--out={tmp_path}", "--json", *more]) == 7
+    out, err = capsys.readouterr()
+    assert json.loads(out)["schema"] == f"phalanx.{schema}/1"
+    assert "No space left" in err
 
 
 def test_a_result_counts_classes_and_what_was_skipped() -> None:

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.core.errors import UsageError, format_nearest_word_hint
@@ -75,12 +75,23 @@ def _refuse_misspelt_file_or_key(word: str) -> None:
         )
 
 
+def refuse_options_without_effect(cause: str, given: Mapping[str, bool]) -> None:
+    """Raise UsageError for the first option that is `given` though `cause` leaves it without
+    effect: it is not ignored in silence."""
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{option} has no effect {cause}", fix=f"leave {option} out")
+
+
 def build_overrides_of_model(model: str | None, overrides: list[str]) -> list[str]:
     """The overrides of a job whose model is named on the command line: a preset, or
-    package.module:factory."""
+    package.module:factory. Raises UsageError where a key among them names another one."""
+    from phalanx.cli._plan_keys import check_options_against_keys
+
     if model is None:
         return overrides
     key = "model.preset"
     if is_foreign(model):
         key = "model.kind"
+    check_options_against_keys({}, f"{key}={model}", overrides)
     return [f"{key}={model}", *overrides]

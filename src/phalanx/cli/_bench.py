@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
-from phalanx.cli._output_files import require_profile_or_new_file, require_writable_place
+from phalanx.cli._output_files import require_profile_or_new_file, require_writable_output
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import UsageError
 from phalanx.core.units import format_seconds
@@ -56,7 +56,6 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
 def _check_place_of_profile(out: Path | None) -> None:
     """Raises UsageError or ResourceError where the profile cannot be written: before a minute of
     measuring, and not after it."""
-    from phalanx.core.disk_errors import build_path_resource_error
     from phalanx.plan.profiles import PROFILE_FOLDER
 
     if out is not None and out.is_dir():
@@ -65,10 +64,7 @@ def _check_place_of_profile(out: Path | None) -> None:
         require_profile_or_new_file(out)
     # Of a machine that is not known yet: any file of the folder.
     path = out or Path(os.path.expanduser(PROFILE_FOLDER)) / "profile.json"
-    try:
-        require_writable_place(path, makes_folder=True)
-    except OSError as error:
-        raise build_path_resource_error(error, "writing the profile", path, place="--out") from None
+    require_writable_output(path, "writing the profile", option="--out")
 
 
 def _show_bench_progress(line: ProgressLine, progress: BenchProgress) -> None:

@@ -4,6 +4,7 @@ are done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from phalanx.cli._progress import ProgressLine
@@ -45,7 +46,7 @@ class BuildProgressDisplay:
             shards = (
                 f"{self.last.num_shards_done} of {self.last.num_shards} shards are whole and kept"
             )
-            print(f"stopped: {shards}; the same command goes on from there")
+            print(f"stopped: {shards}; the same command goes on from there", file=sys.stderr)
 
 
 def print_build_summary(summary: BuildSummary, tokenizer: str) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
+from phalanx.cli._output_files import require_writable_output
 from phalanx.cli._progress import ProgressLine
 from phalanx.cli._stops import telling_stops
-from phalanx.core.errors import ExitCode, UsageError
+from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
     """Run a drill and print its rows. Returns the exit code: 11 if a bar is missed."""
     from phalanx.drills.drive import DrillRequest, run_drill
     from phalanx.drills.job import load_drilled_job
-    from phalanx.drills.page import write_drill_page
+    from phalanx.drills.page import PAGE_FILE_NAME, write_drill_page
     from phalanx.drills.trials import choose_fault_names
 
     refuse_launcher("drill")
@@ -75,6 +76,10 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
     ):
         if options.redoes_changed and options.campaign is None:
             raise UsageError("--again is for the trials of a campaign", fix="give --campaign FILE")
+        if options.out is not None:
+            require_writable_output(
+                options.out / PAGE_FILE_NAME, "writing the page", option="--out"
+            )
         words, rest = split_faults_from_job(arguments)
         job_file, overrides = split_job_file_and_overrides(rest)
         job = load_drilled_job(job_file, overrides, num_steps=options.num_steps)
@@ -103,9 +108,12 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
                     print(text, flush=True)
 
         result = run_drill(request, on_progress=show, on_row=show_row)
-    page = None
+    page, page_error = None, None
     if options.out is not None:
-        page = write_drill_page(options.out, result)
+        try:
+            page = write_drill_page(options.out, result)
+        except ResourceError as error:
+            page_error = error
     if as_json:
         print_json("drill", {**result.to_json(), "page": page and str(page)}, indent=1)
     else:
@@ -113,6 +121,9 @@ def print_drill(arguments: Sequence[str], options: DrillOptions, *, as_json: boo
             print(text)
         if page is not None:
             print(f"page    {page}")
+    if page_error is not None:
+        # After what hours of trials have shown.
+        raise page_error
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)
 
 

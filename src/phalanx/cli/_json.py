@@ -52,12 +52,13 @@ def build_json_body(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def print_errors_as_json(as_json: bool) -> Iterator[None]:
-    """Inside, an error is an object on standard output, too (phalanx.error/1), if
-    `as_json`."""
+    """Inside, an error is an object on standard output, too (phalanx.error/1), if `as_json`; one,
+    however many verbs it leaves on its way."""
     try:
         yield
     except PhalanxError as error:
-        if as_json:
+        if as_json and not error.is_printed_as_json:
+            error.is_printed_as_json = True
             print_json("error", error.to_json())
         # Raised on: the words for stderr and the exit code are the caller's.
         raise

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from phalanx.cli._json import print_json
 from phalanx.core.errors import ExitCode
 from phalanx.run.launched import StartedByLauncherError, refuse_external_launcher
 
@@ -26,8 +27,19 @@ def refuse_launcher(verb: str) -> None:
         raise
 
 
-def print_ended_ranks(error: RanksEndedEarlyError) -> int:
-    """Print why ranks ended before their work was done; returns the exit code."""
+def print_ended_ranks(error: RanksEndedEarlyError, *, as_json: bool) -> int:
+    """Print why ranks ended before their work was done, with `as_json` as an object, too; returns
+    the exit code."""
+    if as_json:
+        facts = {
+            "error": type(error).__name__,
+            "exit_code": int(error.exit_code),
+            "what": "the ranks ended before their work was done",
+            "where": None,
+            "why": error.message or None,
+            "fix": None,
+        }
+        print_json("error", facts)
     if error.message:
         print(error.message, file=sys.stderr)
     return error.exit_code

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import open_regular_file, read_json, require_regular_file_mode
 
@@ -25,6 +26,14 @@ def require_writable_place(file: Path, *, makes_folder: bool) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def require_writable_output(file: Path, doing: str, *, option: str) -> None:
+    """Raise ResourceError where `file`, of which `option` names the place, cannot be written."""
+    try:
+        require_writable_place(file, makes_folder=True)
+    except OSError as error:
+        raise build_path_resource_error(error, doing, file, place=option) from None
 
 
 def require_no_device(file: Path) -> None:

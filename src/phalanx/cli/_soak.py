@@ -13,6 +13,7 @@ from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._drill import describe_answer, split_faults_from_job
 from phalanx.cli._json import print_errors_as_json, print_json
 from phalanx.cli._launched import refuse_launcher
+from phalanx.cli._output_files import require_writable_output
 from phalanx.cli._progress import ProgressLine
 from phalanx.cli._stops import telling_stops
 from phalanx.core.errors import ExitCode, UsageError
@@ -58,6 +59,10 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
                 f"a soak is one run: it cannot have {' and '.join(options.refused)} of trials",
                 fix="leave one of them out",
             )
+        if options.out is not None:
+            require_writable_output(
+                options.out / SOAK_RESULT_FILE_NAME, "writing the result", option="--out"
+            )
         words, rest = split_faults_from_job(arguments)
         job_file, overrides = split_job_file_and_overrides(rest)
         mix = choose_mix(words, options.fault_every_s)
@@ -83,14 +88,15 @@ def print_soak(arguments: Sequence[str], options: SoakOptions, *, as_json: bool)
             on_progress=lambda progress: show_soak_progress(line, progress),
             on_plan=show_plan,
         )
-    if options.out is not None:
-        _write_result(options.out, result)
+    # What half an hour has shown, before a disk can refuse it.
     if as_json:
         print_json("drill-soak", result.to_json(), indent=1)
     else:
         for text in describe_soak(result):
             print(text)
-        if options.out is not None:
+    if options.out is not None:
+        _write_result(options.out, result)
+        if not as_json:
             print(f"result  {options.out / SOAK_RESULT_FILE_NAME}")
             print(f"page    {result.run_dir / 'report.html'}")
     return int(ExitCode.OK if result.is_passed else ExitCode.VERIFICATION)

@@ -116,6 +116,8 @@ def tokenizer_command(
     as_json: JsonOption = False,
 ) -> int:
     """Train a byte-level BPE on your corpus and write its tokenizer.json."""
+    import sys
+
     from phalanx.cli._data_build_output import print_trained_tokenizer, show_tokenizer_training
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
@@ -133,7 +135,7 @@ def tokenizer_command(
                 progress=lambda progress: show_tokenizer_training(line, progress),
             )
     except KeyboardInterrupt:
-        print("stopped: no tokenizer was written")
+        print("stopped: no tokenizer was written", file=sys.stderr)
         return ExitCode.INTERRUPTED
     if as_json:
         print_json("data-tokenizer", {**vars(trained), "path": str(trained.path)}, indent=1)

@@ -10,6 +10,7 @@ import typer
 from phalanx.cli._options import JsonOption
 
 EXAMPLE = "Example: phalanx drill kill freeze"
+DEFAULT_FAULT_EVERY_S = 30.0
 
 
 DrillArguments = Annotated[
@@ -84,7 +85,7 @@ def command(
     out: OutOption = None,
     limit: LimitOption = None,
     soak: SoakOption = None,
-    fault_every: FaultEveryOption = 30.0,
+    fault_every: FaultEveryOption = DEFAULT_FAULT_EVERY_S,
     shows_list: ListOption = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -94,20 +95,35 @@ def command(
     --soak: once with all faults).
     Exit code 11 if a bar is missed.
     """
+    from phalanx.cli._arguments import refuse_options_without_effect
     from phalanx.cli._drill import DrillOptions, print_drill, print_faults
+    from phalanx.cli._json import print_errors_as_json
 
+    of_trials = {
+        "--repeat": repeat != 1,
+        "--steps": steps != 40,
+        "--campaign": campaign is not None,
+        "--again": again,
+        "--share": share != 1,
+    }
+    with print_errors_as_json(as_json):
+        if shows_list:
+            of_runs = {
+                "--seed": seed != 0,
+                "--out": out is not None,
+                "--limit": limit is not None,
+                "--soak": soak is not None,
+            }
+            given = {"a fault, job file or key": bool(arguments), **of_trials, **of_runs}
+            refuse_options_without_effect("with --list", given)
+        if soak is None:
+            is_given = fault_every != DEFAULT_FAULT_EVERY_S
+            refuse_options_without_effect("without --soak", {"--fault-every": is_given})
     if shows_list:
         return print_faults(as_json=as_json)
     if soak is not None:
         from phalanx.cli._soak import SoakOptions, print_soak
 
-        of_trials = {
-            "--repeat": repeat != 1,
-            "--steps": steps != 40,
-            "--campaign": campaign,
-            "--again": again,
-            "--share": share != 1,
-        }
         refused = tuple(name for name, is_given in of_trials.items() if is_given)
         soak_options = SoakOptions(soak, fault_every, seed, out, limit, refused)
         return print_soak(arguments or (), soak_options, as_json=as_json)

@@ -81,7 +81,7 @@ def command(
                     on_progress=lambda progress: show_evaluation_progress(line, progress),
                 )
     except RanksEndedEarlyError as error:
-        return print_ended_ranks(error)
+        return print_ended_ranks(error, as_json=as_json)
     if as_json:
         print_json("eval", {**result.to_json(), "wall_s": time.monotonic() - start_s}, indent=1)
     else:

@@ -138,7 +138,7 @@ def command(
                 else GeneratedTextPrinter(generator).print_new_text,
             )
     except RanksEndedEarlyError as error:
-        return print_ended_ranks(error)
+        return print_ended_ranks(error, as_json=as_json)
     _print_end(result, as_json)
     return 0
 

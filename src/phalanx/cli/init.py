@@ -45,7 +45,9 @@ def command(
     """
     import shlex
 
+    from phalanx.cli._arguments import refuse_options_without_effect
     from phalanx.cli._output_files import require_no_device
+    from phalanx.core.errors import UsageError
     from phalanx.core.terminal import print_document
     from phalanx.job.job_file import (
         load_job_of_run,
@@ -57,11 +59,15 @@ def command(
     from phalanx.job.template import format_job_template
     from phalanx.run.next_command import format_program_command, spell_path_as_argument
 
+    if file == "-":
+        refuse_options_without_effect("where the file is printed", {"--editor": editor})
+    if from_run == "":
+        raise UsageError("--from-run names no run", fix="give a directory that phalanx train wrote")
     if schema:
         print_document(read_schema_text(), end="")
         return 0
     text = format_job_template(
-        load_job_of_run(from_run) if from_run else None,
+        None if from_run is None else load_job_of_run(from_run),
         file=file if file != "-" else "job.toml",
         minimal=minimal,
         schema_file=f"./{SCHEMA_FILE_NAME}" if editor else None,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: phalanx metrics runs/train-20260101-120000 --port=9464"
 
+DEFAULT_HOST = "127.0.0.1"
+
 
 def command(
     run: Annotated[
@@ -26,7 +28,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to serve on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address to serve on.")] = DEFAULT_HOST,
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to serve on; 0 takes a free one.")
     ] = 0,
@@ -48,9 +50,11 @@ def command(
     Reads the run directory, and does not disturb the run: live, ended, under any launcher, from any
     machine that sees its files. A job with observe.metrics_port serves its own.
     """
+    from phalanx.cli._arguments import refuse_options_without_effect
     from phalanx.cli._json import print_errors_as_json
     from phalanx.core.errors import UsageError
 
+    serving = {"--host": host != DEFAULT_HOST, "--port": port != 0}
     with print_errors_as_json(as_json):
         if rules or dashboard:
             if run is not None or (rules and dashboard):
@@ -59,6 +63,10 @@ def command(
                     why="they are the same for every run",
                     fix="phalanx metrics --rules, or phalanx metrics --dashboard",
                 )
+            refuse_options_without_effect(
+                f"with {'--rules' if rules else '--dashboard'}",
+                {"--json": as_json, "--once": once, **serving},
+            )
             _print_rules_or_dashboard(rules=rules)
             return 0
         if run is None:
@@ -71,6 +79,7 @@ def command(
             )
         follower = _open_follower(Path(run))
         if once or as_json:
+            refuse_options_without_effect(f"with {'--once' if once else '--json'}", serving)
             _print_metrics(follower, as_json=as_json)
             return 0
         _serve(follower, host, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from phalanx.cli._complete import complete_run_directory
 from phalanx.cli._options import JobArguments
 
 EXAMPLE = "Example: phalanx train job.toml train.steps=200 parallel.dp_shard=2 run.dir=runs/first"
+FALLBACK_KEY = "checkpoint.fallback="
 
 
 def command(
@@ -61,7 +63,8 @@ def command(
             arguments or [], allow_file=resume is None
         )
         if fallback:
-            overrides = [*overrides, "checkpoint.fallback=true"]
+            _check_fallback(overrides, is_resumed=resume is not None)
+            overrides = [*overrides, f"{FALLBACK_KEY}true"]
         if explain:
             from phalanx.cli._explain import print_explained_job
             from phalanx.run.resume import load_job_for_explain
@@ -93,3 +96,17 @@ def command(
 
             print_json("run", build_run_json(collect_run_facts(end.run_dir)))
         return end.exit_code
+
+
+def _check_fallback(overrides: Sequence[str], *, is_resumed: bool) -> None:
+    """Raise UsageError where --fallback has nothing to fall back from, or a key forbids it."""
+    from phalanx.cli._arguments import refuse_options_without_effect
+    from phalanx.core.errors import UsageError
+
+    refuse_options_without_effect("without --resume", {"--fallback": not is_resumed})
+    typed = [word.partition("=")[2].strip() for word in overrides if word.startswith(FALLBACK_KEY)]
+    if typed and typed[-1] != "true":
+        raise UsageError(
+            f"--fallback says true and checkpoint.fallback says {typed[-1]}",
+            fix="leave one of them out",
+        )

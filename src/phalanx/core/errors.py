@@ -70,6 +70,7 @@ class PhalanxError(Exception):
     """
 
     exit_code = ExitCode.INTERNAL
+    is_printed_as_json = False
 
     def __init__(
         self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
