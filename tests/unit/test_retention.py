@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.best import BEST_FILE_NAME, record_best_step
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
     StoredPiece,
     StoredTensorPieces,
 )
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.shard_file import TensorToWrite, write_safetensors
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
+from phalanx.checkpoint.writing.pruner import CheckpointPruner
 from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
+from phalanx.job.schema import Checkpoint
+from phalanx.observe.events import Event, Note
 
 
 def save(run_dir: Path, step: int, facts: dict[str, Any] | None = None) -> Path:
@@ -155,3 +161,31 @@ def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
     assert [
         folder.step for folder in prune_checkpoints(store(tmp_path), RetentionRule(keep_last=2))
     ] == [1]
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 1', '{"step": 1}'])
+def test_a_run_whose_best_cannot_be_read_removes_nothing(text: str, tmp_path: Path) -> None:
+    """The one that would go may be the best."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    record_best_step(tmp_path, step=1, loss=1.0, num_targets=9)
+    best = tmp_path / BEST_FILE_NAME
+    whole = best.read_text()
+    best.write_text(text)
+    told: list[Event] = []
+    storage = RunStorage(tmp_path, store(tmp_path))
+    pruner = CheckpointPruner(storage, Checkpoint(keep_last=1), told.append)
+
+    def prune() -> list[str]:
+        pruner.start()
+        pruner.join(60)
+        pruner.raise_exception_of_thread()
+        return [folder.name for folder in store(tmp_path).folders()]
+
+    assert prune() == ["step-1", "step-2", "step-3"]
+    (note,) = told
+    assert isinstance(note, Note)
+    assert note.code == "old_checkpoints_stay"
+    assert "what the best checkpoint is cannot be read" in note.facts["why"]
+    best.write_text(whole)
+    assert prune() == ["step-1", "step-3"]

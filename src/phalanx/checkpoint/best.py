@@ -6,12 +6,14 @@ Torch-free. Pruning must leave this checkpoint.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.manifest import build_checkpoint_path
 from phalanx.core.disk import Disk, write_json_durably
+from phalanx.core.errors import CheckpointError
 from phalanx.core.files import parse_json
 
 BEST_FILE_NAME = "best.json"
@@ -58,8 +60,21 @@ def record_best_step(
 
 
 def read_best_step_to_protect(run_dir: Path) -> frozenset[int]:
-    """The best step, if one is recorded: its checkpoint must stay, whatever else is removed."""
+    """The best step, if one is recorded: its checkpoint must stay, whatever else is removed.
+
+    Raises CheckpointError if a record is there and cannot be read: any checkpoint may be the best.
+    """
     best = read_best_step(run_dir)
+    path = run_dir / BEST_FILE_NAME
+    if best is None and os.path.lexists(path):
+        # Once more: it may have been written in between.
+        best = read_best_step(run_dir)
+        if best is None:
+            raise CheckpointError(
+                "what the best checkpoint is cannot be read",
+                where=str(path),
+                fix="put it right, or remove it if no checkpoint is to be kept as the best",
+            )
     if best is None:
         return frozenset()
     return frozenset((best.step,))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.best import BEST_FILE_NAME, read_best_step_to_protect
+from phalanx.checkpoint.best import read_best_step_to_protect
 from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.checkpoint.ownership.store_owner import find_store_refusal_reason
 from phalanx.checkpoint.reading.listing import find_all_checkpoints_of_run
 from phalanx.checkpoint.stores import find_run_directory, is_store_url, open_store_of_location
 from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
-from phalanx.core.errors import CheckpointError, UsageError
+from phalanx.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -54,24 +53,9 @@ def prune_run(
         if (refusal := find_store_refusal_reason(store, run_dir)) is not None:
             raise refusal
         folders = store.folders()
-        retention = RetentionRule(keep_last, keep_every, _require_readable_best_step(run_dir))
+        retention = RetentionRule(keep_last, keep_every, read_best_step_to_protect(run_dir))
         removed = prune_checkpoints(store, retention, dry_run=dry_run, say=notes.append)
     remaining_names = tuple(folder.name for folder in folders if folder not in removed)
     return PrunedCheckpoints(
         tuple(folder.name for folder in removed), remaining_names, tuple(notes)
     )
-
-
-def _require_readable_best_step(run_dir: Path) -> frozenset[int]:
-    """The step of the best checkpoint, which must stay. Raises CheckpointError if its record cannot
-    be read.
-    """
-    best_steps = read_best_step_to_protect(run_dir)
-    if not best_steps and os.path.lexists(run_dir / BEST_FILE_NAME):
-        fix = "put it right, or remove it if no checkpoint is to be kept as the best"
-        raise CheckpointError(
-            "what the best checkpoint is cannot be read",
-            where=str(run_dir / BEST_FILE_NAME),
-            fix=fix,
-        )
-    return best_steps
