@@ -4,6 +4,7 @@ half-written."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -380,6 +381,27 @@ def test_two_builds_of_one_place(corpus: Path, tmp_path: Path) -> None:
     )
     build(corpus, tmp_path / "straight")
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_build_where_files_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As on network file systems without flock. A disk that fails is told, and leaves no file
+    open."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    num_open = len(os.listdir("/proc/self/fd"))
+    if code == errno.EIO:
+        with pytest.raises(OSError), module.lock_output_folder(tmp_path):
+            pass
+    else:
+        with module.lock_output_folder(tmp_path), module.lock_output_folder(tmp_path):
+            assert (tmp_path / BUILD_STATE_FOLDER / module.LOCK_FILE_NAME).exists()
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 @pytest.mark.parametrize("shard_bytes", [SMALL, 2 * SMALL])

@@ -3,8 +3,6 @@ memory if all did it at once."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import tempfile
 import time
@@ -13,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.file_locks import try_to_lock_file
 
 POLL_INTERVAL_S = 0.05
-_FLOCK_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
@@ -43,7 +41,7 @@ def _wait_for_lock(path: Path, timeout_s: float) -> int:
     owner, since_s = 0, time.monotonic()
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if _try_to_lock(descriptor) and _is_file_at(path, descriptor):
+        if try_to_lock_file(descriptor) and _is_file_at(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} {_read_pid_namespace()}".encode(), 0)
             return descriptor
@@ -62,17 +60,6 @@ def _wait_for_lock(path: Path, timeout_s: float) -> int:
                 fix=f"end process {holder}" if holder else f"remove {path}",
             )
         time.sleep(POLL_INTERVAL_S)
-
-
-def _try_to_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _FLOCK_UNSUPPORTED_ERRNOS:
-            raise
-    return True
 
 
 def _is_file_at(path: Path, descriptor: int) -> bool:

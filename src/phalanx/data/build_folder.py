@@ -4,7 +4,6 @@ it. Torch-free."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import DataError, RunLockedError
+from phalanx.core.file_locks import try_to_lock_file
 from phalanx.data.dataset import DATASET_FILE_NAME
 from phalanx.data.listing import find_dataset_around
 
@@ -52,7 +52,10 @@ def refuse_unsuitable_output_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def lock_output_folder(out: Path) -> Iterator[None]:
-    """Hold OUT/.build for this process: the lock goes with it, however it ends."""
+    """Hold OUT/.build for this process: the lock goes with it, however it ends.
+
+    Where files cannot be locked, nothing keeps a second build out.
+    """
     handle = _lock_state_folder(out)
     try:
         yield
@@ -69,19 +72,21 @@ def _lock_state_folder(out: Path) -> int:
         except FileNotFoundError:  # a build that finished took its state away meanwhile
             continue
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = try_to_lock_file(handle)
             # A build that finished removes the file: the lock of one that is gone holds nobody off.
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
+            if is_locked and os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
-        # LOCK_NB: whoever builds may be at it for hours, so nobody waits here.
-        except BlockingIOError:
+        except FileNotFoundError:
+            is_locked = True
+        except BaseException:
             os.close(handle)
+            raise
+        os.close(handle)
+        # Whoever builds may be at it for hours, so nobody waits here.
+        if not is_locked:
             raise RunLockedError(
                 "another build is writing there", where=str(out), fix="wait for it"
-            ) from None
-        except FileNotFoundError:
-            pass
-        os.close(handle)
+            )
 
 
 def remove_build_output(out: Path, names: Iterable[str], *, is_new: bool) -> None:

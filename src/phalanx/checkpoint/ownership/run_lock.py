@@ -9,8 +9,6 @@ flock: there process id, start time and boot decide.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -29,6 +27,7 @@ from phalanx.checkpoint.ownership.fencing_token import (
 )
 from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import PhalanxError, RunLockedError
+from phalanx.core.file_locks import try_to_lock_file
 from phalanx.core.files import open_regular_file_descriptor
 from phalanx.core.process_stat import read_process_stat_or_raise
 
@@ -43,8 +42,6 @@ _LOCK_FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
     "epoch": (int,),
 }
-# What flock answers on file systems without it, some network ones among them.
-_FLOCK_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 HolderState = Literal["alive", "gone", "unseen", "hidden"]
 
@@ -202,7 +199,7 @@ def _acquire_run_lock(path: Path) -> RunLock:
         fd = open_regular_file_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             # Without waiting: the holder may keep it for days.
-            locked = _try_flock(fd)
+            locked = try_to_lock_file(fd)
             # Between open and flock its holder may have removed the file: then another one counts.
             if locked and _is_path_of_open_file(path, fd):
                 earlier = _read_lock_holder_of_open_file(fd)
@@ -260,19 +257,6 @@ def read_lock_holder(path: Path) -> LockHolder | None:
         return _read_lock_holder_of_open_file(fd)
     finally:
         os.close(fd)
-
-
-def _try_flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _FLOCK_UNSUPPORTED_ERRNOS:
-            # The text decides alone.
-            return True
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _is_path_of_open_file(path: Path, fd: int) -> bool:
