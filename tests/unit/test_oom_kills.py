@@ -109,6 +109,29 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"
             OomKill("/job", 0),
             id="version 2 without a limit",
         ),
+        # Slurm limits a job, and starts each task in a cgroup of its own inside of it.
+        pytest.param(
+            V2,
+            "0::/job_7/step_0/task_0\n",
+            {
+                "/sys/fs/cgroup/job_7/step_0/memory.events": EVENTS,
+                "/sys/fs/cgroup/job_7/step_0/memory.max": "max\n",
+                "/sys/fs/cgroup/job_7/memory.max": "67108864\n",
+            },
+            OomKill("/job_7", LIMIT_BYTES),
+            id="version 2 with a limit around it",
+        ),
+        pytest.param(
+            V1,
+            "9:memory:/job_7/step_0\n",
+            {
+                "/sys/fs/cgroup/memory/job_7/step_0/memory.oom_control": CONTROL,
+                "/sys/fs/cgroup/memory/job_7/step_0/memory.limit_in_bytes": "67108865\n",
+                "/sys/fs/cgroup/memory/job_7/memory.limit_in_bytes": "67108864\n",
+            },
+            OomKill("/job_7", LIMIT_BYTES),
+            id="version 1 with a limit around it",
+        ),
         pytest.param(
             V2,
             "0::/../outside\n",

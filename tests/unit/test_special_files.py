@@ -377,7 +377,6 @@ OURS = {
     "core/output.py": "opens /dev/null",
     "nn/hugging_face/stored_weights.py": "opens weights that find_weights_directory has looked at",
     "data/workers.py": "opens /dev/null",
-    "plan/cluster.py": "reads /proc and /sys",
     "plan/advice/decision_tables.py": "reads our own table",
     "plan/accelerators.py": "reads our own table",
     "plan/calibrated/one_core.py": "reads our own table",

@@ -7,21 +7,22 @@ neither is there, `/proc/vmstat` has the count of the whole machine.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.cgroups import list_folders_up_to, read_memory_limit_of
 from phalanx.core.units import format_bytes
 
-# A limit of version 1 that is none.
-_NO_LIMIT_BYTES = 1 << 60
 _MACHINE = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True)
 class OomKill:
-    """A kill for memory: the cgroup whose count rose ("" is the machine's), and the bytes that it
-    may use (0: no limit of its own)."""
+    """A kill for memory: the cgroup whose limit was met ("" is the machine's), and the bytes that
+    it may use (0: no limit, neither of the cgroup whose count rose nor of one around it)."""
 
     cgroup: str
     limit_bytes: int
@@ -36,10 +37,11 @@ class OomKill:
 
 @dataclass(frozen=True)
 class _Counter:
-    """The file with the count, and the cgroup whose it is; "" for the machine's."""
+    """The file with the count, and where the cgroup's file system is mounted; "" for the
+    machine's."""
 
     path: Path
-    cgroup: str
+    mount: str
 
     def read(self) -> int | None:
         """Kills so far; None where the kernel does not count them."""
@@ -49,12 +51,23 @@ class _Counter:
                 return int(value)
         return None
 
-    def read_limit_bytes(self) -> int:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read_text(self.path.with_name(name)).strip()
-            if self.cgroup and text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
-                return int(text)
-        return 0
+    def find_limit(self) -> OomKill:
+        """What a kill here is for: the least limit of the cgroup and of those around it, of which
+        a batch system sets its own on a parent."""
+        if not self.mount:
+            return OomKill("", 0)
+        mount = Path(self.mount)
+        own = self.path.parent.relative_to(mount)
+        # The innermost of equal ones.
+        limits = [
+            (read_memory_limit_of(folder, _read_text), folder)
+            for folder in list_folders_up_to(mount, str(own))
+        ]
+        limit_bytes, folder = min(limits, key=operator.itemgetter(0))
+        if limit_bytes == math.inf:
+            folder, limit_bytes = mount / own, 0
+        name = "" if folder == mount else str(folder.relative_to(mount))
+        return OomKill(f"/{name}", int(limit_bytes))
 
 
 class OomWatch:
@@ -91,12 +104,12 @@ class OomWatch:
         if count is None or count <= self._seen[counter]:
             return None
         self._seen[counter] += 1
-        return OomKill(counter.cgroup, counter.read_limit_bytes())
+        return counter.find_limit()
 
 
 def find_memory_limit(pid: int | str = "self") -> int:
-    """Bytes that the cgroup of a process may use; 0 where it has no limit of its own."""
-    return _find_counter(pid).read_limit_bytes()
+    """Bytes that the cgroups of a process may use; 0 where none of them has a limit."""
+    return _find_counter(pid).find_limit().limit_bytes
 
 
 def _find_counter(pid: int | str) -> _Counter:
@@ -107,10 +120,11 @@ def _find_counter(pid: int | str) -> _Counter:
         name = "memory.events" if not controllers else "memory.oom_control"
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = mounts.get("memory" if controllers else "")
-        # The whole file system stands for the root of a namespace of cgroups.
-        for place in (path, "/") if root else ():
-            counter = _Counter(Path(f"{root}{place.rstrip('/')}") / name, place)
+        root = mounts.get("memory" if controllers else "", "")
+        # The nearest that counts: a cgroup need not have the controller of memory, nor be shown
+        # where a container has its own as the topmost one.
+        for folder in list_folders_up_to(Path(root), path) if root else ():
+            counter = _Counter(folder / name, root)
             if counter.read() is not None:
                 return counter
     return _Counter(_MACHINE, "")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.core.cgroups import read_memory_limit
 from phalanx.core.cores import count_allowed_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
@@ -122,19 +123,11 @@ def detect_cluster(device: str = "auto") -> Cluster:
 
 
 def _detect_host_memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
+    """Physical memory, or the least limit of the control groups around us where that is lower."""
     import psutil  # here: a described cluster does without it
 
-    # In a container psutil reads the machine's memory: only the control group knows the limit.
-    total = int(psutil.virtual_memory().total)
-    # Version 2, then version 1, which writes a number near 2**63 where there is no limit.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):  # version 2 writes "max" where there is no limit
-            continue
-    return total
+    # psutil reads the machine's memory: only control groups know of a limit.
+    return int(min(psutil.virtual_memory().total, read_memory_limit()))
 
 
 def detect_least_compute_capability() -> tuple[int, int] | None:
