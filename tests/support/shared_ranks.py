@@ -47,7 +47,7 @@ class SharedRanks:
         mapped = open_arena_of_process(own_pid, self.arenas[rank].descriptor, ARENA_BYTES)
         segments = SeenSegments(own_pid, mapped, SEGMENT_TABLE_AT)
         pid = self._pids.get(rank, own_pid)
-        return Peer(rank, pid, read_start_ticks(own_pid) or 0, mapped, segments)
+        return Peer(rank, pid, read_start_ticks(pid) or 0, mapped, segments)
 
     def post(self, rank: int, name: str, *args: Any) -> Operation:
         """Have `rank` call the operator `name` of c10d."""
