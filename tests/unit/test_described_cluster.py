@@ -233,7 +233,7 @@ def test_a_torus_is_timed_as_a_switch_and_a_remark_says_so(tmp_path: Path):
         PeakMemory({"parameters": 2**30}, 2**36),
         None,
     )
-    notes = format_scaling_table([DeviceCountResult(32, ranked)], job, cluster)
+    notes = format_scaling_table([DeviceCountResult(32, ranked)], job, cluster, unit="tokens")
     assert f"network: {words}" in notes
     assert describe_untimed_topologies(resize_cluster(cluster, 16)) == ""
 

@@ -4,6 +4,7 @@ keeps of the job, and that its proposals are what the planner accepts."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.search.contradiction import explain_contradiction
 from phalanx.plan.search.counts_by_degree import CountsByDegree
 from phalanx.plan.search.describe import format_search_result
-from phalanx.plan.search.economics import estimate_goodput, list_assumptions
+from phalanx.plan.search.economics import estimate_cost, estimate_goodput, list_assumptions
 from phalanx.plan.search.finalists import FinalistPlanner, list_job_keys_of_row
 from phalanx.plan.search.memory_screen import MemoryScreen
 from phalanx.plan.search.nearest import find_nearest_fits
@@ -206,6 +207,16 @@ def test_goodput_falls_with_devices_with_rare_failures_it_is_near_one():
         assert spot.value < bought.value, mtbf_hours
     often = estimate_goodput(task.cluster, 1e11, mtbf_hours=0.1, is_spot=False)
     assert 0 <= often.value < 0.5
+
+
+def test_a_job_that_fails_before_it_has_started_never_ends():
+    keys = ["checkpoint.every=auto", "checkpoint.mtbf_hours=1e-5"]
+    with pytest.raises(LayoutError, match=r"checkpoint\.mtbf_hours: .* every 36 ms never ends"):
+        search("llama3-8b", H100, *keys)
+    cluster = open_task("llama3-8b", H100).cluster
+    cost = estimate_cost(cluster, tokens_per_s=1e4, job_tokens=1e9, goodput=0.5, spot_goodput=0.0)
+    assert math.isfinite(cost.job_hours)
+    assert cost.spot_job_dollars is None
 
 
 def test_every_assumption_is_inside_its_bounds_and_has_a_source():

@@ -343,7 +343,9 @@ def test_a_module_without_blocks_is_told_why_it_has_no_time(own_model: str) -> N
     assert advised is not None
     with pytest.raises(UsageError, match="no time is predicted for model"):
         print_term_formula(advised, "step", as_json=False)
-    table = format_scaling_table(list(search_per_device_count(task, [8])), job, task.cluster)
+    table = format_scaling_table(
+        list(search_per_device_count(task, [8])), job, task.cluster, unit="tokens"
+    )
     assert table[1].split()[:3] == ["8", "ddp", "(dp_replicate=8)"]
     assert "unknown: why no time is predicted" in table[2]
 

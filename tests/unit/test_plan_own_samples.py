@@ -106,6 +106,21 @@ def test_a_module_is_traced_with_the_first_sample_of_its_dataset(
     assert searched.result.winner.micro_batch_size == 32
 
 
+def test_numbers_of_gpus_are_compared_by_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_own_job(tmp_path, monkeypatch)
+    keys = [
+        *("model.kind=own_samples:build", "model.objective=own_samples:cross_entropy"),
+        *("data.source=own_samples:dataset", "train.global_batch_size=256"),
+    ]
+    assert _app.run_command_line(["plan", *keys, "--gpu=h100-sxm", "--gpus=1..2"]) == 0
+    text = capsys.readouterr().out
+    assert "samples/s" in text.splitlines()[0]
+    assert "efficiency: samples/s of a GPU" in text
+    assert "tokens/s" not in text
+
+
 def test_a_sample_counts_as_many_tokens_as_its_products_have_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ class Ranks:
         op: str = "all_reduce",
         shape: tuple[int, ...] = (4,),
         ends: bool = False,
+        peer: int = -1,
     ) -> None:
         key, box = (rank, group), self._boxes[rank]
         if key not in self._groups:
@@ -54,7 +55,7 @@ class Ranks:
                 shape=shape,
                 num_tensors=1,
                 num_bytes=16,
-                peer=-1,
+                peer=peer,
                 tag=-1,
                 site=CallSite("model.py", 88),
                 state=layout.POSTED,
@@ -115,6 +116,16 @@ def test_shapes_may_differ_where_each_rank_gives_its_own(tmp_path: Path) -> None
     for rank in range(2):
         ranks.post(rank, "ep", [0, 1], op="all_to_all", shape=(rank + 1,))
     assert ranks.judge().kind == "inside"
+
+
+def test_nobody_says_that_a_rank_has_posted_which_was_not_seen(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    ranks.post(0, "pp", [0, 1], op="recv", peer=1)
+    states = ranks.states()
+    del states[1]
+    (sentence,) = describe_waits(judge_ranks(states), states)
+    assert "all ranks have posted" not in sentence
+    assert "rank 1" in sentence
 
 
 def test_a_stopped_rank_comes_before_one_that_is_only_absent(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.load import check_job
 from phalanx.job.schema import Job
 from phalanx.observe.events import StepFinished, wrap_event_in_envelope
+from phalanx.observe.units import choose_metric_units_of_job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run import scaling
@@ -40,6 +41,15 @@ def test_an_efficiency_far_above_linear_is_not_praised(
     verdict = list(describe_scaling(result))[-1]
     assert words.replace("80 %", "80%") in verdict
     assert ("guides" in verdict) is (efficiency < 1.2)
+
+
+def test_speeds_have_the_unit_of_the_job() -> None:
+    points = (ScalingPoint(1, "one rank", 2, 0.28, 100.0, 1.0),)
+    for preset, unit in (("small", "100 tok/s"), ("vit-b16", "100 targets/s")):
+        units = choose_metric_units_of_job({"model": {"preset": preset}})
+        result = ScalingResult(points, (), is_strong=False, units=units)
+        assert unit in list(describe_scaling(result))[1]
+        assert result.to_json()["rate_unit"] == units.rate_unit
 
 
 Outcome = ScalingRun | str | int

@@ -44,13 +44,30 @@ def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: boo
         return 0
     for text in describe_profile(measured, result.wall_s):
         print(text)
-    missing = sorted({"gemm", "comm", "storage"} - profile.sections.keys())
     print(f"profile {path}")
-    if out is not None:
-        print("        plans do not look there")
-    elif missing:
-        print(f"        without {' and '.join(missing)}; phalanx bench all measures them")
+    for text in describe_place_of_profile(request, profile, out):
+        print(f"        {text}")
     return 0
+
+
+def describe_place_of_profile(
+    request: BenchRequest, profile: MachineProfile, out: Path | None
+) -> list[str]:
+    """What a plan does not find there: the whole profile, or sections that it lacks."""
+    from phalanx.bench.items import list_group_sizes
+    from phalanx.plan.cluster import detect_cluster
+
+    missing = {"gemm", "comm", "storage"} - profile.sections.keys()
+    lines = []
+    is_comm_missing = "comm" in request.sections and "comm" in missing
+    if is_comm_missing and not list_group_sizes(detect_cluster(request.device), request.ranks):
+        missing.remove("comm")
+        lines.append("without comm: one rank has no collectives")
+    if out is not None:
+        return ["plans do not look there"]
+    if missing:
+        lines.append(f"without {' and '.join(sorted(missing))}; phalanx bench all measures them")
+    return lines
 
 
 def _check_place_of_profile(out: Path | None) -> None:

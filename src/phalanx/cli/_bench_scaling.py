@@ -83,9 +83,10 @@ def describe_scaling(result: ScalingResult) -> Iterator[str]:
         if point.why_not:
             yield f"{plural(point.num_ranks, 'rank'):>8}  failed: {point.why_not}"
             continue
+        rate = f"{point.tokens_per_s:>10,.0f} {result.units.short_rate_unit}"
         yield (
             f"{plural(point.num_ranks, 'rank'):>8}  {format_seconds(point.step_s):>8}/step"
-            f"  {point.tokens_per_s:>10,.0f} tok/s  {point.efficiency:>6.1%} of linear"
+            f"  {rate}  {point.efficiency:>6.1%} of linear"
             f"  {point.layout}, {plural(point.global_batch_size, 'sample')} a step"
         )
         if point.num_ranks > result.base_ranks:

@@ -55,7 +55,10 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.RESTART_BUDGET: (
         "the restart budget is spent, or a crash (or your code's exception or exit) repeats"
     ),
-    ExitCode.VERIFICATION: "a verification or a drill failed",
+    ExitCode.VERIFICATION: (
+        "a verification or a drill failed, checkpoint diff found a difference, data ledger a sample"
+        " that was repeated or left out, or a layout of bench train computes something else"
+    ),
     ExitCode.PREEMPTED: (
         "stopped by SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 after saving; run again with --resume"
     ),

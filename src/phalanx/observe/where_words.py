@@ -34,6 +34,12 @@ def describe_waits(
     if verdict.kind == "none":
         return [_describe_no_wait(states, now_s)]
     if verdict.kind == "inside":
+        unseen = _list_unseen_peers(verdict, states)
+        if unseen:
+            return [
+                f"{_describe_waiters(verdict.waits, now_s)}; nothing is seen of"
+                f" {format_rank_list(unseen)} from here"
+            ]
         return [
             f"all ranks have posted what they wait in: {_describe_waiters(verdict.waits, now_s)}"
         ]
@@ -172,6 +178,13 @@ def _describe_waiters(waits: Sequence[RankWait], now_s: float | None) -> str:
         ranks = format_rank_list([wait.rank for wait in same])
         parts.append(f"{ranks} in {text}{_describe_duration(same, now_s)}")
     return "; ".join(parts)
+
+
+def _list_unseen_peers(verdict: WaitVerdict, states: Mapping[int, RankState]) -> list[int]:
+    """The ranks of which no state was read, and whose send or receive is waited for: nobody knows
+    whether they have come."""
+    peers = {wait.collective.peer for wait in verdict.waits if wait.collective.is_p2p}
+    return sorted(peer for peer in peers if peer >= 0 and peer not in states)
 
 
 def _describe_no_wait(states: Mapping[int, RankState], now_s: float | None) -> str:

@@ -20,6 +20,7 @@ from phalanx.job.copies import apply_job_keys, make_short_copy
 from phalanx.job.schema import Job
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, choose_metric_units_of_job
 from phalanx.report.bottleneck.step_table import StepTable, read_step_table
 from phalanx.run.plan_job import plan_job
 from phalanx.run.scratch import open_scratch_directory
@@ -119,12 +120,14 @@ class ScalingRequest:
 @dataclass(frozen=True)
 class ScalingResult:
     """The points, ascending by ranks; `remarks` on what they cannot show. `stop_code`: the exit
-    code of a stop, before which the runs of the points were done."""
+    code of a stop, before which the runs of the points were done. `units`: what their speeds, by
+    name `tokens_per_s`, are of."""
 
     points: tuple[ScalingPoint, ...]
     remarks: tuple[str, ...]
     is_strong: bool
     stop_code: int | None = None
+    units: MetricUnits = TEXT_METRIC_UNITS
 
     @property
     def base_ranks(self) -> int:
@@ -136,6 +139,7 @@ class ScalingResult:
         return {
             "scaling": "strong" if self.is_strong else "weak",
             "good_efficiency": GOOD_EFFICIENCY,
+            "rate_unit": self.units.rate_unit,
             "points": [point.to_json() for point in self.points],
             "remarks": list(self.remarks),
         }
@@ -191,7 +195,13 @@ def measure_scaling(
     remarks = _list_remarks_on_runs(request, finished, min(done, default=0))
     if done:
         remarks += _list_remarks(request, jobs[min(done)])
-    return ScalingResult(tuple(points), tuple(remarks), request.is_strong, finished.stop_code)
+    return ScalingResult(
+        tuple(points),
+        tuple(remarks),
+        request.is_strong,
+        finished.stop_code,
+        choose_metric_units_of_job(request.job.to_json()),
+    )
 
 
 def _train_in_turn(

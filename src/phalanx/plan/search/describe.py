@@ -311,11 +311,11 @@ def _describe_considered_layouts(result: SearchResult) -> list[str]:
 
 
 def format_scaling_table(
-    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster
+    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster, *, unit: str
 ) -> list[str]:
     """A table of `job` on more and more devices of `cluster`; below it what hours and costs are of,
-    and why a number has no layout."""
-    header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
+    and why a number has no layout. `unit`: what speeds are of (`find_counted_unit`)."""
+    header = ("GPUs", "layout", "step", f"{unit}/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
         winner = count.winner
@@ -341,11 +341,11 @@ def format_scaling_table(
                 cost,
             )
         )
-    return [*_align_columns(rows), *_list_scaling_notes(counts, job, cluster)]
+    return [*_align_columns(rows), *_list_scaling_notes(counts, job, cluster, unit)]
 
 
 def _list_scaling_notes(
-    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster
+    counts: Sequence[DeviceCountResult], job: Job, cluster: Cluster, unit: str
 ) -> list[str]:
     """The lines below a table of devices."""
     notes = []
@@ -371,5 +371,5 @@ def _list_scaling_notes(
     untimed = describe_untimed_topologies(cluster)
     if untimed:
         notes.append(f"network: {untimed}")
-    notes.append("efficiency: tokens/s of a GPU beside those of the smallest number that fits")
+    notes.append(f"efficiency: {unit}/s of a GPU beside those of the smallest number that fits")
     return notes

@@ -40,6 +40,10 @@ def get_assumption_value(name: str) -> float:
     return list_assumptions()[name].value
 
 
+MIN_GOODPUT = 1e-6
+"""Below it a job never ends: a step takes a million times its time."""
+
+
 @dataclass(frozen=True)
 class Goodput:
     """The part of wall time (0 to 1) in which new steps are made, and what it follows from."""
@@ -123,13 +127,15 @@ def estimate_cost(
 ) -> RunningCost:
     """The cost of a billion tokens, and of the job, on `cluster`.
 
-    It makes `tokens_per_s` while it steps.
+    It makes `tokens_per_s` while it steps. Machines on which it never ends have no price.
     """
     hours = 1e9 / (tokens_per_s * goodput) / HOUR_S
-    spot_hours = hours * goodput / spot_goodput
+    spot_hours, spot_price = math.inf, None
+    if spot_goodput >= MIN_GOODPUT:
+        spot_hours, spot_price = hours * goodput / spot_goodput, cluster.spot_price_per_hour
     share = job_tokens / 1e9
     dollars = _multiply_or_none(cluster.price_per_hour, cluster.num_nodes * hours)
-    spot_dollars = _multiply_or_none(cluster.spot_price_per_hour, cluster.num_nodes * spot_hours)
+    spot_dollars = _multiply_or_none(spot_price, cluster.num_nodes * spot_hours)
     kwh = None
     if cluster.watts:
         watts = (cluster.watts + get_assumption_value("host_watts_per_gpu")) * cluster.num_devices

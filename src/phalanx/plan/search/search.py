@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import format_seconds
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.search.attempts import ScreenedLayouts, plan_best_of_families
 from phalanx.plan.search.comparison import choose_winner, explain_why_slower
-from phalanx.plan.search.economics import estimate_cost, estimate_goodput
+from phalanx.plan.search.economics import HOUR_S, MIN_GOODPUT, estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import FinalistPlanner
 from phalanx.plan.search.remarks import list_remarks_of_task, list_remarks_of_winner
 from phalanx.plan.search.result import RankedLayout, SearchResult
@@ -87,6 +89,13 @@ def estimate_economics(task: SearchTask, winner: RankedLayout) -> dict[str, Any]
     goodput = estimate_goodput(
         task.cluster, state_bytes, mtbf_hours=job.checkpoint.mtbf_hours, is_spot=False
     )
+    if goodput.value < MIN_GOODPUT:
+        raise LayoutError(
+            f"a job that fails every {format_seconds(goodput.mtbf_hours * HOUR_S)} never ends",
+            where="checkpoint.mtbf_hours" if job.checkpoint.mtbf_hours is not None else None,
+            why=f"to start again takes {format_seconds(goodput.recovery_s)}",
+            fix="give the hours between two failures of the whole job",
+        )
     spot = estimate_goodput(
         task.cluster, state_bytes, mtbf_hours=job.checkpoint.mtbf_hours, is_spot=True
     )
