@@ -164,6 +164,10 @@ def test_a_folder_names_its_tokenizer_and_its_end_of_document(
     assert tokenizer.end_of_document == end
     assert tokenizer.decode([*tokenizer.encode("a"), end, *tokenizer.encode("b")]) == "a\nb"
     assert load_tokenizer(str(saved["wordpiece"])).end_of_document is None
+    # What no tokenizer can have for an end is passed over.
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": [5000000000, 4294967295]}')
+    assert load_tokenizer(str(tmp_path)).end_of_document == 0
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "unigram"])

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import pickle
+import resource
 import shutil
 import struct
 import tracemalloc
@@ -293,6 +294,16 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
         5,
         'the type of a is "F99", which is none of numbers',
         edit_header({"a": {"dtype": "F99", "shape": [0], "data_offsets": [0, 0]}}),
+    ),
+    "a shape that no array has": (
+        5,
+        "no array has the shape [0, 9223372036854775808] of a",
+        edit_header({"a": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}),
+    ),
+    "a name that is no text": (
+        5,
+        r"the name 'a\ud800' is no text",
+        edit_header({"a\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}),
     ),
     "an empty tokenizer": (
         5,
@@ -723,6 +734,27 @@ def test_the_answer_is_read_though_what_is_unpickled_prints(
     as_torch_saves(file, Prints())
     said = refused(capsys, "import", file, "--out", tmp_path / "x", "--trust-pickle", code=5)
     assert said.startswith(f"phalanx: {file}: there is no tensor in it"), said
+
+
+class LargerThanDisk:
+    """Unpickling it makes a tensor of 256 KiB, and lets no file have more than 4: a full disk."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        limit = f"__import__('resource').setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))"
+        return (eval, (f"{limit} or __import__('torch').ones(65536)",))
+
+
+def test_a_disk_that_takes_no_unpickled_weights_is_not_blamed_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "weights.pt", tmp_path / "folder"
+    as_torch_saves(file, LargerThanDisk())
+    said = refused(capsys, "import", file, "--out", file / "x", "--trust-pickle", code=7)
+    assert said.startswith(f"phalanx: {file}: failed while making a directory for the unpickled")
+    said = refused(capsys, "import", file, "--out", folder / "x", "--trust-pickle", code=7)
+    assert said.startswith(f"phalanx: {folder}: failed while writing the unpickled weights")
+    assert "ulimit -f" in said
+    assert list(folder.iterdir()) == []
 
 
 def save_as_torch_does(rank: int, folder: Path) -> None:

@@ -422,6 +422,12 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
     assert (
         convert_config_to_model_shape({**first_half, "max_window_layers": 28}).num_local_layers == 0
     )
+    # At once, and not after each of a million intervals was compared block by block.
+    many = {**first_half, "num_hidden_layers": 1_000_000}
+    with pytest.raises(LayoutError, match="layer_types names 1 blocks, and there are 1,000,000"):
+        convert_config_to_model_shape({**many, "layer_types": ["sliding_attention"]})
+    with pytest.raises(LayoutError, match="cannot be said"):
+        convert_config_to_model_shape({**many, "max_window_layers": 3})
     gemma = {**build_hugging_face_config(shape("gemma3-1b")), "layer_types": None}
     assert convert_config_to_model_shape(gemma) == normalize_shape_to_canonical_form(
         shape("gemma3-1b")

@@ -247,9 +247,10 @@ def _list_end_of_document_names(path: Path, tokenizer: Any) -> list[str]:
     if not isinstance(ids, list):
         ids = [ids]
     for token in ids:
-        if type(token) is int and token >= 0:
+        # The library takes no other numbers.
+        if type(token) is int and 0 <= token < 2**32:
             names.append(tokenizer.id_to_token(token))
-    return [name for name in names if isinstance(name, str)]
+    return [replace_surrogates(name) for name in names if isinstance(name, str)]
 
 
 def _read_tokenizer_settings(path: Path) -> dict[str, Any]:

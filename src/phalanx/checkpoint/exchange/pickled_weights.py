@@ -23,7 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors_reader
-from phalanx.core.errors import CheckpointError
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.files import open_regular_file
 
 UNPICKLE_PROCESS_MODULE = "phalanx.checkpoint.exchange.unpickle"
@@ -80,25 +81,29 @@ def open_pickled_weights_in_subprocess(source: Path, *, parent: Path) -> Iterato
     directory.
 
     They are written to a temporary directory in `parent`, beside the result, which is gone
-    afterwards. Raises CheckpointError.
+    afterwards. Raises CheckpointError for what is wrong with `source`, ResourceError where the disk
+    of `parent` does not take them.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=parent, prefix=".unpickled-") as folder:
-            answer = _unpickle_in_subprocess(source.absolute(), Path(folder))
-            reader = open_safetensors_reader(Path(folder))
-            # A message must not name the temporary folder.
-            reader.where = str(source)
-            left_out = tuple(map(str, answer["left_out"]))
-            yield UnpickledWeights(
-                reader,
-                int(answer["num_skipped"]),
-                left_out,
-                dict(answer["aliases"]),
-                bool(answer["ran_code"]),
-            )
+        temporary = TemporaryDirectory(dir=parent, prefix=".unpickled-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
+        raise build_path_resource_error(
+            error, "making a directory for the unpickled weights", parent, place="--out"
+        ) from None
+    with temporary as folder:
+        answer = _unpickle_in_subprocess(source.absolute(), Path(folder))
+        reader = open_safetensors_reader(Path(folder))
+        # A message must not name the temporary folder.
+        reader.where = str(source)
+        left_out = tuple(map(str, answer["left_out"]))
+        yield UnpickledWeights(
+            reader,
+            int(answer["num_skipped"]),
+            left_out,
+            dict(answer["aliases"]),
+            bool(answer["ran_code"]),
+        )
 
 
 def _unpickle_in_subprocess(source: Path, folder: Path) -> dict[str, Any]:
@@ -124,6 +129,12 @@ def _unpickle_in_subprocess(source: Path, folder: Path) -> dict[str, Any]:
         has_answer = done.returncode == 0 and isinstance(answer, dict)
     except (ValueError, IndexError):
         has_answer = False
+    if has_answer and "disk" in answer:
+        refusal = answer["disk"]
+        # A message must not name the temporary folder.
+        raise ResourceError(
+            str(refusal["what"]), where=str(folder.parent), why=refusal["why"], fix=refusal["fix"]
+        )
     if has_answer and "refused" in answer:
         raise CheckpointError(str(answer["refused"]), where=str(source), why=answer["why"])
     if has_answer:

@@ -180,13 +180,16 @@ def _convert_config_sliding_window(
     types = config.get("layer_types") or _derive_default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
+    if len(types) != num_layers:
+        raise LayoutError(f"layer_types names {len(types):,} blocks, and there are {num_layers:,}")
     shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
     # 0: each block has a window. n: each but every n-th; with 1 there would be no window at all.
-    for interval in (0, *range(2, num_layers + 1)):
-        if list_attention_layer_types(replace(shape, global_every=interval)) == list(types):
-            return {"sliding_window": window, "global_every": interval}
+    # So the first block without one says n.
+    interval = types.index(FULL) + 1 if FULL in types else 0
+    if list_attention_layer_types(replace(shape, global_every=interval)) == list(types):
+        return {"sliding_window": window, "global_every": interval}
     raise LayoutError(
-        f"layer_types {list(types)} cannot be said",
+        f"layer_types {format_config_value(types)} cannot be said",
         why="phalanx leaves out every n-th block's window",
     )
 

@@ -17,7 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_dtype
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, parse_safetensors_header
+from phalanx.checkpoint.shard_file import (
+    SAFETENSORS_DTYPE_OF_TORCH_DTYPE,
+    SafetensorsHeaderEntry,
+    parse_safetensors_header,
+)
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular_file, read_json
 
@@ -26,6 +30,9 @@ SAFETENSORS_FILE_NAME = "model.safetensors"
 # safetensors' own limit.
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
+# numpy's limits: 63 bits of bytes, of which an element has at most 8, and 32 dimensions (its 1.x).
+_MAX_ELEMENTS = 1 << 59
+_MAX_DIMENSIONS = 32
 _PLAIN_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _TORCH_DTYPE_OF_SAFETENSORS_DTYPE = {
     safetensors_name: torch_name
@@ -133,6 +140,8 @@ class SafetensorsReader:
                 if length > min(MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError("its header is longer than the file")
                 entries = dict(parse_safetensors_header(file.read(length), 8 + length, num_bytes))
+                for entry in entries.values():
+                    _require_possible_entry(entry)
         except OSError as error:
             raise _unreadable_weights_error(path, error.strerror or str(error)) from None
         except ValueError as error:
@@ -146,6 +155,19 @@ class SafetensorsReader:
                 entry.shape, _TORCH_DTYPE_OF_SAFETENSORS_DTYPE[entry.dtype]
             )
             self._locations[name] = (path, entry.start)
+
+
+def _require_possible_entry(entry: SafetensorsHeaderEntry) -> None:
+    """Raise ValueError for a name that no manifest can hold, and for a shape that no array has: of
+    a tensor without elements the other lengths may be anything, and fit the file."""
+    try:
+        entry.key.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name {entry.key!a:.80} is no text") from None
+    if math.prod(length for length in entry.shape if length) > _MAX_ELEMENTS:
+        raise ValueError(f"no array has the shape {list(entry.shape)} of {entry.key}")
+    if len(entry.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{entry.key} has {len(entry.shape)} dimensions")
 
 
 def open_safetensors_reader(source: Path) -> SafetensorsReader:

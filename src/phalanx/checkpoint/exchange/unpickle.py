@@ -25,7 +25,8 @@ from phalanx.checkpoint.shard_file import (
     TensorToWrite,
     write_safetensors,
 )
-from phalanx.core.errors import CheckpointError
+from phalanx.core.disk_errors import build_path_resource_error
+from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.files import open_regular_file
 from phalanx.mesh.logical import full_name, get_dtype_name
 
@@ -40,7 +41,7 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     tensors, which tensors no file can hold, which names are second names of a tensor, and whether
     more than weights had to be unpickled.
 
-    Raises CheckpointError.
+    Raises CheckpointError, and ResourceError where the disk of `folder` does not take them.
     """
     if source.is_dir() and (source / ".metadata").is_file():
         # torch opens these by their names: a pipe among them would be waited for.
@@ -281,7 +282,12 @@ def _write_tensors_as_safetensors(path: Path, tensors: Mapping[str, torch.Tensor
     for name, tensor in tensors.items():
         dtype, shape = get_dtype_name(tensor.dtype), tuple(tensor.shape)
         sources.append(TensorToWrite(name, dtype, shape, partial(_count_tensor_bytes, tensor)))
-    write_safetensors(path, sources)
+    try:
+        write_safetensors(path, sources)
+    except OSError as error:
+        raise build_path_resource_error(
+            error, "writing the unpickled weights", path.parent, place="--out"
+        ) from None
 
 
 def _count_tensor_bytes(tensor: torch.Tensor) -> Bytes:
@@ -296,5 +302,7 @@ if __name__ == "__main__":
         answer = main(Path(sys.argv[1]), Path(sys.argv[2]))
     except CheckpointError as refusal:
         answer = {"refused": refusal.what, "why": refusal.why}
+    except ResourceError as refusal:
+        answer = {"disk": {"what": refusal.what, "why": refusal.why, "fix": refusal.fix}}
     # On a line of its own: what was unpickled may have printed a line without an end.
     print(f"\n{json.dumps(answer)}")
