@@ -436,6 +436,42 @@ def test_an_owner_that_cannot_be_read_is_another_run(text: bytes, tmp_path: Path
         owner.claim_store(store, tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["my\u3000run", "my\u00a0run", "my\u200drun", "my\x1b[1mrun"])
+def test_a_run_of_any_name_claims_a_store_and_lets_it_go(name: str, tmp_path: Path) -> None:
+    """A refused run must not keep the URL for good because its name cannot be printed."""
+    store = open_store_of_run(tmp_path, f"memory://test/{next(_number)}")
+    assert store.owner is not None
+    run_dir, other = made(tmp_path / name), made(tmp_path / "other")
+    owner.claim_store(store, run_dir)
+    owner.claim_store(store, run_dir)
+    with pytest.raises(RunLockedError, match="belongs to the run 'my") as caught:
+        owner.claim_store(store, other)
+    assert str(caught.value).splitlines()[0].isprintable()
+    owner.release_store(store, run_dir)
+    assert store.owner.read() is None
+    assert not (run_dir / owner.OWNER_COPY_FILE_NAME).exists()
+
+
+def test_a_claim_that_cannot_be_taken_back_stays_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_of_run(tmp_path, f"memory://test/{next(_number)}")
+    run_dir = made(tmp_path / "run")
+    owner.claim_store(store, run_dir)
+
+    def refuse(self: object) -> None:
+        raise OSError("the store does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store.owner), "remove", refuse)
+        owner.release_store(store, run_dir)
+    # As the next start in this directory does.
+    owner.claim_store(store, run_dir)
+    owner.release_store(store, run_dir)
+    assert store.owner is not None
+    assert store.owner.read() is None
+
+
 def made(folder: Path) -> Path:
     folder.mkdir()
     return folder

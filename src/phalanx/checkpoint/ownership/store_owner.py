@@ -25,6 +25,7 @@ from phalanx.checkpoint.stores.protocol import Store, StoreOwnerRecord
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.disk_errors import build_path_resource_error
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
+from phalanx.core.printable import printable
 
 OWNER_COPY_FILE_NAME = "checkpoint-owner.json"
 OWNER_FORMAT_VERSION = 1
@@ -71,14 +72,14 @@ def claim_store(store: Store, run_dir: Path) -> None:
 def release_store(store: Store, run_dir: Path) -> None:
     """Take the run's claim back, as if it had never been: the run has not begun after all.
 
-    Never raises.
+    Never raises. Where the store does not answer, the run's copy stays: a run that begins in this
+    directory later has the claim.
     """
     if store.owner is None:
         return
     with suppress(OSError, CheckpointError):
         if _is_same_run_owner(store.owner, _read_owner_copy_in_run(run_dir)):
             store.owner.remove()
-    with suppress(OSError):
         # Last: without it the run could not tell that the store is its own.
         (run_dir / OWNER_COPY_FILE_NAME).unlink(missing_ok=True)
 
@@ -146,9 +147,9 @@ def _read_owner_copy_in_run(run_dir: Path) -> StoreOwner | None:
 
 
 def _write_owner_copy_in_run(run_dir: Path) -> StoreOwner:
-    owner = StoreOwner(
-        secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3)
-    )
+    # A name may hold any letter, and is shown on the terminals of others.
+    run, host = printable(run_dir.resolve().name), printable(socket.gethostname())
+    owner = StoreOwner(secrets.token_hex(16), run, host, round(time.time(), 3))
     try:
         write_json_durably(Disk(), run_dir / OWNER_COPY_FILE_NAME, owner.to_json())
     except OSError as error:
@@ -158,16 +159,17 @@ def _write_owner_copy_in_run(run_dir: Path) -> StoreOwner:
 
 
 def _parse_store_owner(text: bytes) -> StoreOwner | None:
-    """The owner in `text`; None for text that no claim wrote: of another format, or not fit to be
-    shown to people."""
+    """The owner in `text`; None for text that no claim wrote: of another format, or without a
+    run_id that can be one."""
     try:
         body = json.loads(text)
-        run_id, run, host = str(body["run_id"]), str(body["run"]), str(body["host"])
+        run_id = str(body["run_id"])
+        # Words for people decide nothing, and are made fit to be shown.
+        run, host = printable(str(body["run"])), printable(str(body["host"]))
         owner = StoreOwner(run_id, run, host, float(body["since_unix_s"]))
         # It raises for a time that is none.
         str(owner)
-        is_readable = all(map(str.isprintable, (run_id, run, host)))
-        if body["format"] == OWNER_FORMAT_VERSION and is_readable:
+        if body["format"] == OWNER_FORMAT_VERSION and run_id and run_id.isprintable():
             return owner
     except (ValueError, OverflowError, OSError, KeyError, TypeError):
         pass
