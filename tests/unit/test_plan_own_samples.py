@@ -13,7 +13,7 @@ from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.plan.search.describe import format_search_result
+from phalanx.plan.search.describe import find_counted_unit_of_task, format_search_result
 from phalanx.plan.search.remarks import list_remarks_of_task
 from phalanx.plan.workload import build_workload
 from phalanx.run.search_job import prepare_layout_search, search_layouts_of_job
@@ -102,23 +102,10 @@ def test_a_module_is_traced_with_the_first_sample_of_its_dataset(
     assert "samples/s/GPU" in text
     assert "256 samples a step" in text
     assert "a million samples" in text
+    # As a table of numbers of GPUs heads them.
+    assert find_counted_unit_of_task(searched.task) == "samples"
     # All samples of a rank at once: nothing is faster for so short ones.
     assert searched.result.winner.micro_batch_size == 32
-
-
-def test_numbers_of_gpus_are_compared_by_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load_own_job(tmp_path, monkeypatch)
-    keys = [
-        *("model.kind=own_samples:build", "model.objective=own_samples:cross_entropy"),
-        *("data.source=own_samples:dataset", "train.global_batch_size=256"),
-    ]
-    assert _app.run_command_line(["plan", *keys, "--gpu=h100-sxm", "--gpus=1..2"]) == 0
-    text = capsys.readouterr().out
-    assert "samples/s" in text.splitlines()[0]
-    assert "efficiency: samples/s of a GPU" in text
-    assert "tokens/s" not in text
 
 
 def test_a_sample_counts_as_many_tokens_as_its_products_have_rows(

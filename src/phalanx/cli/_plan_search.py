@@ -191,8 +191,7 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
     from phalanx.cli._json import print_json
     from phalanx.cli._progress import show_progress_of_module
     from phalanx.core.errors import ExitCode
-    from phalanx.job.user_dataset import is_own_dataset
-    from phalanx.plan.search.describe import find_counted_unit, format_scaling_table
+    from phalanx.plan.search.describe import find_counted_unit_of_task, format_scaling_table
     from phalanx.plan.search.scaling import search_per_device_count
     from phalanx.run.search_job import prepare_layout_search
 
@@ -220,8 +219,7 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
         }
         print_json("plan-scaling", body, indent=1)
     else:
-        samples = task.shape.get_sample_noun(of_own_data=is_own_dataset(task.job.data.source))
-        unit = find_counted_unit(samples, task.shape.count_sample_tokens(task.job.data.seq_len))
+        unit = find_counted_unit_of_task(task)
         print("\n".join(format_scaling_table(rows, task.job, task.cluster, unit=unit)))
     if all(row.winner is None for row in rows):
         return int(ExitCode.JOB)

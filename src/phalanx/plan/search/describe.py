@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster, LinkLevel, choose_headroom
@@ -19,6 +20,7 @@ from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, Sea
 
 if TYPE_CHECKING:
     from phalanx.plan.search.scaling import DeviceCountResult
+    from phalanx.plan.search.task import SearchTask
 
 MAX_REASONS = 3
 # Plans of memory are wrong by several percent. Beside a winner that fills more than the first of
@@ -170,6 +172,12 @@ def _describe_economics(result: SearchResult) -> list[str]:
 def find_counted_unit(sample_noun: str, sample_tokens: int) -> str:
     """What speeds are of: tokens, or samples of a user's own that are one row each."""
     return "samples" if sample_noun == "samples" and sample_tokens == 1 else "tokens"
+
+
+def find_counted_unit_of_task(task: SearchTask) -> str:
+    """What speeds of a search's job are of."""
+    noun = task.shape.get_sample_noun(of_own_data=is_own_dataset(task.job.data.source))
+    return find_counted_unit(noun, task.shape.count_sample_tokens(task.job.data.seq_len))
 
 
 def describe_counted_amount(result: SearchResult) -> tuple[str, float]:
