@@ -358,6 +358,32 @@ def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> No
         assert loss == pytest.approx(reference[step], rel=1e-4), step
 
 
+def test_the_default_job_is_trained_from_end_to_end(tmp_path: Path) -> None:
+    """What `make train` does, in fewer steps: everything else is as nobody has chosen it."""
+    done = run("train", "train.steps=20", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    name = re.escape(str(run_dir.relative_to(tmp_path)))
+    losses = r"model ([\d.]+)  unigram [\d.]+  trigram [\d.]+   \([\d,]+ tokens\)"
+    lines = (
+        r"data    stdlib: [\d,]+ training tokens in \d+ documents, [\d,]+ held out in \d+",
+        rf"loss    held out, nats per token: {losses}",
+        r"sample  def .*",
+        rf"next    .*phalanx.* generate {name} --prompt 'def '",
+        rf"run     {name}",
+    )
+    found = [re.search(f"^{line}$", done.out, re.MULTILINE) for line in lines]
+    assert None not in found, done.out
+    # A step of chance has log(256) nats; a few steps learn which letters are frequent.
+    assert found[1] is not None
+    assert float(found[1][1]) < loss_curve(run_dir)[1] - 1.0
+    assert (
+        done.out.splitlines()[0]
+        == done.out.splitlines()[-1]
+        == f"run     {run_dir.relative_to(tmp_path)}"
+    )
+
+
 @pytest.mark.long
 def test_no_arguments_train_the_default_job(tmp_path: Path) -> None:
     """The first thing anybody does.
