@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +72,7 @@ def describe_place_of_profile(
 def _check_place_of_profile(out: Path | None) -> None:
     """Raises UsageError or ResourceError where the profile cannot be written: before a minute of
     measuring, and not after it."""
+    from phalanx.core.places import expand_home
     from phalanx.plan.profiles import PROFILE_FOLDER
 
     if out is not None and out.is_dir():
@@ -80,7 +80,7 @@ def _check_place_of_profile(out: Path | None) -> None:
     if out is not None:
         require_profile_or_new_file(out)
     # Of a machine that is not known yet: any file of the folder.
-    path = out or Path(os.path.expanduser(PROFILE_FOLDER)) / "profile.json"
+    path = out or expand_home(PROFILE_FOLDER) / "profile.json"
     require_writable_output(path, "writing the profile", option="--out")
 
 

@@ -7,8 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
-import tempfile
-from pathlib import Path
+
+from phalanx.core.places import open_temporary_directory
 
 _DEFAULT_COMPILER = "g++"
 # What each kernel needs: OpenMP, and a linker.
@@ -44,8 +44,8 @@ def find_why_compiler_fails() -> str:
     if not os.path.exists(os.path.join(include, "Python.h")):
         # It may lie where the compiler looks by itself.
         source = f"#include <Python.h>\n{_PROBE}"
-    with tempfile.TemporaryDirectory(prefix="phalanx-cxx-") as folder:
-        library = Path(folder) / "probe.so"
+    with open_temporary_directory("phalanx-cxx-") as folder:
+        library = folder / "probe.so"
         options = ["-x", "c++", "-", "-shared", "-fPIC", "-fopenmp", "-o", str(library)]
         try:
             done = subprocess.run(

@@ -96,9 +96,9 @@ def _is_first_rank_to_report(text: str) -> bool:
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return True
-    marker = _build_report_marker_path(text)
-    own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
+        marker = _build_report_marker_path(text)
+        own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
         if _is_marker_of_earlier_ranks(marker):
             marker.unlink(missing_ok=True)
         write_bytes_atomically(
@@ -135,7 +135,7 @@ def _is_marker_of_earlier_ranks(marker: Path) -> bool:
 
 def _build_report_marker_path(text: str) -> Path:
     """A file of the ranks that were started together: in torchrun's own folder of them, if there
-    is one."""
+    is one. Raises OSError where no temporary file can be written."""
     from phalanx.core.digest import digest
 
     folder = Path(tempfile.gettempdir())

@@ -14,6 +14,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import MAX_TOKENIZER_FILE_BYTES, read_json, read_whole_regular_file
+from phalanx.core.places import expand_home
 from phalanx.core.registry import import_optional_dependency
 from phalanx.data.unreadable import build_unreadable_data_error
 
@@ -196,7 +197,7 @@ def _disable_special_tokens_in_text(
 
 def tokenizer_path(name: str) -> Path:
     """The tokenizer.json that `name` means. Raises DataError if there is none."""
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():

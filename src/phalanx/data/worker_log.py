@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from phalanx.core.files import open_regular_file_for_append
+from phalanx.core.places import open_unnamed_temporary_file
 
 MAX_LOG_TAIL_BYTES = 64 * 1024  # of a log, from its end
 MAX_LAST_LINE_CHARS = 300
@@ -61,11 +61,14 @@ def _find_explanatory_line(lines: Sequence[str]) -> str:
 
 
 def _open_log_or_unnamed_file(path: Path | None) -> IO[bytes]:
-    """The file to print to. Without a place for it (a full disk) it is an unnamed one."""
+    """The file to print to. Without a place for it (a full disk) it is an unnamed one.
+
+    Raises ResourceError where that cannot be made, either.
+    """
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return open_regular_file_for_append(path)
         except OSError as error:
             print(f"no {path}: {error.strerror}", file=sys.stderr)
-    return tempfile.TemporaryFile()
+    return open_unnamed_temporary_file()

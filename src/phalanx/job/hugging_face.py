@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json
+from phalanx.core.places import expand_home
 from phalanx.job.hugging_face_checks import require_possible_settings
 
 HUGGING_FACE_PREFIX = "hf:"
@@ -31,7 +32,7 @@ def is_hugging_face(kind: str | None) -> bool:
 
 def find_config_file(kind: str) -> Path:
     """The config.json that `kind` names. Raises LayoutError if there is none."""
-    path = Path(kind.removeprefix(HUGGING_FACE_PREFIX)).expanduser()
+    path = expand_home(kind.removeprefix(HUGGING_FACE_PREFIX))
     file = path
     if path.is_dir():
         file = path / CONFIG_FILE_NAME
@@ -57,7 +58,7 @@ def find_weights_directory(kind: str) -> Path | None:
 
     Raises LayoutError for a directory whose only weights are pickled.
     """
-    directory = Path(kind.removeprefix(HUGGING_FACE_PREFIX)).expanduser()
+    directory = expand_home(kind.removeprefix(HUGGING_FACE_PREFIX))
     if not directory.is_dir():
         return None
     if any((directory / name).is_file() for name in SAFETENSORS_FILE_NAMES):

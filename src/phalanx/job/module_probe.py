@@ -383,7 +383,8 @@ def _find_shape_cache_file(
         sources = _find_config_sources(kind)
     else:
         sources = find_module_sources(kind.partition(":")[0].split("."))
-    if cache_dir is None or not sources:
+    # Without a home there is no cache, and no folder that is called "~".
+    if cache_dir is None or not cache_dir.is_absolute() or not sources:
         return None
     probe_files: list[Path] = []
     for room in PROBE_CODE_ROOMS:

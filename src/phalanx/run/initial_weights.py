@@ -24,6 +24,7 @@ from phalanx.checkpoint.reading.verify import require_files_of_manifest
 from phalanx.checkpoint.stores import find_checkpoint_at_or_newest, is_store_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
+from phalanx.core.places import expand_home
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.schema import Job, Model
@@ -78,7 +79,7 @@ def find_initial_checkpoint(model: Model, shape: ModelCosts | None) -> InitialWe
     location = model.init_from
     if not is_store_url(location):
         # Absolute: whoever continues the run may stand elsewhere.
-        location = str(Path(location).expanduser().absolute())
+        location = str(expand_home(location).absolute())
     folder = _find_checkpoint_folder(location)
     manifest = read_manifest(folder).keep_model_tensors()
     require_files_of_manifest(folder, manifest)

@@ -52,8 +52,11 @@ def find_mixed_rows_warnings(job: Job, plan: Plan, *, ask: bool = True) -> tuple
 
 def _read_or_probe_row_mixing(job: Job, plan: Plan, ask: bool) -> BatchRowMixing:
     cached = _locate_row_mixing_cache(job, plan)
+    # Without a home there is no cache, and no folder that is called "~".
+    has_cache = cached.is_absolute()
     try:
-        return BatchRowMixing(**read_json(cached))
+        if has_cache:
+            return BatchRowMixing(**read_json(cached))
     except (OSError, ValueError, TypeError):
         # No answer is kept, or none that this version can read.
         pass
@@ -71,6 +74,8 @@ def _read_or_probe_row_mixing(job: Job, plan: Plan, ask: bool) -> BatchRowMixing
     except (ChildProcessError, ValueError, TypeError):
         # Nothing is known of what cannot be tried: training says what is wrong with it.
         return BatchRowMixing()
+    if not has_cache:
+        return facts
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: what a crash loses is asked again.

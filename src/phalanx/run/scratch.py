@@ -4,13 +4,12 @@ become."""
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.disk_errors import SCRATCH_DIRECTORY_PREFIX, build_path_resource_error
+from phalanx.core.disk_errors import SCRATCH_DIRECTORY_PREFIX
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -20,6 +19,7 @@ from phalanx.core.errors import (
     PhalanxError,
     ResourceError,
 )
+from phalanx.core.places import create_temporary_directory
 from phalanx.launch.outcome import RunOutcome
 from phalanx.launch.paths import LOGS
 
@@ -75,15 +75,7 @@ def open_scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
 
     Raises ResourceError where none can be made.
     """
-    try:
-        scratch = ScratchDirectory(
-            Path(tempfile.mkdtemp(prefix=f"{SCRATCH_DIRECTORY_PREFIX}{verb}-"))
-        )
-    except OSError as error:
-        location = error.filename or "TMPDIR"
-        raise build_path_resource_error(
-            error, "making a directory for a while", location, place="TMPDIR"
-        ) from None
+    scratch = ScratchDirectory(create_temporary_directory(f"{SCRATCH_DIRECTORY_PREFIX}{verb}-"))
     try:
         yield scratch
     finally:

@@ -14,6 +14,7 @@ from phalanx.checkpoint.stores import (
     is_location_of_one_checkpoint,
     is_store_url,
 )
+from phalanx.core.places import expand_home
 from phalanx.core.store_urls import parse_file_url_directory
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import (
@@ -109,7 +110,7 @@ def _find_enclosing_run_or_import(location: str) -> Path | None:
     directory = parse_file_url_directory(location)
     if directory is None and is_store_url(location):
         return None
-    path = Path(find_run_directory((directory or Path(location)).expanduser()))
+    path = Path(find_run_directory(expand_home(directory or location)))
     if is_location_of_one_checkpoint(path):
         if path.absolute().parent.name != "checkpoints":
             return None

@@ -84,14 +84,16 @@ def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterato
     code has no source, or where another process works in it, it is one of its own that never stays.
     """
     key = _hash_selection_and_code(selection) if resume else None
-    handle = (
-        None if key is None else _lock_work_directory(Path(STOPPED_WORK_DIR).expanduser() / key)
-    )
+    folder = Path(os.path.expanduser(STOPPED_WORK_DIR))
+    # Without a home nothing is kept, and no folder is called "~".
+    handle = None
+    if key is not None and folder.is_absolute():
+        handle = _lock_work_directory(folder / key)
     if key is None or handle is None:
         with open_scratch_directory("verify") as scratch:
             yield VerifyWork(scratch)
         return
-    directory = Path(STOPPED_WORK_DIR).expanduser() / key
+    directory = folder / key
     _remove_old_work(directory)
     if not are_read_files_unchanged(directory):
         # References are of these files, too.

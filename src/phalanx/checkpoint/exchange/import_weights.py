@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG_FILE_NAME
@@ -21,6 +20,7 @@ from phalanx.checkpoint.exchange.importing import (
 from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
 from phalanx.checkpoint.exchange.sources import open_weights_to_import
 from phalanx.core.errors import JobError, LayoutError
+from phalanx.core.places import open_temporary_directory
 from phalanx.core.units import format_count
 from phalanx.job.load import load_job
 from phalanx.job.schema import Data
@@ -121,8 +121,8 @@ def _require_valid_job_file_text(text: str, weights: WeightsToImport) -> None:
     """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no
     job may.
     """
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / MODEL_TOML_FILE_NAME
+    with open_temporary_directory() as folder:
+        path = folder / MODEL_TOML_FILE_NAME
         path.write_text(text, encoding="utf-8")
         try:
             load_job(path)

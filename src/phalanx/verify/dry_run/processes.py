@@ -8,13 +8,13 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.core.places import open_unnamed_temporary_file
 from phalanx.job.module_probe import find_last_line
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -83,7 +83,7 @@ class DryRunProcesses:
                     yield running.kind, self._finish_worker(running)
 
     def _start_worker(self, kind: RankKind, boundary: Mapping[str, Any] | None) -> None:
-        errors = self._stack.enter_context(tempfile.TemporaryFile())
+        errors = self._stack.enter_context(open_unnamed_temporary_file())
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER],
             stdin=subprocess.PIPE,

@@ -32,12 +32,17 @@ class ResultCache:
 
     def find(self, kind: RankKind) -> RankKindReport | None:
         """The report of an earlier dry run of this kind; None if there is none that can be read."""
+        # Without a home there is no cache, and no folder that is called "~".
+        if not self._directory.is_absolute():
+            return None
         try:
             return RankKindReport.from_json(read_json(self._path_of_report(kind))).copy_as_cached()
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def add(self, kind: RankKind, report: RankKindReport) -> None:
+        if not self._directory.is_absolute():
+            return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not durable: it can be run again.
