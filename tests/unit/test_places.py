@@ -3,6 +3,7 @@ temporary files: one line each."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli import _app
 from phalanx.cli._app import run_command_line
-from phalanx.core import uncaught
+from phalanx.cli._os_errors import convert_uncaught_os_error
+from phalanx.core import places, uncaught
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import read_whole_regular_file
 from phalanx.core.places import (
@@ -73,20 +74,29 @@ def test_a_path_that_cannot_be_looked_at_is_named_in_one_line(
         assert "ermission" in refuse(capsys, command, tmp_path / "locked" / "run")
 
 
+def test_a_path_that_cannot_be_looked_at_is_an_error_in_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("x" * 300)
+    assert run_command_line(["plan", "--json", f"model.init_from={path}"]) == ExitCode.USAGE
+    said = json.loads(capsys.readouterr().out)
+    assert (said["exit_code"], said["where"]) == (ExitCode.USAGE, str(path / "manifest.json"))
+
+
 def test_a_mistake_of_phalanx_and_what_user_code_meets_keep_their_tracebacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     long = "x" * 300
-    assert isinstance(_app._convert_path_error(catch_own(long)), UsageError)
+    assert isinstance(convert_uncaught_os_error(catch_own(long)), UsageError)
     monkeypatch.setenv(uncaught.TRACEBACK_VARIABLE, "1")
-    assert _app._convert_path_error(catch_own(long)) is None
+    assert convert_uncaught_os_error(catch_own(long)) is None
     monkeypatch.delenv(uncaught.TRACEBACK_VARIABLE)
-    assert _app._convert_path_error(ValueError("x")) is None
-    assert _app._convert_path_error(catch_own(f"{_app.__file__}/x")) is None
+    assert convert_uncaught_os_error(ValueError("x")) is None
+    assert convert_uncaught_os_error(catch_own(f"{places.__file__}/x")) is None
     with pytest.raises(OSError, match="too long") as raised:
         Path(long).stat()
-    assert _app._convert_path_error(raised.value) is None
+    assert convert_uncaught_os_error(raised.value) is None
 
 
 def catch_own(path: str) -> OSError:

@@ -4,7 +4,6 @@ lines and exit codes."""
 from __future__ import annotations
 
 import ast
-import errno
 import importlib
 import os
 import sys
@@ -16,14 +15,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from phalanx.core.disk_errors import convert_disk_error
+from phalanx.cli._os_errors import convert_uncaught_os_error
 from phalanx.core.errors import (
     EnvironmentProblem,
     ExitCode,
     JobError,
     PhalanxError,
-    ResourceError,
-    UsageError,
     format_nearest_word_hint,
 )
 from phalanx.core.garbage import pausing_garbage_collection
@@ -35,7 +32,6 @@ from phalanx.core.output import (
 )
 from phalanx.core.registry import list_modules_of_registry
 from phalanx.core.terminal import filtering_standard_streams
-from phalanx.core.uncaught import TRACEBACK_VARIABLE
 
 VERBS_PACKAGE = "phalanx.cli"
 TRY_IT_EPILOG = (
@@ -263,34 +259,13 @@ def _invoke_app(arguments: Sequence[str]) -> int:
             warn(f"phalanx: {_usage_error_message(mistake, arguments)}")
         return ExitCode.USAGE
     except Exception as error:
-        # A full disk is nobody's bug.
-        problem = convert_disk_error(error, "writing or reading files")
-        problem = problem or _convert_path_error(error)
+        problem = convert_uncaught_os_error(error)
         if problem is not None:
             print_error(problem)
             return problem.exit_code
         # A bug, or user code that nobody expected to fail: its traceback is the message.
         warn(traceback.format_exc().rstrip())
         return ExitCode.INTERNAL
-
-
-def _convert_path_error(error: Exception) -> PhalanxError | None:
-    """The error for a path that the system lets nobody look at: in a folder that may not be
-    searched, say, or too long for a name. None for anything else, for a file of phalanx's own code,
-    and for what user code met, whose traceback tells where."""
-    name = getattr(error, "filename", None)
-    if not isinstance(error, OSError) or error.errno is None or not isinstance(name, str | bytes):
-        return None
-    path = os.path.abspath(os.fsdecode(name))
-    if Path(path).is_relative_to(Path(__file__).parents[1]) or os.environ.get(TRACEBACK_VARIABLE):
-        return None
-    if convert_disk_error(error, "looking at files", refusals=(error.errno,)) is None:
-        return None
-    where = os.fsdecode(name)
-    if error.errno in (errno.EACCES, errno.EPERM):
-        fix = "it takes the permission to search every folder above it, too"
-        return ResourceError("it cannot be opened", where=where, why=error.strerror, fix=fix)
-    return UsageError("it cannot be opened", where=where, why=error.strerror)
 
 
 def _usage_error_message(mistake: Any, arguments: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from phalanx.cli._os_errors import convert_uncaught_os_error
 from phalanx.core.errors import PhalanxError
 from phalanx.core.output import redirect_stream_to_devnull
 from phalanx.core.secrets import Redactor
@@ -62,6 +63,13 @@ def print_errors_as_json(as_json: bool) -> Iterator[None]:
             print_json("error", error.to_json())
         # Raised on: the words for stderr and the exit code are the caller's.
         raise
+    except OSError as error:
+        problem = convert_uncaught_os_error(error) if as_json else None
+        if problem is None:
+            raise
+        problem.is_printed_as_json = True
+        print_json("error", problem.to_json())
+        raise problem from None
 
 
 @contextlib.contextmanager

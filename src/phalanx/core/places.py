@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +30,16 @@ def expand_home(path: Path | str) -> Path:
 
 def open_unnamed_temporary_file() -> IO[bytes]:
     """A file that is gone when it is closed. Raises ResourceError where none can be made."""
+    import tempfile  # here: most verbs need none, and would wait for it
+
     with _naming_temporary_place("making a file for a while"):
         return tempfile.TemporaryFile()
 
 
 def create_temporary_directory(prefix: str = "") -> Path:
     """A new directory, which the caller removes. Raises ResourceError where none can be made."""
+    import tempfile
+
     with _naming_temporary_place("making a directory for a while"):
         return Path(tempfile.mkdtemp(prefix=prefix))
 
