@@ -18,6 +18,7 @@ from phalanx.cli._os_errors import convert_uncaught_os_error
 from phalanx.core import places, uncaught
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import read_whole_regular_file
+from phalanx.core.host_lock import holding_host_lock
 from phalanx.core.places import (
     create_temporary_directory,
     expand_home,
@@ -142,12 +143,13 @@ def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_temporary_folder")
 def test_without_a_place_for_temporary_files_one_line_says_so() -> None:
-    words = r"TMPDIR: failed while making .* for a while .*; set TMPDIR to a folder that can be"
+    words = r"TMPDIR: failed while (making|looking) .* for .*; set TMPDIR to a folder that can be"
     for make in (
         open_unnamed_temporary_file,
         create_temporary_directory,
         open_temporary_directory().__enter__,
         lambda: _open_log_or_unnamed_file(None),
+        holding_host_lock("build", 1.0).__enter__,
     ):
         with pytest.raises(ResourceError, match=words):
             make()

@@ -4,7 +4,6 @@ memory if all did it at once."""
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.file_locks import try_to_lock_file
+from phalanx.core.places import find_temporary_directory
 
 POLL_INTERVAL_S = 0.05
 
@@ -23,11 +23,12 @@ def holding_host_lock(
     """Hold the lock `name` of this user on this machine; the kernel lets it go if the process dies.
 
     Waits as long as owners change or end. Raises EnvironmentProblem (exit 6) that names the owner
-    if one process has held it for `timeout_s`. An owner that is gone, but left the lock to a child,
-    has lost it. `directory`: where the lock's file lies, else the directory for temporary files;
-    where files cannot be locked, nobody waits.
+    if one process has held it for `timeout_s`, and ResourceError where no temporary file can be
+    made. An owner that is gone, but left the lock to a child, has lost it. `directory`: where the
+    lock's file lies, else the directory for temporary files; where files cannot be locked, nobody
+    waits.
     """
-    path = (directory or Path(tempfile.gettempdir())) / f"phalanx-{os.getuid()}-{name}.lock"
+    path = (directory or find_temporary_directory()) / f"phalanx-{os.getuid()}-{name}.lock"
     descriptor = _wait_for_lock(path, timeout_s)
     try:
         yield

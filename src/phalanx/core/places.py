@@ -28,9 +28,17 @@ def expand_home(path: Path | str) -> Path:
     return Path(expanded)
 
 
+def find_temporary_directory() -> Path:
+    """Where temporary files go. Raises ResourceError where none can be written."""
+    import tempfile  # here: most verbs need none, and would wait for it
+
+    with _naming_temporary_place("looking for a place for temporary files"):
+        return Path(tempfile.gettempdir())
+
+
 def open_unnamed_temporary_file() -> IO[bytes]:
     """A file that is gone when it is closed. Raises ResourceError where none can be made."""
-    import tempfile  # here: most verbs need none, and would wait for it
+    import tempfile
 
     with _naming_temporary_place("making a file for a while"):
         return tempfile.TemporaryFile()
