@@ -37,6 +37,8 @@ def hold_claimed_store(
 
     store = open_store_of_run(run_dir, job.checkpoint.url, say=say_while_claiming)
     if job.checkpoint.url is None:
+        if not resume:
+            _refuse_checkpoints_without_run(store, run_dir)
         yield store
         return
     # The first save may be hours away: what cannot be written is refused before.
@@ -57,6 +59,19 @@ def hold_claimed_store(
             yield store
         finally:
             is_speaking = True
+
+
+def _refuse_checkpoints_without_run(store: Store, run_dir: Path) -> None:
+    """Raise UsageError if a new run finds checkpoints in its directory, which has no job: it would
+    go on from their step in silence."""
+    if not store.folders():
+        return
+    raise UsageError(
+        "there are checkpoints of another run",
+        where=store.url,
+        why=f"--resume does not know their job, because {JOB_FILE} is not there",
+        fix=f"choose another run.dir; model.init_from={run_dir} begins it from these weights",
+    )
 
 
 @contextlib.contextmanager
