@@ -26,14 +26,16 @@ from phalanx.core.errors import (
     UsageError,
 )
 from phalanx.job.load import load_job
+from phalanx.job.schema import Job
 from phalanx.launch.outcome import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.report.reduce import collect_run_facts
 from phalanx.run.announce import format_run_announcement
+from phalanx.run.directory import RunDirectory
 from phalanx.run.output import RunOutput
-from phalanx.run.prepare import prepare_run
+from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.supervised import find_refusal_before_first_step
 
 
@@ -385,7 +387,6 @@ def test_a_run_without_a_directory_gets_a_fresh_name(
 ) -> None:
     """Also where the name of this second is taken: by another run, or before the clock was set
     back."""
-    from phalanx.job.schema import Job
     from phalanx.run import training
 
     monkeypatch.chdir(tmp_path)
@@ -396,6 +397,34 @@ def test_a_run_without_a_directory_gets_a_fresh_name(
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]
+
+
+def test_jobs_that_chose_one_name_get_a_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looked before the other had begun. Of a job that is refused nothing stays."""
+    monkeypatch.chdir(tmp_path)
+    source, chosen = write_text(tmp_path / "text") / "abc.py", Path("runs/train-20260101-000000")
+    job = load_job(None, [*TINY, f"data.source={source}", "parallel.ranks=1"])
+
+    def prepare(job: Job) -> contextlib.AbstractContextManager[PreparedRun]:
+        return prepare_run(job, chosen, resume=False, num_ranks=None, is_name_chosen=True)
+
+    with prepare(job) as one, prepare(job) as other:
+        assert (one.run_dir, other.run_dir) == (chosen, Path(f"{chosen}-2"))
+        assert one.lock.path.parent == chosen
+        assert (other.run_dir / "job.json").exists()
+    broken = load_job(None, [*TINY, f"data.source={tmp_path / 'text' / 'none'}"])
+    with pytest.raises(DataError), prepare(broken):
+        pass
+    directory = RunDirectory(chosen, is_name_chosen=True)
+    with directory.hold():
+        assert directory.path == Path(f"{chosen}-3")
+        (directory.path / "data").mkdir()
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        chosen.name,
+        f"{chosen.name}-2",
+    ]
 
 
 def test_ctrl_c_while_a_command_is_still_imported_ends_as_later_ones_do() -> None:

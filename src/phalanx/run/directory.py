@@ -4,6 +4,7 @@ nothing behind."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,11 +52,14 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
 class RunDirectory:
     """A run directory that this process holds.
 
-    Its new folders are removed at the end unless `keep` was called.
+    Its new folders are removed at the end unless `keep_run_directory` was called. With
+    `is_name_chosen` nobody asked for this name: where another job has taken it since, `hold`
+    changes `path` to the name with a number.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, is_name_chosen: bool = False) -> None:
         self.path = run_dir
+        self._is_name_chosen = is_name_chosen
         # Before anything is created: only these may go again.
         self._new_folders = [
             folder for folder in (run_dir, *run_dir.parents) if not folder.exists()
@@ -81,6 +85,8 @@ class RunDirectory:
         loser leaves it alone.
         """
         try:
+            if self._is_name_chosen:
+                self._make_directory_of_free_name()
             create_writable_run_directory(self.path)
             with holding_run_lock(self.path) as lock:
                 try:
@@ -94,6 +100,26 @@ class RunDirectory:
                 # It is not empty: it is another job's by now.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+
+    def _make_directory_of_free_name(self) -> None:
+        """Make the directory, and no other job's: each of two that have chosen one name, as both
+        were started in the same second, gets its own."""
+        chosen, number = self.path, 1
+        while True:
+            try:
+                os.makedirs(self.path)
+            except FileExistsError:
+                number += 1
+                self.path = chosen.with_name(f"{chosen.name}-{number}")
+                continue
+            except OSError as error:
+                raise build_path_resource_error(
+                    error, "opening the run directory", self.path
+                ) from None
+            break
+        if self.path not in self._new_folders:
+            others = [folder for folder in self._new_folders if folder != chosen]
+            self._new_folders = [self.path, *others]
 
     def _list_folders_to_remove(self) -> list[Path]:
         if self._is_kept:

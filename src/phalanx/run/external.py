@@ -66,10 +66,12 @@ def train_as_rank(
     output: RunOutput,
     *,
     began_s: float,
+    is_name_chosen: bool = False,
 ) -> RunEnd:
     """Train as one rank of another launcher. Rank 0 speaks for all.
 
-    `began_s` (monotonic) is when the run was asked for.
+    `began_s` (monotonic) is when the run was asked for. With `is_name_chosen` nobody asked for
+    `run_dir`, and where another job has it by now the run gets one beside it.
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in
     `run.dir`.
@@ -86,8 +88,14 @@ def train_as_rank(
     resume = resumed is not None or is_restart
     try:
         with prepare_run(
-            job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say
+            job,
+            run_dir,
+            resume=resume,
+            num_ranks=ranks.world_size,
+            is_name_chosen=is_name_chosen and not resume,
+            say=output.say,
         ) as prepared:
+            run_dir = prepared.run_dir
             output.say(*format_run_announcement(prepared, ranks=launched.words, resumed=resumed))
             plan = prepared.plan
             if resume and is_finished(prepared):

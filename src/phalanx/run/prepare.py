@@ -85,20 +85,28 @@ def prepare_run(
     *,
     resume: bool,
     num_ranks: int | None,
+    is_name_chosen: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[PreparedRun]:
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind.
 
-    `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow
-    store. Raises PhalanxError for what the user can mend.
+    `num_ranks` is that of a launcher, None where the plan chooses. With `is_name_chosen` nobody
+    asked for this directory: where another job has it by now, the run gets one beside it. `say`
+    gets lines about a slow store. Raises PhalanxError for what the user can mend.
     """
-    basis = _collect_plan_inputs_and_refuse_early(job, run_dir, resume=resume, num_ranks=num_ranks)
-    directory = RunDirectory(run_dir)
+    if not is_name_chosen:
+        refuse_existing_run(run_dir, resume=resume)
+    is_prepared = not is_name_chosen and (run_dir / DATA_FOLDER / CORPUS_FILE_NAME).exists()
+    basis = _collect_plan_inputs_and_refuse_early(
+        job, run_dir, resume=resume, num_ranks=num_ranks, is_prepared=is_prepared
+    )
+    directory = RunDirectory(run_dir, is_name_chosen=is_name_chosen)
     # The run's own lock comes first: of two jobs, one alone looks at the store and writes there.
     with (
         directory.hold() as lock,
-        hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
+        hold_claimed_store(job, directory.path, resume=resume, say=say) as store,
     ):
+        run_dir = directory.path
         job, plan, corpus, chosen_keys, unverified = _prepare_data_and_plan(
             basis, run_dir, store, resume=resume
         )
@@ -150,12 +158,10 @@ class _PlanInputs:
 
 
 def _collect_plan_inputs_and_refuse_early(
-    job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
+    job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None, is_prepared: bool
 ) -> _PlanInputs:
     """Find out what the plan rests on, and refuse what can be refused before anything is written:
-    a run directory, a machine, weights or a layout that do not fit the job."""
-    refuse_existing_run(run_dir, resume=resume)
-    is_prepared = (run_dir / DATA_FOLDER / CORPUS_FILE_NAME).exists()
+    a machine, weights or a layout that do not fit the job. `is_prepared`: the run has its data."""
     linked_folders = []
     if resume and not is_prepared:
         linked_folders.append(DATA_FOLDER)

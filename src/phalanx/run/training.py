@@ -33,16 +33,23 @@ from phalanx.run.supervised import train_in_supervised_ranks
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A job to train and its run directory. `resumed` is set where the run in it is continued."""
+    """A job to train and its run directory. `resumed` is set where the run in it is continued.
+
+    `is_name_chosen`: the job names no directory, and this one was chosen; the run takes another one
+    if that is another job's by the time that it begins.
+    """
 
     job: Job
     run_dir: Path
     resumed: ResumedRun | None = None
+    is_name_chosen: bool = False
 
     @staticmethod
     def for_new_run(job: Job) -> TrainRequest:
         """A new run in run.dir, else in a fresh directory."""
-        return TrainRequest(job, Path(job.run.dir or _name_new_run_dir(job)))
+        if job.run.dir:
+            return TrainRequest(job, Path(job.run.dir))
+        return TrainRequest(job, Path(_name_new_run_dir(job)), is_name_chosen=True)
 
     @staticmethod
     def for_resumed_run(resumed: ResumedRun) -> TrainRequest:
@@ -65,13 +72,24 @@ def train_in_ranks_or_as_rank(
             if guards_rank:
                 return _train_as_guarded_rank(request, ranks, output)
             return train_as_rank(
-                request.job, request.run_dir, ranks, request.resumed, output, began_s=began_s
+                request.job,
+                request.run_dir,
+                ranks,
+                request.resumed,
+                output,
+                began_s=began_s,
+                is_name_chosen=request.is_name_chosen,
             )
         request = _continue_requeued_run(request, output)
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
         with prepare_run(
-            job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say
+            job,
+            request.run_dir,
+            resume=is_resumed,
+            num_ranks=None,
+            is_name_chosen=request.is_name_chosen,
+            say=output.say,
         ) as run:
             if is_finished(run):
                 return conclude_without_training(run, output)
@@ -113,6 +131,7 @@ def _train_as_guarded_rank(
             output,
             # Each rank of a command imports torch by itself: that counts as its start.
             began_s=read_process_start_s(),
+            is_name_chosen=request.is_name_chosen,
         )
         exit_code = end.exit_code
         return end
