@@ -382,6 +382,27 @@ def test_a_refusal_takes_no_checkpoints_along_where_events_were_lost(tmp_path: P
         assert find_refusal_before_first_step(run, refused) is None
 
 
+def test_a_new_run_does_not_take_checkpoints_that_lie_in_its_directory(tmp_path: Path) -> None:
+    """As of a run whose job.json is gone: it would go on from step 400 in silence."""
+    source, run_dir = write_text(tmp_path / "text") / "abc.py", tmp_path / "run"
+    step = run_dir / "checkpoints" / "step-400"
+    step.mkdir(parents=True)
+    keys = [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={run_dir}"]
+    with (
+        pytest.raises(UsageError, match="there are checkpoints of another run") as caught,
+        prepare_run(load_job(None, keys), run_dir, resume=False, num_ranks=None),
+    ):
+        raise AssertionError("it is not refused")
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert str(run_dir / "checkpoints") in str(caught.value)
+    assert f"model.init_from={run_dir}" in str(caught.value)
+    assert "job.json is not there" in str(caught.value)
+    assert [path.name for path in run_dir.iterdir()] == ["checkpoints"]
+    step.rmdir()
+    with prepare_run(load_job(None, keys), run_dir, resume=False, num_ranks=None) as run:
+        assert run.store.folders() == []
+
+
 def test_a_run_without_a_directory_gets_a_fresh_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

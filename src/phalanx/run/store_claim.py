@@ -26,8 +26,8 @@ def hold_claimed_store(
     It is tried now, and not at the first save; `say` gets lines about a slow store until it is
     held. A directory is locked as a run's is: two runs that
     begin with an empty one would take each other's checkpoints for their own. An object store has
-    no lock: a file in it says whose it is. Raises UsageError if a new run finds checkpoints there,
-    and RunLockedError if a live job holds it.
+    no lock: a file in it says whose it is. Raises UsageError if a new run finds checkpoints in
+    its store, wherever that is, and RunLockedError if a live job holds it.
     """
     is_speaking = True
 
