@@ -456,6 +456,26 @@ def test_a_llama_whose_heads_do_not_divide_its_width_is_a_mistral_without_a_wind
     assert convert_config_to_model_shape(config) == normalize_shape_to_canonical_form(odd)
 
 
+def test_a_gelu_is_the_tanh_to_gemma_and_itself_to_gemma_3() -> None:
+    """GemmaConfig of transformers takes the one for the other, so no Gemma can say the exact one."""
+    gemma = build_hugging_face_config(shape("gemma-2b")) | {"hidden_act": "gelu"}
+    assert convert_config_to_model_shape(gemma).activation == "geglu_tanh"
+    gemma3 = build_hugging_face_config(shape("gemma3-1b")) | {"hidden_activation": "gelu"}
+    assert convert_config_to_model_shape(gemma3).activation == "geglu"
+    with pytest.raises(LayoutError, match="its activation is geglu_tanh and the model's geglu"):
+        build_hugging_face_config(shape("gemma-2b", activation="geglu"))
+    exact = build_hugging_face_config(shape("gemma3-1b", activation="geglu"))
+    assert exact["hidden_activation"] == "gelu"
+
+
+def test_heads_of_a_qwen_3_are_128_wide_and_those_of_its_mixture_share_the_width() -> None:
+    """Qwen3MoeConfig of transformers has no head_dim of its own, and Qwen3Config has."""
+    for name, wanted in (("qwen3-0.6b", 128), ("qwen3-30b-a3b", 64)):
+        config = build_hugging_face_config(shape(name))
+        del config["head_dim"]
+        assert convert_config_to_model_shape(config).head_dim == wanted
+
+
 NO_NUMBERS = (math.nan, math.inf, -math.inf, -1, "8", True, [1], {"a": 1}, 10**30)
 
 

@@ -78,8 +78,9 @@ class HuggingFaceFamily:
     """A family as its file of names describes it.
 
     `always` are keys of a shape; `required`, `written` and `defaults` keys of config.json.
-    `also`: other names that config.json may have for a key. `note`: a note for a person who exports
-    a model. `nullable`: keys whose null is a value.
+    `also`: other names that config.json may have for a key. `activations`: activations that the
+    family computes as another one. `note`: a note for a person who exports a model. `nullable`:
+    keys whose null is a value.
     """
 
     model_type: str
@@ -92,6 +93,7 @@ class HuggingFaceFamily:
     written: Mapping[str, Any]
     defaults: Mapping[str, Any]
     also: Mapping[str, str]
+    activations: Mapping[str, str]
     prefix: str = "model."
     rope: str = ""
     window: str = ""
@@ -166,12 +168,15 @@ def _load_family_from_toml(name: str) -> HuggingFaceFamily:
         rules.append(_parse_name_rule(their_pattern, entry))
     for key in ("biases", "ignored", "nullable"):
         table[key] = tuple(table.get(key, ()))
-    for key in ("widths", "always", "required", "written", "defaults", "also"):
+    for key in ("widths", "always", "required", "written", "defaults", "also", "activations"):
         table.setdefault(key, {})
-    for key, value in table["required"].items():
-        # TOML has no null.
+    # TOML has no null: required it is a value, and as a default there is none.
+    for key, value in list(table["required"].items()):
         if value == "none":
             table["required"][key] = None
+    for key, value in list(table["defaults"].items()):
+        if value == "none":
+            del table["defaults"][key]
     return HuggingFaceFamily(rules=tuple(rules), **table)
 
 

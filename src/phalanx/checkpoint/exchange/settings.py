@@ -85,9 +85,7 @@ def _convert_family_config_to_shape(
     if family.latent:
         values |= convert_latent_attention_config_to_shape_keys(config)
     _add_derived_shape_keys(values, config)
-    values["activation"] = _convert_config_activation(
-        str(config[family.activation]), family.has_gated_feed_forward, family.activation
-    )
+    values["activation"] = _convert_config_activation(family, str(config[family.activation]))
     if family.biases:
         values["bias"] = _convert_config_bias(family, config)
     if family.window:
@@ -149,14 +147,14 @@ def _require_possible_numbers_of_parts(values: Mapping[str, Any]) -> None:
         raise LayoutError(f"config.json says that {dense} of {layers} blocks have no experts")
 
 
-def _convert_config_activation(name: str, is_gated: bool, key: str) -> str:
+def _convert_config_activation(family: HuggingFaceFamily, name: str) -> str:
     known: list[str] = []
     for (gated, plain), names in HF_ACTIVATION_NAMES.items():
-        activation = gated if is_gated else plain
-        if name in names and activation:
+        activation = gated if family.has_gated_feed_forward else plain
+        if family.activations.get(name, name) in names and activation:
             return activation
         known += names
-    raise unsupported_config_key_error(key, name, f"phalanx has {', '.join(known)}")
+    raise unsupported_config_key_error(family.activation, name, f"phalanx has {', '.join(known)}")
 
 
 def _convert_config_bias(family: HuggingFaceFamily, config: ConfigJson) -> str:
