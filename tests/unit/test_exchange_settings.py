@@ -311,6 +311,10 @@ UNKNOWN_OF_DEEPSEEK = {
         {"rope_scaling": YARN | {"mscale": 0.5}},
         "mscale = 0.5 and mscale_all_dim = 1.0",
     ),
+    "a temperature beside a scaling without one": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim = 1.0",
+    ),
     "another order of pairs": ({"rope_interleave": False}, "rope_interleave"),
 }
 
@@ -474,6 +478,50 @@ def test_heads_of_a_qwen_3_are_128_wide_and_those_of_its_mixture_share_the_width
         config = build_hugging_face_config(shape(name))
         del config["head_dim"]
         assert convert_config_to_model_shape(config).head_dim == wanted
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+UNSCALED = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_rope_scaling_beside_rope_parameters_is_the_one_that_counts() -> None:
+    """As in transformers, where `rope_scaling` takes the other's place."""
+    both = LLAMA | {"rope_theta": 7e3, "rope_parameters": UNSCALED}
+    scaled = convert_config_to_model_shape(both | {"rope_scaling": LINEAR})
+    assert (scaled.rope_scaling, scaled.rope_factor, scaled.rope_theta) == ("linear", 4.0, 7e3)
+    for nothing in (None, {}):
+        plain = convert_config_to_model_shape(both | {"rope_scaling": nothing})
+        assert (plain.rope_scaling, plain.rope_theta) == ("none", 5e5)
+
+
+def test_a_rope_scaling_of_gemma_3_is_on_top_of_full_attention() -> None:
+    gemma = build_hugging_face_config(shape("gemma3-1b"))
+    by_type = {"full_attention": UNSCALED, "sliding_attention": {"rope_theta": 2e4}}
+    both = convert_config_to_model_shape(
+        gemma | {"rope_parameters": by_type, "rope_scaling": LINEAR}
+    )
+    assert (both.rope_scaling, both.rope_factor, both.rope_theta) == ("linear", 4.0, 5e5)
+    assert both.local_rope_theta == 2e4
+    for ignored in (
+        {"rope_parameters": LINEAR},
+        {"rope_scaling": {"full_attention": LINEAR}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ):
+        with pytest.raises(LayoutError, match="a model with windows reads"):
+            convert_config_to_model_shape(gemma | ignored)
+
+
+def test_an_original_length_beside_the_scaling_goes_before_the_one_in_it() -> None:
+    """`standardize_rope_params` of transformers does so, but not by kinds of blocks."""
+    key = "original_max_position_embeddings"
+    scaling = {"rope_type": "yarn", "factor": 4.0, key: 2048}
+    beside = {key: 1024, "rope_scaling": scaling}
+    assert convert_config_to_model_shape(LLAMA | beside).rope_original_len == 1024
+    assert convert_config_to_model_shape(LLAMA | beside | {key: None}).rope_original_len == 2048
+    gemma = build_hugging_face_config(shape("gemma3-1b"))
+    assert convert_config_to_model_shape(gemma | beside).rope_original_len == 2048
+    with pytest.raises(LayoutError, match=f"^{key} is"):
+        convert_config_to_model_shape(LLAMA | beside | {key: "long"})
 
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf, -1, "8", True, [1], {"a": 1}, 10**30)

@@ -94,17 +94,17 @@ _KIND_OF_WINDOW_KEY: Mapping[str, ValueKind] = {
     "sliding_window_pattern": COUNT,
     "layer_types": TEXTS,
 }
+_ORIGINAL_LENGTH = ValueKind(COUNT.words, lambda value: _is_length(value, MAX_WIDTH))
 _ROPE_OBJECT_KEYS = ("rope_parameters", "rope_scaling")
 _KIND_OF_ROPE_KEY: Mapping[str, ValueKind] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "partial_rotary_factor"), NUMBER),
     **dict.fromkeys(_ROPE_OBJECT_KEYS, OBJECT),
+    "original_max_position_embeddings": _ORIGINAL_LENGTH,
 }
 _KIND_OF_ROPE_SETTING: Mapping[str, ValueKind] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor"), NUMBER),
     **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
-    "original_max_position_embeddings": ValueKind(
-        COUNT.words, lambda value: _is_length(value, MAX_WIDTH)
-    ),
+    "original_max_position_embeddings": _ORIGINAL_LENGTH,
     **dict.fromkeys(("rope_type", "type"), TEXT),
     **dict.fromkeys((FULL, SLIDING), OBJECT),
 }

@@ -11,6 +11,7 @@ from phalanx.checkpoint.exchange.config_values import (
     FULL,
     SLIDING,
     ConfigJson,
+    format_config_value,
     unsupported_config_key_error,
 )
 from phalanx.checkpoint.exchange.families import HuggingFaceFamily
@@ -27,13 +28,11 @@ def convert_rope_config_to_shape_keys(
     family: HuggingFaceFamily, config: ConfigJson, has_window: bool
 ) -> dict[str, Any]:
     """Keys of rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling` (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    `rope_scaling` (before). Of both, transformers takes the second one."""
     if family.rope == "one":
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         return _parse_rope_of_block_kind(family, rope, config, float(config["rope_theta"]))
-    by_type = {FULL: rope}
-    if SLIDING in rope or FULL in rope:
-        by_type = rope
+    by_type = _merge_rope_of_block_kinds(config)
     values = _parse_rope_of_block_kind(
         family, by_type.get(FULL) or {}, config, float(config["rope_theta"])
     )
@@ -48,6 +47,26 @@ def convert_rope_config_to_shape_keys(
             why="phalanx scales those of other blocks",
         )
     return values | {"local_rope_theta": local["rope_theta"]}
+
+
+def _merge_rope_of_block_kinds(config: ConfigJson) -> dict[str, ConfigJson]:
+    """`rope_parameters` of each kind of block, with `rope_scaling` on top of full attention's.
+
+    Raises LayoutError for settings that transformers would leave out in silence.
+    """
+    by_type = dict(config.get("rope_parameters") or {})
+    scaling = config.get("rope_scaling") or {}
+    if by_type and FULL not in by_type and SLIDING not in by_type:
+        raise LayoutError(
+            f"config.json says rope_parameters = {format_config_value(by_type)}",
+            why=f"a model with windows reads those of {FULL} and {SLIDING}",
+        )
+    if FULL in scaling or SLIDING in scaling or ("type" in scaling and "rope_type" not in scaling):
+        raise LayoutError(
+            f"config.json says rope_scaling = {format_config_value(scaling)}",
+            why=f"a model with windows reads its rope_type, and {FULL} of rope_parameters",
+        )
+    return by_type | {FULL: (by_type.get(FULL) or {}) | scaling}
 
 
 def _parse_rope_of_block_kind(
@@ -77,12 +96,23 @@ def _parse_rope_of_block_kind(
         # They are in `rope_mscale` now: `_require_known_rope_scaling_constants` would refuse them.
         del rope["mscale"], rope["mscale_all_dim"]
     if kind == "linear":
+        if family.latent and rope.get("mscale_all_dim") is not None:
+            raise unsupported_config_key_error(
+                "mscale_all_dim", rope["mscale_all_dim"], "phalanx's linear has no temperature"
+            )
         return values
     _require_known_rope_scaling_constants(rope, kind)
-    original = rope.get("original_max_position_embeddings") or _require_setting(
-        config, "max_position_embeddings"
-    )
-    return values | {"rope_original_len": int(original)}
+    return values | {"rope_original_len": _find_original_length(family, rope, config)}
+
+
+def _find_original_length(family: HuggingFaceFamily, rope: ConfigJson, config: ConfigJson) -> int:
+    """The length that a model was trained on before its positions were scaled."""
+    key = "original_max_position_embeddings"
+    length = rope.get(key) or _require_setting(config, "max_position_embeddings")
+    if family.rope == "one":
+        # transformers prefers the one beside `rope_scaling`, where Phi 3 has it.
+        length = config.get(key) or length
+    return int(length)
 
 
 def _require_setting(settings: ConfigJson, key: str) -> Any:
