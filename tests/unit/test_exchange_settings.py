@@ -439,6 +439,22 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
     assert convert_config_to_model_shape({**gemma, "sliding_window_pattern": 3}).global_every == 3
 
 
+def test_a_switch_of_windows_is_read_of_the_families_that_have_it() -> None:
+    """Only the configurations of Qwen 2 and 3 in transformers have one, and only that of Gemma 3 an
+    interval."""
+    off = {"use_sliding_window": False, "sliding_window": 8, "layer_types": None}
+    gemma = build_hugging_face_config(shape("gemma3-1b"))
+    dots = EXPERTS["dots1"] | {"max_window_layers": 0}
+    for config in (gemma, dots):
+        assert "use_sliding_window" not in config
+        assert convert_config_to_model_shape(config | off).sliding_window == 8
+    for name in ("qwen2.5-0.5b", "qwen3-0.6b"):
+        qwen = build_hugging_face_config(shape(name)) | off | {"max_window_layers": 0}
+        assert convert_config_to_model_shape(qwen).sliding_window == 0
+        on = qwen | {"use_sliding_window": True, "sliding_window_pattern": 3}
+        assert convert_config_to_model_shape(on).global_every == 0
+
+
 @pytest.mark.parametrize("name", ["mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
 def test_a_window_of_null_is_none_and_an_absent_one_the_default(name: str) -> None:
     """Mistral 7B v0.2 and v0.3 say null: to transformers, too, a token attends to all before it."""

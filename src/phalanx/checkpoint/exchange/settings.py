@@ -175,7 +175,7 @@ def _convert_config_sliding_window(
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
-    types = config.get("layer_types") or _derive_default_layer_types(config, num_layers)
+    types = config.get("layer_types") or _derive_default_layer_types(family, config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     if len(types) != num_layers:
@@ -192,12 +192,17 @@ def _convert_config_sliding_window(
     )
 
 
-def _derive_default_layer_types(config: ConfigJson, num_layers: int) -> list[str]:
-    """The layer types that transformers takes where config.json has none."""
-    if not config["use_sliding_window"]:
+def _derive_default_layer_types(
+    family: HuggingFaceFamily, config: ConfigJson, num_layers: int
+) -> list[str]:
+    """The layer types that transformers takes where config.json has none.
+
+    A key without a default is none that the family reads.
+    """
+    if "use_sliding_window" in family.defaults and not config["use_sliding_window"]:
         return [FULL] * num_layers
     types = [SLIDING] * num_layers
-    if "sliding_window_pattern" in config:
+    if "sliding_window_pattern" in family.defaults:
         interval = int(config["sliding_window_pattern"])
         for layer in range(num_layers):
             if (layer + 1) % interval == 0:
@@ -354,10 +359,9 @@ def _build_family_config(
     if family.window:
         config["sliding_window"] = decoder.sliding_window or None
     if family.window == "layer_types":
-        config |= {
-            "use_sliding_window": decoder.sliding_window > 0,
-            "layer_types": list_attention_layer_types(decoder),
-        }
+        config["layer_types"] = list_attention_layer_types(decoder)
+    if "use_sliding_window" in family.defaults and family.window:
+        config["use_sliding_window"] = decoder.sliding_window > 0
     if family.rope:
         length = max(max_positions, int(decoder.rope_original_len * decoder.rope_factor), 1)
         config |= {"max_position_embeddings": length} | convert_rope_shape_to_config(
