@@ -139,6 +139,27 @@ def test_import_writes_a_checkpoint_and_a_job_file_that_fits(
     assert phalanx(capsys, "diff", out, tmp_path / "again")[0] == 0
 
 
+def test_a_head_of_its_own_is_not_left_out_for_the_embedding(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where config.json says that the two are one."""
+    head = weights()["model.embed_tokens.weight"]
+    (llama / "model.safetensors.index.json").unlink()
+    write_safetensors(llama / "model-00003-of-00003.safetensors", {"lm_head.weight": head})
+    code, said, _ = phalanx(capsys, "import", llama, "--out", tmp_path / "same")
+    assert (code, "lm_head.weight is left out" in said) == (0, True)
+    head[5, 3] += 1.0
+    write_safetensors(llama / "model-00003-of-00003.safetensors", {"lm_head.weight": head})
+    code, _, said = phalanx(capsys, "import", llama, "--out", tmp_path / "other")
+    assert (code, "lm_head.weight is not the embedding" in said) == (3, True)
+    assert "set tie_word_embeddings to false" in said
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert phalanx(capsys, "import", llama, "--out", tmp_path / "other")[0] == 0
+    with CheckpointReader(tmp_path / "other" / "checkpoints" / "step-0") as reader:
+        assert np.array_equal(reader.load("head.weight").view(np.float32), head)
+
+
 def test_export_of_an_import_has_its_weights_settings_and_tokenizer(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,6 +197,41 @@ def test_weights_of_a_directory_are_read_by_blocks(
     assert other.digest != digest
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    is_recorded: bool, tmp_path: Path
+) -> None:
+    """Of a large model and of a small one: transformers leaves the two apart."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    path = write_config(tmp_path / "config", "llama", tie_word_embeddings=True)
+    config = transformers.AutoConfig.from_pretrained(path)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    head = stored["model.embed_tokens.weight"].clone()
+    model = Model.model_validate({"kind": f"hf:{tmp_path / 'model'}"})
+    save_file({**stored, "lm_head.weight": head}, file, {"format": "pt"})
+    tied: Any = build_own_module(model, 3, is_recorded=is_recorded)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert (get_initial_values_of_module(tied) is not None) == is_recorded
+    # In the middle, where no sample is taken.
+    head[len(head) // 2, 0] += 1.0
+    save_file({**stored, "lm_head.weight": head}, file, {"format": "pt"})
+    with pytest.raises(LayoutError, match=r"lm_head\.weight is not model\.embed") as caught:
+        build_own_module(model, 3, is_recorded=is_recorded)
+    assert caught.value.fix == "set model.args = { tie_word_embeddings = false }"
+    mended = Model.model_validate(
+        {"kind": f"hf:{tmp_path / 'model'}", "args": {"tie_word_embeddings": False}}
+    )
+    found: Any = build_own_module(mended, 3, is_recorded=is_recorded)
+    if is_recorded:
+        fill(found)
+    assert torch.equal(found.lm_head.weight, head)
+
+
 def test_a_rank_gets_its_own_blocks() -> None:
     expected, found = build_seeded(FromArrays), record_seeded(FromArrays)
     recorded = get_initial_values_of_module(found)

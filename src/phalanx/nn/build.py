@@ -25,6 +25,7 @@ from phalanx.nn.hugging_face.adapter import (
     require_trainable_small_model,
     resolve_model_factory,
 )
+from phalanx.nn.hugging_face.refusals import SeparateWeightsError
 from phalanx.nn.objective import Objective, build_logits_cross_entropy, causal_cross_entropy
 
 MODELS_PACKAGE = "phalanx.nn.models"
@@ -110,6 +111,8 @@ def _build_module_without_memory(
             if is_hugging_face(kind)
             else build_module_and_record(build)
         )
+    except SeparateWeightsError:
+        raise
     # Of any kind: code that reads its weights' numbers fails in its own ways, and an error that is
     # not of fake tensors comes again when it is called plainly.
     except Exception:

@@ -6,12 +6,15 @@ OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from phalanx.checkpoint.exchange.companion_files import find_companion_files
 from phalanx.checkpoint.exchange.families import find_family_of_model_type
@@ -48,6 +51,8 @@ from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEF
 from phalanx.job.shapes.transformer import TransformerShape
 
 MAX_FILE_BYTES = 4 << 30
+# Of two tensors that must be equal, at a time.
+_NUM_ELEMENTS_AT_ONCE = 1 << 22
 MODEL_TOML_FILE_NAME = "model.toml"
 # What an export writes back into config.json, and no shape has.
 COPIED_CONFIG_KEYS = (
@@ -99,8 +104,8 @@ def read_hugging_face_directory(
     """The weights of a directory with config.json; `reader` has its tensors where they are not in
     its safetensors files.
 
-    Raises LayoutError for a model that phalanx does not have, MismatchError for tensors that are
-    not that model's.
+    Raises LayoutError for a model that phalanx does not have and for a head that config.json ties
+    and that differs from the embedding, MismatchError for tensors that are not that model's.
     """
     config = read_config_json(source)
     try:
@@ -132,9 +137,27 @@ def read_hugging_face_directory(
     settings = {key: config[key] for key in COPIED_CONFIG_KEYS if config.get(key) is not None}
     files = find_companion_files(source)
     notes = []
-    for name in translated.tied_heads:
-        notes.append(f"{name} is left out: the embedding is the head, config.json says")
+    for head in translated.tied_heads:
+        if not _have_same_bits(head, translated.tensors["embed.weight"]):
+            raise LayoutError(
+                f"{head.name} is not the embedding, and config.json says that they are one",
+                where=str(source / CONFIG_FILE_NAME),
+                fix="set tie_word_embeddings to false in it",
+            )
+        notes.append(f"{head.name} is left out: the embedding is the head, config.json says")
     return WeightsToImport(str(source), tensors, shape, settings, files, tuple(notes))
+
+
+def _have_same_bits(block: RenamedTensorBlock, other: RenamedTensorBlock) -> bool:
+    """True if two tensors are the same, with their type; compares a few rows at a time."""
+    if block.info != other.info:
+        return False
+    bits, other_bits = block.load(), other.load()
+    num_rows = max(1, _NUM_ELEMENTS_AT_ONCE // max(1, math.prod(block.info.shape[1:])))
+    return all(
+        np.array_equal(bits[start : start + num_rows], other_bits[start : start + num_rows])
+        for start in range(0, block.info.shape[0], num_rows)
+    )
 
 
 def read_weights_with_own_names(

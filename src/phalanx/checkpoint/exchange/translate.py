@@ -7,7 +7,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -109,12 +109,13 @@ def replace_stacks_by_elements(shapes: Mapping[str, Size]) -> dict[str, Size]:
 class TensorsUnderPhalanxNames:
     """Tensors of a Hugging Face directory under phalanx's names, with stacks unstacked.
 
-    `unknown` are those of Hugging Face's names that no rule knows.
+    `unknown` are those of Hugging Face's names that no rule knows, `tied_heads` heads beside an
+    embedding that is the head, under Hugging Face's.
     """
 
     tensors: dict[str, RenamedTensorBlock]
     unknown: dict[str, TensorShapeAndDtype]
-    tied_heads: tuple[str, ...]
+    tied_heads: tuple[RenamedTensorBlock, ...]
 
 
 def stack_expert_tensors(
@@ -158,7 +159,7 @@ def translate_from_hugging_face(
     tensors: dict[str, RenamedTensorBlock] = {}
     origins: dict[str, str] = {}
     unknown: dict[str, TensorShapeAndDtype] = {}
-    tied: list[str] = []
+    tied: list[RenamedTensorBlock] = []
     for name, info in reader.tensors.items():
         if is_ignored_buffer(family, name):
             continue
@@ -166,7 +167,8 @@ def translate_from_hugging_face(
         if rule is None:
             unknown[name] = info
         elif our_names == ["head.weight"] and "head.weight" not in shapes:
-            tied.append(name)
+            for head in _split_hugging_face_tensor(name, rule, our_names, shapes, reader):
+                tied.append(replace(head, name=name))
         else:
             for tensor in _split_hugging_face_tensor(name, rule, our_names, shapes, reader):
                 if (other := origins.setdefault(tensor.name, name)) != name:

@@ -39,6 +39,7 @@ from phalanx.nn.hugging_face.plain_head import (
 )
 from phalanx.nn.hugging_face.refusals import (
     build_refused_config_error,
+    build_separate_weights_error,
     build_unbuildable_model_error,
     require_sizes_are_said,
 )
@@ -352,8 +353,19 @@ def _load_module_with_weights(
                 why=why,
                 fix="name the config.json itself to begin from random weights",
             )
+    _require_tied_weights_are_one(module, directory)
     model: nn.Module = module
     return model
+
+
+def _require_tied_weights_are_one(module: Any, directory: Path) -> None:
+    """Raise LayoutError where transformers left two weights apart that the config ties: they
+    differ in the files."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, kept_name in module.get_expanded_tied_weights_keys(all_submodels=True).items():
+        pair = parameters.get(name), parameters.get(kept_name)
+        if None not in pair and pair[0] is not pair[1]:
+            raise build_separate_weights_error(directory, name, kept_name)
 
 
 def _adapt_module_to_phalanx(module: Any, config: Any) -> nn.Module:

@@ -38,6 +38,21 @@ _WORDS_OF_TYPES = {
 }
 
 
+class SeparateWeightsError(LayoutError):
+    """Two weights that config.json says are one differ in the files: a head that was trained
+    apart from the embedding."""
+
+
+def build_separate_weights_error(directory: Path, name: str, kept_name: str) -> LayoutError:
+    """The error for the weight `name` of `directory`, which `kept_name` would take the place of."""
+    return SeparateWeightsError(
+        f"{name} is not {kept_name}, and config.json ties the two (tie_word_embeddings)",
+        where=str(directory),
+        why="one of the two would be left out",
+        fix="set model.args = { tie_word_embeddings = false }",
+    )
+
+
 def build_refused_config_error(
     path: Path, config_class: Any, values: Mapping[str, Any], error: Exception
 ) -> LayoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from torch import nn
 
 from phalanx.core.files import read_json
 from phalanx.mesh.logical import LogicalShard, full_name
+from phalanx.nn.hugging_face.refusals import build_separate_weights_error
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Of each tensor, at its begin and at its end: enough to tell other weights apart.
 _NUM_COMPARED_ELEMENTS = 1024
+# Of two tensors that must be equal, at a time.
+_NUM_ELEMENTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -52,33 +56,62 @@ class StoredWeights:
 
 def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | None:
     """The weights in `directory` if each parameter of `module` is there, under its name and in its
-    shape, and nothing else is; None where transformers must translate them."""
+    shape, and nothing else is; None where transformers must translate them.
+
+    Raises LayoutError for one that is there twice, as tied parameters may be, and differs.
+    """
     shapes: dict[str, list[int]] = {}
-    other_names: set[str] = set()
-    parameter_ids: set[int] = set()
+    kept_name_of: dict[str, str] = {}
+    name_of_id: dict[int, str] = {}
     for raw_name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in parameter_ids:
-            other_names.add(full_name(raw_name))
-            continue
-        parameter_ids.add(id(parameter))
-        shapes[full_name(raw_name)] = list(parameter.shape)
-    hasher, file_of = hashlib.sha256(), dict[str, Path]()
+        name = full_name(raw_name)
+        kept_name = name_of_id.setdefault(id(parameter), name)
+        if kept_name != name:
+            kept_name_of[name] = kept_name
+        else:
+            shapes[name] = list(parameter.shape)
+    hasher, file_of, file_of_copy = hashlib.sha256(), dict[str, Path](), dict[str, Path]()
     for path in _list_weight_files(directory):
         with safe_open(str(path), framework="pt") as file:
             names: list[str] = file.keys()
             for name in names:
-                if name in other_names:
-                    continue
                 stored = file.get_slice(name)
-                if shapes.get(name) != stored.get_shape():
+                if shapes.get(kept_name_of.get(name, name)) != stored.get_shape():
                     return None
+                if name in kept_name_of:
+                    file_of_copy[name] = path
+                    continue
                 file_of[name] = path
                 hasher.update(f"{name} {stored.get_dtype()} {stored.get_shape()}".encode())
                 for values in _read_sample_rows(stored):
                     hasher.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     if file_of.keys() != shapes.keys():
         return None
+    for name, path in file_of_copy.items():
+        kept_name = kept_name_of[name]
+        if not _are_stored_tensors_equal(path, name, file_of[kept_name], kept_name):
+            raise build_separate_weights_error(directory, name, kept_name)
     return StoredWeights(file_of, hasher.hexdigest())
+
+
+def _are_stored_tensors_equal(path: Path, name: str, other_path: Path, other_name: str) -> bool:
+    """True if two tensors of one shape have the same values; reads a few rows at
+    a time."""
+    with (
+        safe_open(str(path), framework="pt") as file,
+        safe_open(str(other_path), framework="pt") as other_file,
+    ):
+        stored, other = file.get_slice(name), other_file.get_slice(other_name)
+        shape: list[int] = stored.get_shape()
+        if not shape:
+            return torch.equal(file.get_tensor(name), other_file.get_tensor(other_name))
+        num_rows = max(1, _NUM_ELEMENTS_AT_ONCE // max(1, math.prod(shape[1:])))
+        for start in range(0, shape[0], num_rows):
+            rows = slice(start, min(start + num_rows, shape[0]))
+            # The module's type, in which transformers compares them, too.
+            if not torch.equal(stored[rows].float(), other[rows].float()):
+                return False
+    return True
 
 
 def _list_weight_files(directory: Path) -> list[Path]:
