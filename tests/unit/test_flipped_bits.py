@@ -34,6 +34,32 @@ def flip_bit_of_next_gradient(parameter: torch.nn.Parameter, bit: int) -> None:
     handle = parameter.register_hook(flip)
 
 
+class OnDevice(torch.Tensor):
+    """As a tensor of a GPU: the host sees a copy."""
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_a_bit_flips_in_the_memory_of_the_tensor_itself() -> None:
+    for tensor in (torch.ones(()), torch.ones(3, 5), torch.ones(5, 3).t(), torch.ones(8)[::2]):
+        version = tensor._version
+        for bit in BITS:
+            before = tensor.clone()
+            flip_bit(tensor, bit=bit)
+            expected = before.reshape(-1).numpy().copy()
+            expected.view("uint32")[len(expected) // 2] ^= 1 << bit
+            assert tensor.reshape(-1).numpy().tobytes() == expected.tobytes()
+            flip_bit(tensor, bit=bit)
+        assert tensor._version == version, "autograd would tell of the fault"
+
+
+def test_a_bit_flips_where_the_host_has_a_copy() -> None:
+    tensor = torch.ones(4).as_subclass(OnDevice)
+    flip_bit(tensor, bit=31)
+    assert tensor.tolist() == [1, 1, -1, 1]
+
+
 def find_seen_gradient_bits(trainer: Trainer) -> set[int]:
     """Bits of an ordinary gradient whose flip makes the step not finite."""
     model, optimizer = trainer.state.model, trainer.state.optimizer

@@ -73,9 +73,10 @@ def position(
     pulse_s: float = NOW_S,
     steps: int = 9,
     is_compiling: bool = False,
+    device: str = "cpu",
 ) -> LastPosition:
     header = BoxHeader(
-        *(1, 1, 0, 2, 0, "cpu", "host", "boot", 0.0, 0.0, pulse_s, steps),
+        *(1, 1, 0, 2, 0, device, "host", "boot", 0.0, 0.0, pulse_s, steps),
         is_compiling=is_compiling,
     )
     num_posted = max((each.sequence for each in calls), default=0)
@@ -174,6 +175,25 @@ def test_a_running_rank_spins_once_it_had_its_processor_time() -> None:
     for seconds in (60.0, 600.0):
         looks = quiet("RRRRRRRR", (0.1, 0.4))
         assert judge((WAITS, ASLEEP), (BEHIND, looks), silent_s=seconds) == ("", ())
+
+
+def test_a_rank_that_waits_for_its_gpu_takes_a_processor_and_does_not_spin() -> None:
+    on_gpu = position("collective", call(1, state="queued"), call(2, state="queued"))
+    header = on_gpu.header
+    assert header is not None
+    waits = on_gpu._replace(collective="step", header=replace(header, device="cuda:0"))
+    waits_for_gpu = (waits, quiet("R" * 20, [LIMIT_S]))
+    behind = position("data", call(1, state="queued"), device="cuda:1")
+    assert judge(waits_for_gpu, (behind, quiet("S" * 20))) == (WAITING_ELSEWHERE, (1,))
+    # Worker processes of the other rank's loader are at work: it is slow.
+    loads = (behind, quiet("S" * 20, helper=True))
+    assert judge(waits_for_gpu, loads) == ("", ())
+    assert judge(waits_for_gpu, (behind, quiet("R" * 20, [LIMIT_S]))) == (SPINNING, (1,))
+    # In no phase of waiting, or on a CPU, it computes.
+    computes = waits._replace(phase="forward", collective="")
+    assert judge((computes, waits_for_gpu[1]), loads) == (SPINNING, (0,))
+    on_cpu = on_gpu._replace(collective="step")
+    assert judge((on_cpu, waits_for_gpu[1]), loads) == (SPINNING, (0,))
 
 
 def test_a_rank_that_sleeps_elsewhere() -> None:

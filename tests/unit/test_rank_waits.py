@@ -14,6 +14,7 @@ from phalanx.core import black_box_format as layout
 from phalanx.core.black_box import BlackBox, PostedCollective, format_ranks
 from phalanx.core.black_box_reader import read_last_position
 from phalanx.core.call_site import CallSite
+from phalanx.launch.hang_kinds import find_unusual_callers
 from phalanx.observe.process_status import ProcessStatus
 from phalanx.observe.rank_waits import RankState, WaitVerdict, judge_ranks, parse_ranks
 from phalanx.observe.where_words import build_where_json, describe_waits, format_rank_list
@@ -41,6 +42,8 @@ class Ranks:
         shape: tuple[int, ...] = (4,),
         ends: bool = False,
         peer: int = -1,
+        tag: int = -1,
+        is_queued: bool = False,
     ) -> None:
         key, box = (rank, group), self._boxes[rank]
         if key not in self._groups:
@@ -56,16 +59,19 @@ class Ranks:
                 num_tensors=1,
                 num_bytes=16,
                 peer=peer,
-                tag=-1,
+                tag=tag,
                 site=CallSite("model.py", 88),
-                state=layout.POSTED,
+                state=layout.QUEUED if is_queued else layout.POSTED,
                 is_foreground=True,
             )
         )
         if ends:
             box.end_collective(number)
-        else:
+        elif not is_queued:
             box.begin_wait(number)
+
+    def enter(self, rank: int, phase: str, collective: str = "") -> None:
+        self._boxes[rank].write(7, phase, collective)
 
     def states(self) -> dict[int, RankState]:
         states = {}
@@ -126,6 +132,39 @@ def test_nobody_says_that_a_rank_has_posted_which_was_not_seen(tmp_path: Path) -
     (sentence,) = describe_waits(judge_ranks(states), states)
     assert "all ranks have posted" not in sentence
     assert "rank 1" in sentence
+
+
+def test_of_calls_on_a_device_a_rank_waits_in_the_newest(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 3)
+    for rank in range(3):
+        for _ in range(3):
+            ranks.post(rank, "dp", [0, 1, 2], is_queued=True)
+    # None is ever written to have ended: nobody waits in those.
+    assert ranks.judge().kind == "none"
+    for rank in (0, 2):
+        ranks.post(rank, "dp", [0, 1, 2], is_queued=True)
+        ranks.enter(rank, "collective", "all_reduce step facts")
+    verdict = ranks.judge()
+    assert (verdict.kind, verdict.culprits) == ("absent", (1,))
+    assert [wait.collective.sequence for wait in verdict.waits] == [4, 4]
+
+
+def test_a_peer_that_was_never_seen_is_absent(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    ranks.post(0, "pp", [0, 1], op="recv", peer=1, tag=0)
+    states = ranks.states()
+    del states[1]
+    verdict = judge_ranks(states)
+    assert (verdict.kind, verdict.culprits) == ("absent", (1,))
+    assert find_unusual_callers(states, verdict.culprits) == ()
+    (sentence,) = describe_waits(verdict, states)
+    assert "rank 1" in sentence
+
+
+def test_a_receive_of_any_rank_names_none(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    ranks.post(0, "pp", [0, 1], op="recv", peer=-1, tag=0)
+    assert ranks.judge().kind == "inside"
 
 
 def test_a_stopped_rank_comes_before_one_that_is_only_absent(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _judge_holders_of_lock(evidence: HangEvidence) -> Culprits | None:
 
 def _judge_running_ranks(evidence: HangEvidence) -> Culprits | None:
     """The culprits among ranks that compute, which may be none yet; None where all sleep."""
-    running = [rank for rank, quiet in evidence.quiet.items() if quiet.is_running]
+    running = [rank for rank in evidence.quiet if _computes(evidence, rank)]
     spinning = [rank for rank in running if not _is_short_of_processor(evidence, rank)]
     if spinning and evidence.silent_s >= evidence.limit.computes_s:
         return Culprits(SPINNING, tuple(sorted(spinning)))
@@ -177,7 +177,7 @@ def _judge_end_of_work(evidence: HangEvidence) -> Culprits:
             or _judge_sleeping_ranks(evidence)
         )
     # One that sleeps may wait for its sinks, and then no other rank waits for it.
-    asleep = {rank for rank, quiet in evidence.quiet.items() if not quiet.is_running}
+    asleep = {rank for rank in evidence.quiet if not _computes(evidence, rank)}
     return (
         _judge_holders_of_lock(evidence)
         or _judge_running_ranks(evidence)
@@ -198,6 +198,19 @@ def _is_pulse_silent(evidence: HangEvidence, rank: int) -> bool:
         return False
     silent_s = evidence.now_s - position.header.pulse_s
     return silent_s >= max(_MIN_SILENT_PULSE_S, _SILENT_PULSE_SHARE * evidence.limit.quiet_s)
+
+
+def _computes(evidence: HangEvidence, rank: int) -> bool:
+    """True for a rank that runs, unless it waits for its GPU in a collective: CUDA asks in a loop
+    whether the stream is done, and takes a processor for it."""
+    position = evidence.states[rank].position
+    waits_for_gpu = (
+        position is not None
+        and position.header is not None
+        and position.header.device.startswith("cuda")
+        and _is_in_waiting_phase(position)
+    )
+    return evidence.quiet[rank].is_running and not waits_for_gpu
 
 
 def _is_short_of_processor(evidence: HangEvidence, rank: int) -> bool:
@@ -235,7 +248,8 @@ def find_unusual_callers(
     """The ranks of `suspects` whose newest collective does not follow, in any earlier step that
     the box remembers, the collective before it; where all are so, as in the step after a save,
     those whose newest collective is in no earlier step. Empty where all or none of them are so."""
-    positions = {rank: states[rank].position for rank in suspects}
+    # A suspect that was never seen has no calls.
+    positions = {rank: states[rank].position for rank in suspects if rank in states}
     for is_unusual in (_is_newest_call_unusual, _is_newest_call_new):
         unusual = [
             rank

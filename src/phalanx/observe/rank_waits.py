@@ -132,13 +132,18 @@ def _find_waited_for(state: RankState) -> RecordedCollective | None:
     position = state.position
     if position is None:
         return None
-    unended = [each for each in position.collectives if each.is_foreground and not each.has_ended]
+    calls = [each for each in position.collectives if each.is_foreground]
+    # Of calls on a device no end is ever written: nearly all that are "queued" are done.
+    unended = [each for each in calls if not each.has_ended and each.state != "queued"]
     for each in unended:
         if each.state == "waiting":
             return each
+    is_in_waiting_phase = position.phase in _WAITING_PHASES and bool(position.collective)
+    if is_in_waiting_phase and calls and calls[-1].state == "queued":
+        return calls[-1]
     if not unended:
         return None
-    if position.phase in _WAITING_PHASES and position.collective:
+    if is_in_waiting_phase:
         return unended[0]
     newest = unended[-1]
     # Nothing was written since: the rank waits in it, or computes behind it.
@@ -216,10 +221,11 @@ def _find_absent_peer(
     group: BoxGroup | None,
 ) -> tuple[int, ...]:
     """The other rank of a send or receive, if its box does not say that it has come."""
-    peer = states.get(call.peer)
-    if peer is None or group is None:
+    if group is None or call.peer < 0:
+        # A receive of any rank waits for none.
         return ()
-    if peer.position is None:
+    peer = states.get(call.peer)
+    if peer is None or peer.position is None:
         return (call.peer,)
     matching_op = "send" if call.op == "recv" else "recv"
     for each in peer.position.collectives:

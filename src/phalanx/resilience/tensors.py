@@ -1,5 +1,4 @@
-"""Tensors of a rank that faults change: found by size, changed through numpy's view of the same
-memory."""
+"""Tensors of a rank that faults change: found by size, changed in their own memory."""
 
 from __future__ import annotations
 
@@ -34,10 +33,13 @@ def find_largest_optimizer_tensor(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def flip_bit(tensor: Any, *, bit: int) -> None:
-    """Flip one bit of the middle element of a tensor of 32-bit numbers; of a sharded one, of this
-    rank's part."""
-    bits = _view_as_numpy(tensor).reshape(-1).view("uint32")
-    bits[len(bits) // 2] ^= 1 << bit
+    """Flip one bit of the middle element of a tensor of 32-bit numbers, on any device; of a sharded
+    one, of this rank's part."""
+    element = _find_middle_element(tensor)
+    # On a CPU the same memory, of a GPU a copy.
+    on_host = element.cpu()
+    on_host.numpy().reshape(1).view("uint32")[0] ^= 1 << bit
+    element.copy_(on_host)
 
 
 def fill_first_element(tensor: Any, value: float) -> None:
@@ -45,7 +47,12 @@ def fill_first_element(tensor: Any, value: float) -> None:
     tensor.detach().view(-1)[0] = value
 
 
-def _view_as_numpy(tensor: Any) -> Any:
+def _find_middle_element(tensor: Any) -> Any:
+    """A view of one element; autograd does not see what is written there."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
-    return tensor.detach().cpu().numpy()
+    index, rest = [], tensor.numel() // 2
+    for size in reversed(tensor.shape):
+        rest, place = divmod(rest, size)
+        index.append(place)
+    return tensor.data[tuple(reversed(index))]
