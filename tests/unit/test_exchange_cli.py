@@ -189,6 +189,18 @@ def test_export_of_an_import_has_its_weights_settings_and_tokenizer(
     assert (difference["tensors"], list(difference["facts"])) == ([], ["imported_from"])
 
 
+def test_a_special_token_that_is_null_stays_null(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that is left out is left out: transformers' own is meant."""
+    edit_config(bos_token_id=None)(llama)
+    assert phalanx(capsys, "import", llama, "--out", tmp_path / "imported")[0] == 0
+    code, _, _ = phalanx(capsys, "export", tmp_path / "imported", "--out", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (code, config["bos_token_id"], config["eos_token_id"]) == (0, None, 2)
+    assert "pad_token_id" not in config
+
+
 def test_files_of_processors_come_along_both_ways(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -261,7 +261,8 @@ def test_an_export_has_all_files_of_the_models_tokenizer_or_those_it_was_trained
         prepared(other, tmp_path / "bytes"), find_tokenizer_beside_weights(other.model), kept
     )
     assert (files.is_models, dict(files.files)) == (False, {})
-    assert files.settings == {"eos_token_id": 256}
+    # A null, for the model's class has a token of its own: Gemma pads with byte 0.
+    assert files.settings == {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None}
     assert len(files.texts["tokenizer.json"]["model"]["vocab"]) == 257
 
 

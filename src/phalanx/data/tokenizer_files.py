@@ -61,7 +61,8 @@ def collect_tokenizer_files(
             files = _select_existing_files(brought.directory, _FILES_WITHOUT_TOKENIZER)
         note = "the run's data had no text, so there is no tokenizer"
         return TokenizerFiles(files, note=note, is_models=True)
-    settings = {}
+    # Without them transformers takes tokens of its own, of another vocabulary.
+    settings: dict[str, Any] = {"bos_token_id": None, "pad_token_id": None}
     if tokenizer.end_of_document is not None:
         settings["eos_token_id"] = tokenizer.end_of_document
     if tokenizer.kind == BYTE_TOKENIZER_KIND:

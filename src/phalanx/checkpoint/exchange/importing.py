@@ -54,11 +54,10 @@ MAX_FILE_BYTES = 4 << 30
 # Of two tensors that must be equal, at a time.
 _NUM_ELEMENTS_AT_ONCE = 1 << 22
 MODEL_TOML_FILE_NAME = "model.toml"
+_SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What an export writes back into config.json, and no shape has.
 COPIED_CONFIG_KEYS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
+    *_SPECIAL_TOKEN_KEYS,
     "max_position_embeddings",
     "id2label",
     "label2id",
@@ -134,7 +133,12 @@ def read_hugging_face_directory(
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
-    settings = {key: config[key] for key in COPIED_CONFIG_KEYS if config.get(key) is not None}
+    # Without a null that config.json says, transformers would take a token of its own.
+    settings = {
+        key: config[key]
+        for key in COPIED_CONFIG_KEYS
+        if config.get(key) is not None or (key in _SPECIAL_TOKEN_KEYS and key in config)
+    }
     files = find_companion_files(source)
     notes = []
     for head in translated.tied_heads:
