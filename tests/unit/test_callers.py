@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,19 @@ def test_ranks_and_attempts_are_added_up_by_caller(tmp_path: Path) -> None:
     assert "Collectives by caller" not in write_report(tmp_path).read_text(), "without a ledger"
 
 
+def test_calls_on_a_gpu_are_not_timed_and_not_called_short(tmp_path: Path) -> None:
+    for rank in range(2):
+        bus = Bus(rank=rank, run_dir=tmp_path)
+        called = [replace(totals(7, 0.0), is_timed=False), totals(9, 0.0)]
+        bus.emit(build_collectives_event(20, called))
+        bus.close()
+    callers = {each.caller: each for each in read_event_log(tmp_path).callers.list_caller_facts()}
+    on_gpu, on_cpu = callers["b/c.py:7"], callers["b/c.py:9"]
+    assert (on_gpu.num_calls, on_cpu.wait_s, on_cpu.most_wait_s) == (4, 0.0, 0.0)
+    assert math.isnan(on_gpu.wait_s)
+    assert math.isnan(on_gpu.most_wait_s)
+
+
 def test_the_largest_are_told_and_the_others_counted() -> None:
     # The same line twice is one caller; a call that nobody made in Python has no line.
     called = [totals(line, 1.0) for line in range(30)] + [totals(0, 1.0)]
@@ -59,4 +74,4 @@ def test_names_of_a_damaged_file_raise_nothing(tmp_path: Path) -> None:
     bus.close()
     callers = read_event_log(tmp_path).callers.list_caller_facts()
     assert {each.num_calls for each in callers} == {3}
-    assert {each.wait_s for each in callers} == {0.0}
+    assert all(math.isnan(each.wait_s) for each in callers)

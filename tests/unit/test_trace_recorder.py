@@ -347,16 +347,21 @@ def test_nothing_is_looked_for_without_a_directory() -> None:
 
 
 def test_phases_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", heard.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: heard.append("pop"))
+    heard: list[str | int] = []
+
+    def start(text: str) -> int:
+        heard.append(text)
+        return len(heard)
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", start)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", heard.append)
     phases = PhaseTimer()
     phases.enter("startup")
     phases.observers += (NvtxRanges(),)
     with phases("backward"), phases("collective", "all_reduce gradients"):
         pass
     phases.leave("startup")
-    assert heard == ["backward", "collective: all_reduce gradients", "pop", "pop"]
+    assert heard == ["backward", "collective: all_reduce gradients", 2, 1]
     with phases.for_thread(1)("ckpt_write"):
         assert heard[4:] == ["ckpt_write"]
 

@@ -77,7 +77,8 @@ class _RecordedGroup:
 @dataclass
 class CallerTotals:
     """The calls of one operation in one group from one line: how many, of how many bytes, and
-    seconds inside of waits for them. `axis` is the name of the group, `ranks` those in it."""
+    seconds inside of waits for them. `axis` is the name of the group, `ranks` those in it. Without
+    `is_timed` nobody measured the waits: those for a device are in its queue."""
 
     op: str
     axis: str
@@ -86,6 +87,7 @@ class CallerTotals:
     num_calls: int = 0
     num_bytes: int = 0
     wait_s: float = 0.0
+    is_timed: bool = True
 
 
 class _OpenWork(NamedTuple):
@@ -208,7 +210,7 @@ class CollectiveRecorder:
         site = self._box.sites.find(4)
         totals = self._totals.get((operator.words, group, site))
         if totals is None:
-            totals = self._add_totals(operator.words, group, site)
+            totals = self._add_totals(operator.words, group, site, is_timed=first.is_cpu)
         totals.num_calls += 1
         totals.num_bytes += num_bytes
         fields = (
@@ -229,8 +231,11 @@ class CollectiveRecorder:
         number = self._box.post_collective(posted)
         return _make_named_tuple(_RecordedCall, (number, posted, group, totals))
 
-    def _add_totals(self, op: str, group: _RecordedGroup, site: CallSite) -> CallerTotals:
-        totals = CallerTotals(op, group.label, format_ranks(group.ranks), site)
+    def _add_totals(
+        self, op: str, group: _RecordedGroup, site: CallSite, *, is_timed: bool
+    ) -> CallerTotals:
+        ranks = format_ranks(group.ranks)
+        totals = CallerTotals(op, group.label, ranks, site, is_timed=is_timed)
         if len(self._totals) < _MAX_CALLERS:
             self._totals[op, group, site] = totals
         return totals

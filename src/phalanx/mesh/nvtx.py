@@ -10,21 +10,20 @@ from phalanx.core.phases import PhaseTimer
 
 
 class NvtxRanges:
-    """Observes phases: each is a range of the thread that trains. It has not run on a GPU."""
+    """Observes phases: each is a range, which may end in another thread than it began in: hooks run
+    in autograd's. It has not run on a GPU."""
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._open: list[int] = []
 
     def begin_span(self, name: str, words: str, axis: str, mark: Any) -> None:
-        self._depth += 1
-        torch.cuda.nvtx.range_push(f"{name}: {words}" if words else name)
+        self._open.append(torch.cuda.nvtx.range_start(f"{name}: {words}" if words else name))
 
     def end_span(self, mark: Any) -> None:
-        # A phase that was open before has pushed no range.
-        if self._depth:
-            self._depth -= 1
-            torch.cuda.nvtx.range_pop()
+        # A phase that was open before has begun no range.
+        if self._open:
+            torch.cuda.nvtx.range_end(self._open.pop())
 
     def observe_thread(self, phases: PhaseTimer) -> NvtxRanges:
-        # Ranges are of the thread that pushes them.
+        # Phases of another thread are on a stack of their own.
         return NvtxRanges()

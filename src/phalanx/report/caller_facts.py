@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from phalanx.report.formats import finite_or_zero
 class CallerFacts:
     """The calls of one operation over one axis from one line, of `num_ranks` ranks together.
 
-    `wait_s`: seconds inside of waits for them; `most_wait_s` of the rank that waited longest.
+    `wait_s`: seconds inside of waits for them; `most_wait_s` of the rank that waited longest. NaN:
+    no rank timed its waits, as on a GPU.
     """
 
     axis: str
@@ -43,7 +45,7 @@ class CallerFacts:
 class _RankTotals:
     num_calls: float = 0.0
     num_bytes: float = 0.0
-    wait_s: float = 0.0
+    wait_s: float = math.nan
 
 
 @dataclass
@@ -58,12 +60,15 @@ class CallerLog:
             of_rank = self._totals.setdefault(_split_name(name), {}).setdefault(rank, _RankTotals())
             of_rank.num_calls += finite_or_zero(num_calls)
             of_rank.num_bytes += _get_finite(event.num_bytes, name)
-            of_rank.wait_s += _get_finite(event.wait_s, name)
+            if name in event.wait_s:
+                wait_s = _get_finite(event.wait_s, name)
+                of_rank.wait_s = finite_or_zero(of_rank.wait_s) + wait_s
 
     def list_caller_facts(self) -> list[CallerFacts]:
         """Those that were waited for longest first."""
         facts = []
         for (axis, operation, caller), of_ranks in self._totals.items():
+            waits = [each.wait_s for each in of_ranks.values() if math.isfinite(each.wait_s)]
             facts.append(
                 CallerFacts(
                     axis,
@@ -71,12 +76,14 @@ class CallerLog:
                     caller,
                     int(sum(each.num_calls for each in of_ranks.values())),
                     sum(each.num_bytes for each in of_ranks.values()),
-                    sum(each.wait_s for each in of_ranks.values()),
-                    max(each.wait_s for each in of_ranks.values()),
+                    sum(waits) if waits else math.nan,
+                    max(waits, default=math.nan),
                     len(of_ranks),
                 )
             )
-        return sorted(facts, key=lambda each: (each.wait_s, each.num_bytes), reverse=True)
+        return sorted(
+            facts, key=lambda each: (finite_or_zero(each.wait_s), each.num_bytes), reverse=True
+        )
 
 
 def _split_name(name: str) -> tuple[str, str, str]:

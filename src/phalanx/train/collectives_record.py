@@ -24,7 +24,9 @@ def build_collectives_event(step: int, totals: Sequence[CallerTotals]) -> Collec
             continue
         num_calls[name] = num_calls.get(name, 0) + each.num_calls
         num_bytes[name] = num_bytes.get(name, 0) + each.num_bytes
-        wait_s[name] = round(wait_s.get(name, 0.0) + each.wait_s, 6)
+        # One line may call with tensors of a CPU and of a GPU.
+        if each.is_timed or each.wait_s:
+            wait_s[name] = round(wait_s.get(name, 0.0) + each.wait_s, 6)
     return CollectivesCounted(step, num_calls, num_bytes, wait_s, num_left_out)
 
 

@@ -165,7 +165,8 @@ class BlockNormsMeasured(Event):
 class CollectivesCounted(Event):
     """The collectives, sends and receives of a rank in an attempt, by "axis [ranks]: operation at
     file:line", the line that called them: how many, of how many bytes, and seconds inside of waits
-    for them (0 of those that are waited for in C++, as by DDP).
+    for them (0 of those that are waited for in C++, as by DDP; without those on a GPU, which nobody
+    times).
 
     From every rank, at the end of its attempt, unless it is killed. Those that were waited for
     longest, 24 at most; `num_left_out` others are left out.

@@ -182,9 +182,9 @@ def _render_callers(facts: RunFacts) -> Html | None:
         build_tag(
             "p",
             "Of all ranks together, with those of start-up, saves and evaluations. Waited: inside"
-            " of a wait in Python; what DDP waits for in C++ is in the table above alone. A group"
-            " that is no axis has torch's name for it (“group 9”): of saves or traces beside"
-            " training, or of your own code.",
+            " of a wait in Python; what DDP waits for in C++ is in the table above alone, and on a"
+            " GPU no call is timed. A group that is no axis has torch's name for it (“group 9”): of"
+            " saves or traces beside training, or of your own code.",
             class_="note",
         ),
     )
