@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import astuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,12 @@ from phalanx.bench.cpu_usage import CpuUsage
 from phalanx.bench.items import BenchItem, BenchPayload
 from phalanx.bench.kernels import TimedCall, build_timed_call
 from phalanx.bench.rows import BUSY_SHARE_KEY, COLLECTIVES_KEY, ROWS_FILE, SKIPPED_ROW_LINE
-from phalanx.bench.stopwatch import RepeatedTime, time_exact_repeats, time_repeatedly
+from phalanx.bench.stopwatch import (
+    RepeatedTime,
+    keep_device_busy,
+    time_exact_repeats,
+    time_repeatedly,
+)
 from phalanx.core.errors import ExitCode
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
@@ -111,7 +117,11 @@ class RankBench:
                 timed_call = build_collective_call(item, group, device)
                 return self._time_collective(item, timed_call, group), timed_call
             timed_call = build_timed_call(item, device)
-            return time_repeatedly(timed_call.call, item.budget_s, device), timed_call
+            # Of "launch" the seconds of calling are what is measured.
+            if item.kind == "launch":
+                return time_repeatedly(timed_call.call, item.budget_s, device), timed_call
+            busy = partial(keep_device_busy, device)
+            return time_repeatedly(timed_call.call, item.budget_s, device, busy), timed_call
         finally:
             torch.set_num_threads(threads_before)
 
@@ -122,6 +132,7 @@ class RankBench:
         meeting = torch.zeros(1, device=device)
 
         def synchronize_ranks() -> None:
+            keep_device_busy(device)
             dist.all_reduce(meeting, group=group)
 
         # The first call opens connections; the second says how often there is time for.

@@ -11,6 +11,8 @@ import torch
 
 # A batch of calls lasts at least as long, so that reading the clock costs nothing of it.
 MIN_BATCH_S = 100e-6
+# About 1 ms: longer than it takes to call what a batch calls.
+_BUSY_CYCLES = 2_000_000
 LEAST_REPEATS, MOST_REPEATS = 3, 400
 WallAndCpu = tuple[float, float]
 
@@ -28,17 +30,29 @@ class RepeatedTime:
 
 
 def time_repeatedly(
-    call: Callable[[], object], budget_s: float, device: torch.device
+    call: Callable[[], object],
+    budget_s: float,
+    device: torch.device,
+    before: Callable[[], None] = lambda: None,
 ) -> RepeatedTime:
-    """Time `call` until `budget_s` seconds are over, at least LEAST_REPEATS times."""
-    batch = _choose_calls_per_batch(call, device)
+    """Time `call` until `budget_s` seconds are over, at least LEAST_REPEATS times; `before` each
+    batch something may be queued."""
+    batch = _choose_calls_per_batch(call, device, before)
     times: list[WallAndCpu] = []
     deadline = time.perf_counter() + budget_s
     while len(times) < MOST_REPEATS:
+        before()
         times.append(_time_batch(call, batch, device))
         if time.perf_counter() > deadline and len(times) >= LEAST_REPEATS:
             break
     return _summarize_times(times)
+
+
+def keep_device_busy(device: torch.device) -> None:
+    """Queue nothing of use: what is called meanwhile stands in the queue when the device comes to
+    it, and its seconds are those of the device, not those of calling. It has not run on a GPU."""
+    if device.type == "cuda":
+        torch.cuda._sleep(_BUSY_CYCLES)
 
 
 def time_exact_repeats(
@@ -62,9 +76,12 @@ def _summarize_times(times: list[WallAndCpu]) -> RepeatedTime:
     )
 
 
-def _choose_calls_per_batch(call: Callable[[], object], device: torch.device) -> int:
+def _choose_calls_per_batch(
+    call: Callable[[], object], device: torch.device, before: Callable[[], None]
+) -> int:
     # The first call chooses kernels and takes memory, the second shows how long one takes.
     _time_batch(call, 1, device)
+    before()
     once_s = _time_batch(call, 1, device)[0]
     return max(1, min(1000, round(MIN_BATCH_S / max(once_s, 1e-7))))
 
