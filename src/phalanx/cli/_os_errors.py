@@ -24,7 +24,10 @@ def _convert_path_error(error: Exception) -> PhalanxError | None:
     from phalanx.core.uncaught import TRACEBACK_VARIABLE
 
     name = getattr(error, "filename", None)
-    if not isinstance(error, OSError) or error.errno is None or not isinstance(name, str | bytes):
+    # A pipe that nobody reads any more is no path: whoever read has enough.
+    if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+        return None
+    if error.errno is None or not isinstance(name, str | bytes):
         return None
     path = os.path.abspath(os.fsdecode(name))
     if Path(path).is_relative_to(Path(__file__).parents[1]) or os.environ.get(TRACEBACK_VARIABLE):
