@@ -204,12 +204,7 @@ class DifferenceDiagnosis:
         factor = loss / reference if reference else math.inf
         meaning = self._factors.explain(factor, 0)
         if not wrong_output and self._are_outputs_compared() and not meaning:
-            causes = [WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE]
-            if self._tp > 1:
-                causes.append(WRONG_LOSS_OF_A_CUT_HEAD_CAUSE)
-            if self._stages:
-                causes.append(OTHER_TARGETS_CAUSE)
-            return "; or ".join(causes)
+            return self._explain_loss_of_right_outputs()
         evidence = TokenEvidence.from_json(
             observation.get("wrong_tokens") for observation in self._observations
         )
@@ -231,6 +226,14 @@ class DifferenceDiagnosis:
         if meaning:
             return words
         return f"it is no multiple of one process's that the layout's numbers explain: {words}"
+
+    def _explain_loss_of_right_outputs(self) -> str:
+        causes = [WRONG_LOSS_OF_RIGHT_OUTPUTS_CAUSE]
+        if self._tp > 1:
+            causes.append(WRONG_LOSS_OF_A_CUT_HEAD_CAUSE)
+        if self._stages:
+            causes.append(OTHER_TARGETS_CAUSE)
+        return "; or ".join(causes)
 
     def _explain_wrong_attention(self, evidence: TokenEvidence) -> str:
         """The cause of the first output that differs, which is of an attention."""
